@@ -1,0 +1,98 @@
+"""Every exception that this library raises on purpose.
+
+All of them are `ParallelError`, so one `except` catches whatever parallelization adds to a program. Each message
+says who, the offending value, the limit and, where there is one, the next step.
+"""
+
+from __future__ import annotations
+
+
+class ParallelError(Exception):
+    """Base of every error raised on purpose by parallelformers_ng."""
+
+
+class UnsupportedPlatformError(ParallelError):
+    """The operating system lacks what the workers need (Linux: memfd, pidfd)."""
+
+
+class UnsupportedModelError(ParallelError):
+    """No policy fits this model; the message says what was tried and how to write one."""
+
+
+class PolicyError(ParallelError):
+    """A policy does not fit the model it was applied to: a rule without a layer, a layer that cannot be cut so."""
+
+
+class PlacementError(ParallelError):
+    """The devices asked for do not exist, or fewer exist than asked for."""
+
+
+class AlreadyParallelizedError(ParallelError):
+    """`parallelize` was called on a model that is parallelized already."""
+
+
+class NotParallelizedError(ParallelError):
+    """The model is not (or no longer) parallelized, or its workers belong to another process."""
+
+
+class GroupError(ParallelError):
+    """Something about the worker group failed; the base of the errors below."""
+
+
+class StartupError(GroupError):
+    """A worker could not start. The message carries the end of its standard error."""
+
+
+class GroupClosedError(GroupError):
+    """The group was closed, by the caller or at interpreter shutdown."""
+
+
+class WrongProcessError(GroupError):
+    """The group was used from a process that did not start it, for example after `os.fork`."""
+
+
+class WorkerDiedError(GroupError):
+    """A worker process ended while it was needed.
+
+    Attributes:
+        rank: the worker's rank.
+        signal: the signal that ended it, or None where it exited by itself.
+        exit_code: its exit code, or None where a signal ended it.
+    """
+
+    def __init__(self, message: str, rank: int, signal: int | None = None, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.signal = signal
+        self.exit_code = exit_code
+
+
+class RequestTimeoutError(GroupError, TimeoutError):
+    """A request did not finish before its deadline."""
+
+
+class ProtocolError(GroupError):
+    """A control message was malformed, too large or out of order. It was not decoded further."""
+
+
+class CollectiveAbortedError(GroupError):
+    """A collective was given up because a peer raised, died or the group is ending."""
+
+
+class DivergedError(GroupError):
+    """Ranks that must agree did not; the answer was discarded."""
+
+
+class WorkerError(GroupError):
+    """An exception raised inside a worker, brought back to the caller.
+
+    Where the original type can be named here (builtins, torch, transformers, anything already imported), the raised
+    exception is an instance of that type as well, so `except ValueError` goes on working.
+
+    Attributes:
+        rank: the rank whose traceback is shown.
+        remote_traceback: the traceback as the worker printed it.
+    """
+
+    rank: int = 0
+    remote_traceback: str = ""
