@@ -1,0 +1,78 @@
+"""Swaps the parallel layers in, as the plan says. Runs on a rank, on a skeleton whose tensors are still on `meta`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.sharding import layers
+from parallelformers_ng.sharding.plan import LayerKind, ShardPlan
+
+_CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
+    "gathered_column": layers.GatheredColumnParallel,
+    "row": layers.RowParallel,
+    "reduced": layers.Reduced,
+    "vocabulary_embedding": layers.VocabularyParallelEmbedding,
+    "vocabulary_head": layers.VocabularyParallelHead,
+    "heads": layers.HeadParallel,
+}
+
+
+def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
+    """Turn `model` into rank `rank`'s share of it: parallel layers, local attributes, no weights yet.
+
+    A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
+    """
+    for layer in plan.layers:
+        module = model.get_submodule(layer.path)
+        if layer.kind in _CLASSES:
+            module.__class__ = layers.parallel_class(_CLASSES[layer.kind], type(module))
+            module.communicator = communicator
+        for name, value in layer.attributes[rank].items():
+            set_attribute(module, name, value)
+        if layer.kind == "vocabulary_embedding":
+            # torch checks it against the rows held here; it only matters to gradients.
+            module.padding_idx = None
+
+
+def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Set the dotted `name` beneath a module. A configuration on the way is copied first: others still read the whole."""
+    owner: Any = module
+    *path, last = name.split(".")
+    for part in path:
+        if part == "config":
+            setattr(owner, part, copy.copy(getattr(owner, part)))
+        owner = getattr(owner, part)
+    setattr(owner, last, value)
+
+
+def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
+    """Put `tensor` where `name` says, as a parameter without gradient or as a buffer."""
+    path, _, short = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if is_buffer:
+        owner._buffers[short] = tensor
+    else:
+        owner._parameters[short] = nn.Parameter(tensor, requires_grad=False)
+
+
+def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
+    """A copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
+
+    For proofs and tests in one process; workers build theirs from a skeleton instead.
+    """
+    names = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    share = copy.deepcopy(model, dict(names))  # the copy shares the tensors, so nothing is held twice
+    inject(share, plan, rank, communicator)
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor_plan in plan.tensors.items():
+        if tensor_plan.storage not in held:
+            whole = model.get_parameter(name) if not tensor_plan.is_buffer else model.get_buffer(name)
+            part = tensor_plan.shards[rank].of(whole.detach()).to(tensor_plan.dtype, copy=True)
+            held[tensor_plan.storage] = part.contiguous()
+        set_tensor(share, name, held[tensor_plan.storage], tensor_plan.is_buffer)
+    return share

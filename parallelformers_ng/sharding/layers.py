@@ -1,0 +1,119 @@
+"""The parallel layers: the one place where a collective is called.
+
+Each is the layer it replaces plus an exchange. `inject.py` gives an existing module one of these classes, so that whatever
+else the module carries (hooks, attributes, a subclass's own forward) stays as it was.
+
+                    column-parallel                  row-parallel
+    x ──────► [A₀] ──► y₀ ─► …nonlinearity… ─► [B₀] ──► z₀ ─┐
+    x ──────► [A₁] ──► y₁ ─► …nonlinearity… ─► [B₁] ──► z₁ ─┴─ Σ ─► z       (Megatron-LM, arXiv:1909.08053, §3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.collectives.communicator import Communicator
+
+
+class ParallelLayer(nn.Module):
+    """Base of the parallel layers.
+
+    Attributes:
+        communicator: what this rank's layers exchange through; set by the injector.
+    """
+
+    communicator: Communicator
+
+
+class RowParallel(ParallelLayer):
+    """Computes a partial product from this rank's inputs and sums it over the ranks: z = Σᵣ yᵣ Bᵣ + b.
+
+    Rank 0 holds b and the others zeros, so it is added once.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.communicator.all_reduce(super().forward(*args, **kwargs))
+
+
+class Reduced(ParallelLayer):
+    """Sums what a module with cut parameters gives: its output, or the first item of a tuple of outputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            return (self.communicator.all_reduce(output[0]), *output[1:])
+        return self.communicator.all_reduce(output)
+
+
+class GatheredColumnParallel(ParallelLayer):
+    """Computes this rank's outputs and puts those of all ranks side by side: z = [x A₀ | x A₁ | …].
+
+    Attributes:
+        gathered_sizes: outputs of each rank.
+    """
+
+    gathered_sizes: Sequence[int]
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.communicator.all_gather(super().forward(*args, **kwargs), dim=-1, sizes=self.gathered_sizes)
+
+
+class VocabularyParallelEmbedding(ParallelLayer):
+    """Looks up the ids that this rank's rows hold, zeros for the others, and sums over the ranks.
+
+    Attributes:
+        first_row: first id of this rank.
+        row_count: number of its rows, possibly 0.
+        gathered_sizes: rows of each rank.
+    """
+
+    first_row: int
+    row_count: int
+    gathered_sizes: Sequence[int]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_range(input)
+        if self.row_count == 0:
+            found = self.weight.new_zeros(*input.shape, self.weight.shape[1])
+        else:
+            local = input - self.first_row
+            elsewhere = (local < 0) | (local >= self.row_count)
+            found = super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self.communicator.all_reduce(found)
+
+    def _check_range(self, ids: torch.Tensor) -> None:
+        """A whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on every rank."""
+        if ids.numel() == 0:
+            return
+        size = sum(self.gathered_sizes)
+        if ids.device.type == "cpu":
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= size:
+                raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
+        else:
+            torch._assert_async(((ids >= 0) & (ids < size)).all())
+
+
+class VocabularyParallelHead(GatheredColumnParallel):
+    """The logits of this rank's part of the vocabulary, gathered from all ranks."""
+
+
+class HeadParallel(ParallelLayer):
+    """Attention over this rank's heads. Only its attributes differ; nothing is exchanged.
+
+    Attributes:
+        head_sizes: query heads of each rank, 0 for a rank without any.
+    """
+
+    head_sizes: Sequence[int]
+
+
+@cache
+def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn.Module]:
+    """`RowParallel` + `Linear` → `RowParallelLinear`, a class made once."""
+    return type(f"{kind.__name__}{layer.__name__}", (kind, layer), {"__module__": layer.__module__})

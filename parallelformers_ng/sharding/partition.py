@@ -1,0 +1,138 @@
+"""How many of what each rank gets: the arithmetic of cutting a width, in one place and without tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.policy import Unit
+
+Range = tuple[int, int]
+"""A half-open interval `[start, stop)` along one dimension."""
+
+
+def spread(count: int, world_size: int) -> list[Range]:
+    """Cut `count` items into consecutive ranges, one per rank, as evenly as they go, longer ones first.
+
+    >>> spread(12, 5)
+    [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
+    """
+    share, rest = divmod(count, world_size)
+    starts = [rank * share + min(rank, rest) for rank in range(world_size + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+
+
+def spread_aligned(width: int, world_size: int, granule: int = 8) -> list[Range]:
+    """Like `spread`, in multiples of `granule` columns where the width allows: grouped matrix products refuse rows that are
+    not a multiple of 16 bytes, and tensor cores are slower on them."""
+    granule = math.gcd(width, granule)
+    return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size)]
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads of one rank.
+
+    Attributes:
+        query: indices of its query heads, consecutive.
+        key: indices of the key/value heads they read, one for each `groups` query heads, repeated where it must be.
+        groups: query heads per key/value head on this rank.
+        idle: the rank got no head. It holds a copy of head 0, so that shapes and cache lengths stay right, and its
+            output rows are zero, so that it adds nothing.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    groups: int
+    idle: bool = False
+
+
+def share_heads(query_heads: int, key_heads: int, world_size: int) -> list[HeadShare]:
+    """Give each rank whole query heads and the key/value heads that they read.
+
+    Where the ratio of query to key/value heads differs within a rank (6 query and 3 key/value heads on 2 ranks: q0 q1
+    read k0, q2 reads k1), grouped attention has no number to express it; the rank then holds its key/value heads once
+    per query head, and its groups are 1.
+
+    Raises:
+        PolicyError: the query heads are not a multiple of the key/value heads.
+    """
+    if query_heads < 1 or key_heads < 1 or query_heads % key_heads:
+        raise PolicyError(f"{query_heads} query heads cannot share {key_heads} key/value heads evenly")
+    ratio = query_heads // key_heads
+    shares = []
+    for start, stop in spread(query_heads, world_size):
+        if start == stop:
+            shares.append(HeadShare(query=(0,), key=(0,), groups=1, idle=True))
+            continue
+        query = tuple(range(start, stop))
+        readers = [len(list(same)) for _, same in groupby(head // ratio for head in query)]
+        if len(set(readers)) == 1:
+            key = tuple(range(start // ratio, (stop - 1) // ratio + 1))
+            shares.append(HeadShare(query, key, groups=readers[0]))
+        else:
+            shares.append(HeadShare(query, tuple(head // ratio for head in query), groups=1))
+    return shares
+
+
+def join(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Drop empty ranges and merge neighbours: `(0, 4), (4, 8), (2, 3)` → `(0, 8), (2, 3)`."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def cut_width(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], world_size: int) -> list[tuple[Range, ...]]:
+    """Cut a dimension of `size`, packed from `parts`, for every rank.
+
+    Args:
+        size: length of the dimension.
+        parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
+        heads: the head shares of the surrounding attention, empty where there is none.
+
+    Returns:
+        For each rank the ranges it holds, in order.
+
+    Raises:
+        PolicyError: the parts do not fit the size.
+    """
+    whole = {"query": _total(heads, "query"), "key": _total(heads, "key"), "column": 1}
+    if heads and "column" not in parts:
+        units = sum(whole[part] for part in parts)
+        if size % units:
+            raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
+        widths = [size // units * whole[part] for part in parts]
+    elif size % len(parts) == 0:
+        widths = [size // len(parts)] * len(parts)
+    else:
+        raise PolicyError(f"its width {size} does not divide into {len(parts)} fused parts")
+
+    per_rank: list[list[Range]] = [[] for _ in range(world_size)]
+    offset = 0
+    for part, width in zip(parts, widths, strict=True):
+        if part == "column":
+            for rank, (start, stop) in enumerate(spread(width, world_size)):
+                per_rank[rank].append((offset + start, offset + stop))
+        else:
+            if width % whole[part]:
+                raise PolicyError(f"a fused part of width {width} is not a multiple of {whole[part]} {part} heads")
+            head = width // whole[part]
+            for rank, share in enumerate(heads):
+                owned = share.query if part == "query" else share.key
+                per_rank[rank] += [(offset + index * head, offset + (index + 1) * head) for index in owned]
+        offset += width
+    return [join(ranges) for ranges in per_rank]
+
+
+def _total(heads: Sequence[HeadShare], unit: str) -> int:
+    """Heads of the whole model: one more than the highest index any rank holds."""
+    return 1 + max((max(share.query if unit == "query" else share.key) for share in heads), default=0)

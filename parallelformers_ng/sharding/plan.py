@@ -1,0 +1,189 @@
+"""The ShardPlan: for every tensor of a model, which slices of it each rank holds.
+
+Pure data. It is built by `builder.py` from a policy, a skeleton and a world size; hand-over, loading, saving, gathering,
+the memory report and the injector read it, and none of them computes a slice again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from parallelformers_ng.sharding.partition import Range
+
+LayerKind = Literal[
+    "column", "gathered_column", "row", "reduced", "vocabulary_embedding", "vocabulary_head", "heads"
+]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of one tensor.
+
+    Attributes:
+        dim: the dimension that is cut, or None where the rank holds the whole tensor.
+        ranges: the ranges held along `dim`, in the order in which they are laid side by side. They may repeat.
+        zero: the rank holds zeros of that shape instead of the values: a bias that another rank adds, the output rows
+            of a rank without heads.
+    """
+
+    dim: int | None = None
+    ranges: tuple[Range, ...] = ()
+    zero: bool = False
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        if self.dim is None:
+            return whole
+        width = sum(stop - start for start, stop in self.ranges)
+        return (*whole[: self.dim], width, *whole[self.dim + 1 :])
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
+        if self.zero:
+            return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
+        if self.dim is None:
+            return tensor
+        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return tensor.narrow(self.dim, 0, 0)
+        return torch.cat(pieces, dim=self.dim)
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """The inverse of `of`: write a rank's part to where it came from in `whole`."""
+        if self.zero:
+            return
+        if self.dim is None:
+            whole.copy_(part)
+            return
+        offset = 0
+        for start, stop in self.ranges:
+            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, offset, stop - start))
+            offset += stop - start
+
+
+WHOLE = Shard()
+ZERO = Shard(zero=True)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of one parameter or buffer.
+
+    Attributes:
+        name: its dotted name in the model.
+        shape: shape of the whole tensor.
+        dtype: data type on the ranks, after the cast that was asked for.
+        shards: one `Shard` per rank.
+        storage: name under which its bytes are held; tied tensors that are cut alike share one.
+        is_buffer: a buffer rather than a parameter.
+        rule: the policy rule that cut it, for people; "" where it stays whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+    storage: str
+    is_buffer: bool = False
+    rule: str = ""
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(shard == WHOLE for shard in self.shards)
+
+    def bytes_on(self, rank: int) -> int:
+        return _bytes(self.shards[rank].shape(self.shape), self.dtype)
+
+    @property
+    def bytes_whole(self) -> int:
+        return _bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the injector does to one module.
+
+    Attributes:
+        path: its dotted path.
+        kind: which parallel layer it becomes; "heads" only adjusts attributes.
+        attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
+    """
+
+    path: str
+    kind: LayerKind
+    attributes: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class ShardPlan:
+    """For every parameter and buffer of a model, which slices of it each rank holds.
+
+    Attributes:
+        model_class: name of the model's class.
+        world_size: number of ranks.
+        tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
+        layers: what the injector does, in order.
+        policy: names of the policies that apply.
+        source: where they came from: "custom", "written", "native plan" or "inferred".
+        cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
+    """
+
+    model_class: str
+    world_size: int
+    tensors: dict[str, TensorPlan]
+    layers: list[LayerPlan]
+    policy: str
+    source: str
+    cuttable: frozenset[str] = field(default_factory=frozenset)
+
+    def stored(self) -> Iterator[TensorPlan]:
+        """Every tensor once, tied ones under the name that holds the bytes."""
+        return (tensor for name, tensor in self.tensors.items() if tensor.storage == name)
+
+    @property
+    def bytes_whole(self) -> int:
+        """Bytes of the whole model, after the cast."""
+        return sum(tensor.bytes_whole for tensor in self.stored())
+
+    @property
+    def bytes_per_rank(self) -> list[int]:
+        """Bytes of parameters and buffers on each rank."""
+        stored = list(self.stored())
+        return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
+
+    @property
+    def replicated(self) -> dict[str, int]:
+        """Every tensor that all ranks hold whole: name → bytes, largest first."""
+        whole = {tensor.name: tensor.bytes_whole for tensor in self.stored() if tensor.is_replicated}
+        return dict(sorted(whole.items(), key=lambda item: -item[1]))
+
+    @property
+    def cut_share(self) -> float:
+        """Share of the cuttable bytes (Linear, Conv1D, Embedding, stacked experts) that are cut, between 0 and 1."""
+        cuttable = [tensor for tensor in self.stored() if tensor.name in self.cuttable]
+        total = sum(tensor.bytes_whole for tensor in cuttable)
+        return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 0.0
+
+    def table(self) -> str:
+        """The plan for people: rows of equal rule and shape folded into one."""
+        from parallelformers_ng.sharding.table import render
+
+        return render(self)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"ShardPlan({self.model_class}, world_size={self.world_size}, policy={self.policy!r}, source={self.source!r})"
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count * dtype.itemsize

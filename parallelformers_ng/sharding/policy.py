@@ -1,0 +1,132 @@
+"""The vocabulary in which a policy says how a block is cut. Data only: no torch, no arithmetic.
+
+A policy names a *block* (a module class of the modelling code, usually one layer) and gives each layer beneath it
+a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053):
+
+    hidden ─┬─► Column ──► (each rank: its heads, its columns) ──► Row ─► all-reduce ─► hidden
+            └─► Column ──┘
+
+`plan.py` turns a policy, a model skeleton and a world size into slices; nothing here computes one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Unit = Literal["", "query", "key", "column"]
+"""What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module with a
+`Heads` rule and "column" elsewhere."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Base of all rules."""
+
+
+@dataclass(frozen=True)
+class Column(Rule):
+    """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
+
+    Args:
+        unit: what the outputs are counted in; "key" marks key and value projections of a model with fewer key/value
+            than query heads.
+        fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
+            `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
+            Each part is cut on its own. Projections interleaved *per head* (Bloom) are one part: a head is contiguous.
+        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        gather: put the cut outputs together again, for a layer whose reader needs all of them.
+    """
+
+    unit: Unit = ""
+    fused: int | tuple[Unit, ...] = 1
+    heads: str | None = None
+    gather: bool = False
+
+
+@dataclass(frozen=True)
+class Row(Rule):
+    """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
+
+    Args:
+        unit: what the inputs are counted in, as in `Column`.
+        fused: parts packed side by side along the input, as in `Column`.
+        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
+    """
+
+    unit: Unit = ""
+    fused: int | tuple[Unit, ...] = 1
+    heads: str | None = None
+    reduce: bool = True
+
+
+@dataclass(frozen=True)
+class Heads(Rule):
+    """Says that a module is attention: layers beneath it are cut by whole heads.
+
+    Attribute names are relative to the module; `config.x` is read from the module's configuration.
+
+    Args:
+        query: attribute that holds the number of query heads.
+        key: attribute that holds the number of key/value heads; "" where it is the number of query heads.
+        groups: attribute that holds query heads per key/value head, "" where the module has none.
+        scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
+        scaled_key: the same for attributes proportional to the key/value heads.
+    """
+
+    query: str
+    key: str = ""
+    groups: str = ""
+    scaled: tuple[str, ...] = ()
+    scaled_key: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experts(Rule):
+    """Cut every expert of a mixture by width: gate and up by columns, down by rows, the outputs summed.
+
+    For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Their geometry
+    (transposed, gate and up side by side or interleaved, biases) comes from the attributes of transformers' experts interface.
+    """
+
+
+@dataclass(frozen=True)
+class Slice(Rule):
+    """Cut a bare parameter or buffer along one dimension, nothing is exchanged.
+
+    Args:
+        dim: the dimension to cut.
+        unit: what that dimension is counted in, as in `Column`.
+        fused: parts packed along it, as in `Column`.
+        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+    """
+
+    dim: int
+    unit: Unit = ""
+    fused: int | tuple[Unit, ...] = 1
+    heads: str | None = None
+
+
+@dataclass(frozen=True)
+class Reduce(Rule):
+    """Sum a module's output over the ranks, for one whose cut layers or parameters leave partial sums."""
+
+
+class Policy:
+    """How the layers of one block class are cut. Subclass it; write no methods.
+
+    Attributes:
+        block: class name of the module the plan's paths are relative to, or several that share one layout.
+        plan: path beneath the block → rule. "" is the block itself. A path matches in every block of the model where
+            it exists and must match in at least one.
+        optional: paths (each with all that lies beneath) that a configuration may leave out, e.g. cross-attention.
+    """
+
+    block: ClassVar[str | tuple[str, ...]] = ()
+    plan: ClassVar[dict[str, Rule]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def blocks(cls) -> tuple[str, ...]:
+        return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)

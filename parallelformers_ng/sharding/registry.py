@@ -1,0 +1,100 @@
+"""Model → policies. A policy belongs to a block class, so composite models (a vision tower beside a language model, an
+encoder beside a decoder) find the policies of all their parts by themselves."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+
+from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.sharding.policy import Policy
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The policies that apply to a model.
+
+    Attributes:
+        policies: each with at least one block in the model.
+        source: "custom", "written", "native plan" or "inferred"; joined by "+" where parts differ.
+    """
+
+    policies: tuple[type[Policy], ...]
+    source: str
+
+
+def is_block(module: nn.Module, policy: type[Policy]) -> bool:
+    """Whether `module` is a block of `policy`, by class name, a subclass included."""
+    names = policy.blocks()
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def select(model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None) -> Selection:
+    """Find the policies for a model: the caller's first, then the written ones for blocks those leave.
+
+    Raises:
+        PolicyError: `custom` is not a Policy class or a list of them, or names a block that the model lacks.
+        UnsupportedModelError: no policy fits.
+    """
+    customs = _check_custom(custom)
+    class_names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    for policy in customs:
+        if not class_names & set(policy.blocks()):
+            raise PolicyError(
+                f"{policy.__name__}: block {'/'.join(policy.blocks())!r} is not in {type(model).__name__}"
+                f" (its blocks: {', '.join(repeated_blocks(model)) or 'none repeat'})"
+            )
+    taken = {name for policy in customs for name in policy.blocks()}
+    written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
+    policies = (*customs, *written)
+    if not policies:
+        raise UnsupportedModelError(
+            f"no policy knows {type(model).__name__}: none of its repeated blocks"
+            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies."
+            " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
+        )
+    sources = (["custom"] if customs else []) + (["written"] if written else [])
+    return Selection(policies, "+".join(sources))
+
+
+@cache
+def written_policies() -> tuple[type[Policy], ...]:
+    """All policies of `parallelformers_ng.policies`, in the order of their files.
+
+    Raises:
+        PolicyError: two of them claim one block.
+    """
+    package = importlib.import_module("parallelformers_ng.policies")
+    found: dict[str, type[Policy]] = {}
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        for value in vars(module).values():
+            if not (isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module.__name__):
+                continue
+            for block in value.blocks():
+                if found.setdefault(block, value) is not value:
+                    raise PolicyError(f"{value.__name__} and {found[block].__name__} both claim block {block!r}")
+    return tuple(dict.fromkeys(found.values()))
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Class names of the modules that a ModuleList of this model repeats: the candidates for a policy's block."""
+    lists: Iterable[nn.Module] = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(dict.fromkeys(type(child).__name__ for items in lists for child in items.children()))
+
+
+def _check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
+    if custom is None:
+        return ()
+    listed = list(custom) if isinstance(custom, (list, tuple, set)) else [custom]
+    for policy in listed:
+        if not (isinstance(policy, type) and issubclass(policy, Policy)):
+            raise PolicyError(f"custom_policies takes Policy classes, alone or in a list, not {policy!r}")
+        if not policy.blocks() or not policy.plan:
+            raise PolicyError(f"{policy.__name__}: both `block` and `plan` must be set")
+    return tuple(listed)

@@ -1,0 +1,19 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class GPT2Policy(Policy):
+    """`c_attn` packs q, k and v side by side, so each third is cut on its own; cross-attention packs k and v."""
+
+    block = "GPT2Block"
+    plan = {
+        "attn": Heads(query="num_heads", scaled=("embed_dim", "split_size")),
+        "attn.c_attn": Column(fused=3),
+        "attn.c_proj": Row(),
+        "crossattention": Heads(query="num_heads", scaled=("embed_dim", "split_size")),
+        "crossattention.q_attn": Column(),
+        "crossattention.c_attn": Column(fused=2),
+        "crossattention.c_proj": Row(),
+        "mlp.c_fc": Column(),
+        "mlp.c_proj": Row(),
+    }
+    optional = ("crossattention",)

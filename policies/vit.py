@@ -1,0 +1,16 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class ViTPolicy(Policy):
+    """An encoder over image patches. The patch embedding and the classifier are small and stay whole."""
+
+    block = "ViTLayer"
+    plan = {
+        "attention": Heads("num_attention_heads"),
+        "attention.q_proj": Column(),
+        "attention.k_proj": Column(),
+        "attention.v_proj": Column(),
+        "attention.o_proj": Row(),
+        "mlp.fc1": Column(),
+        "mlp.fc2": Row(),
+    }
