@@ -51,11 +51,13 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
-    """Put `tensor` where `name` says, as a parameter without gradient or as a buffer."""
+    """Put `tensor` where `name` says, as a buffer or as a parameter (one without gradient, if it is none yet)."""
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
     if is_buffer:
         owner._buffers[short] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        owner._parameters[short] = tensor
     else:
         owner._parameters[short] = nn.Parameter(tensor, requires_grad=False)
 

@@ -1,0 +1,74 @@
+"""The live module tree without its weights, as bytes: what a worker builds its share from.
+
+Pickled by value, tensors as references, rather than rebuilt by `cls(config)`: edits of the user, adapters and classes defined
+in a notebook come along.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.plan import ShardPlan
+
+
+class Skeleton:
+    """A model's modules and its plan. Its own pickle is a few hundred bytes per layer, whatever the model weighs."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ShardPlan) -> Skeleton:
+        """Take the skeleton of `model`.
+
+        Raises:
+            UnsupportedModelError: some part of the model cannot be pickled; the message says which.
+        """
+        buffer = io.BytesIO()
+        names: dict[int, str] = {}
+        for name, tensor in plan.tensors.items():
+            held = model.get_buffer(name) if tensor.is_buffer else model.get_parameter(name)
+            names.setdefault(id(held), name)
+        try:
+            _Pickler(buffer, names).dump((model, plan))
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to the model (a hook, a"
+                " lock, an open file) cannot be copied; remove it before parallelize"
+            ) from error
+        return cls(buffer.getvalue())
+
+    def build(self) -> tuple[nn.Module, ShardPlan]:
+        """The module tree with every tensor on `meta`, and the plan."""
+        return _Unpickler(io.BytesIO(self.data)).load()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, names: dict[int, str]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and id(obj) in self._names:
+            return (self._names[id(obj)], tuple(obj.shape), obj.dtype, isinstance(obj, nn.Parameter))
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def persistent_load(self, reference: Any) -> torch.Tensor:
+        name, shape, dtype, is_parameter = reference
+        if name not in self._tensors:
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            self._tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        return self._tensors[name]
