@@ -7,6 +7,7 @@ setup(
         Extension(
             "parallelformers_ng.collectives._kernel",
             sources=["parallelformers_ng/collectives/_kernel.c"],
+            depends=["parallelformers_ng/collectives/_kernel_sums.h"],
             extra_compile_args=["-O3", "-std=c11"],
             optional=True,
         )

@@ -1,0 +1,72 @@
+"""Collectives: one small protocol, a few backends. The parent makes an `Arena`, each rank calls `connect`."""
+
+from __future__ import annotations
+
+import torch
+
+from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
+from parallelformers_ng.collectives.gloo import GlooCommunicator
+from parallelformers_ng.collectives.layout import ArenaMap
+from parallelformers_ng.collectives.nccl import NcclCommunicator
+from parallelformers_ng.collectives.process_group import create_rendezvous, open_store
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+
+__all__ = ["BACKENDS", "Arena", "Communicator", "SingleCommunicator", "connect", "create_rendezvous"]
+
+BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
+
+
+def connect(
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    arena_fd: int | None,
+    rendezvous: str | None,
+    timeout: float,
+) -> Communicator:
+    """Joins a group; returns when the backend is ready, which for gloo and NCCL means that all ranks have come.
+
+    Args:
+        backend: one of BACKENDS. "auto" is NCCL on CUDA; on the CPU shared memory, or gloo where neither the C nor
+            the Python kernel works.
+        rank, world_size: this rank and the number of ranks.
+        device: where the tensors of the collectives live.
+        arena_fd: the `fd` of the parent's Arena. Shared memory needs it; for the others it carries the abort and
+            cancel words.
+        rendezvous: a path from `create_rendezvous`, the same for all ranks. Gloo and NCCL need it.
+        timeout: how long to wait for a peer, in seconds.
+
+    Raises:
+        ValueError: the backend is unknown, does not serve the device, or lacks what it needs.
+        ProtocolError: `arena_fd` is no arena for `world_size` ranks.
+        UnsupportedPlatformError: shared memory was asked for and does not work here.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"connect: backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if not timeout > 0:
+        raise ValueError(f"connect: timeout {timeout} s is not positive")
+    if backend == "auto":
+        if device.type == "cuda":
+            backend = "nccl"
+        else:
+            backend = "shared_memory" if available_kernels() else "gloo"
+    if (backend == "nccl") != (device.type == "cuda") or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, the others for the CPU"
+        )
+    if world_size == 1:
+        return SingleCommunicator(None if arena_fd is None else ArenaMap(arena_fd, 1))
+    if backend == "shared_memory":
+        if arena_fd is None:
+            raise ValueError("connect: shared memory needs the arena's file descriptor, arena_fd is None")
+        return SharedMemoryCommunicator(arena_fd, rank, world_size, timeout)
+    if rendezvous is None:
+        raise ValueError(f"connect: backend {backend!r} needs a rendezvous path: take one from create_rendezvous()")
+    arena = None if arena_fd is None else ArenaMap(arena_fd, world_size)
+    store = open_store(rendezvous, world_size)
+    if backend == "gloo":
+        return GlooCommunicator(rank, world_size, store, timeout, arena)
+    return NcclCommunicator(rank, world_size, store, timeout, arena, device)

@@ -1,0 +1,431 @@
+/* The shared-memory collectives: one-shot sums, reduce-scatter + gather, gathers and broadcasts between processes.
+ *
+ * Memory. An arena (layout.py has the same numbers) is a header page, a 1 KiB line per rank, and two slots per rank:
+ *
+ *     | header | line 0 | line 1 | ... | slot 0,0 | slot 0,1 | slot 1,0 | slot 1,1 | ...
+ *
+ * Protocol. All ranks run the same steps in the same order, numbered 1, 2, 3, ... In step s a rank writes what it
+ * contributes into its own slot s mod 2, publishes s in its line (release), waits until every line shows at least s
+ * (acquire), and then reads the peers' slots s mod 2. A collective is one step, or several where it exceeds a slot.
+ *
+ * Why two slots suffice. Rank a writes slot s mod 2 in step s; its last readers were the peers in step s - 2. Rank a
+ * starts step s after step s - 1, in which it saw every peer publish s - 1; a peer publishes s - 1 only after it has
+ * finished step s - 2, reads included. So nobody still reads what a overwrites. For the same reason a peer is at most
+ * one step ahead: it cannot finish step s + 1 before this rank has published s + 1. Hence `counter >= s` with two
+ * slots never mixes steps, and the step's signature, kept twice as well, is still that of step s when it is compared.
+ *
+ * The rank's published counter is its only state, so nothing can fall out of step with the arena after a reset.
+ * Sums run over the ranks 0, 1, 2, ... in this order on every rank: all results agree to the bit.
+ */
+
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "_kernel_sums.h"
+
+#define MAGIC UINT64_C(0x31414e4552414650) /* "PFARENA1" */
+enum { HEADER_BYTES = 4096, LINE_BYTES = 1024, PAGE_BYTES = 4096, MAX_WORLD_SIZE = 256 };
+enum { DONE = 0, ABORTED = 1, TIMED_OUT = 2, DIVERGED = 3, INTERRUPTED = -1 };
+enum { ALL_REDUCE = 1, ALL_GATHER = 2, BROADCAST = 3, BARRIER = 4 };
+
+enum { SPINS = 500, SEGMENT_ELEMENTS = 32 };      /* segments of a reduce-scatter begin on whole cache lines */
+static const uint64_t YIELD_NS = 2000000;         /* this long a waiting rank only yields; then it sleeps as well */
+static const uint64_t LONGEST_SLEEP_NS = 500000;  /* so that an abort is seen within a millisecond */
+static const uint64_t SIGNAL_CHECK_NS = 50000000; /* a handler of the worker runs this soon in a long wait */
+
+typedef struct {
+    uint64_t magic, world_size, slot_bytes, one_shot_bytes;
+    _Alignas(128) _Atomic uint64_t abort;
+    _Alignas(128) _Atomic uint64_t cancel;
+} Header;
+
+typedef struct {
+    _Atomic uint64_t counter;
+    uint64_t signature[2];
+} Line;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer arena;
+    Header *header;
+    size_t slot_bytes, one_shot_bytes;
+    int rank, world_size, spins, busy;
+    uint64_t timeout_ns;
+    PyThreadState *thread;
+} Kernel;
+
+static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+
+static inline Line *line(Kernel *k, int rank)
+{
+    return (Line *)((char *)k->header + HEADER_BYTES + (size_t)rank * LINE_BYTES);
+}
+
+static size_t slots_offset(size_t world_size)
+{
+    size_t end = HEADER_BYTES + world_size * LINE_BYTES;
+    return (end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+static inline char *slot(Kernel *k, int rank, uint64_t step)
+{
+    return (char *)k->header + slots_offset((size_t)k->world_size) + (2 * (size_t)rank + (step & 1)) * k->slot_bytes;
+}
+
+static inline uint64_t next_step(Kernel *k)
+{
+    return atomic_load_explicit(&line(k, k->rank)->counter, memory_order_relaxed) + 1;
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * UINT64_C(1000000000) + (uint64_t)t.tv_nsec;
+}
+
+static inline void cpu_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
+
+static int run_signal_handlers(Kernel *k)
+{
+    PyEval_RestoreThread(k->thread);
+    int raised = PyErr_CheckSignals();
+    k->thread = PyEval_SaveThread();
+    return raised;
+}
+
+/* Spin, then yield, then sleep an eighth of the time waited so far: what is waited too long stays a small share. */
+static int wait_until(Kernel *k, _Atomic uint64_t *counter, uint64_t step)
+{
+    uint64_t start = 0, checked = 0;
+    for (int round = 0; atomic_load_explicit(counter, memory_order_acquire) < step; round++) {
+        if (atomic_load_explicit(&k->header->abort, memory_order_acquire)) return ABORTED;
+        if (round < k->spins) {
+            cpu_pause();
+            continue;
+        }
+        round = k->spins;
+        uint64_t now = now_ns();
+        if (!start) start = checked = now;
+        if (now - start > k->timeout_ns) return TIMED_OUT;
+        if (now - start < YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        if (now - checked > SIGNAL_CHECK_NS) {
+            checked = now;
+            if (run_signal_handlers(k)) return INTERRUPTED;
+        }
+        uint64_t sleep = (now - start) / 8;
+        struct timespec duration = {0, (long)(sleep < LONGEST_SLEEP_NS ? sleep : LONGEST_SLEEP_NS)};
+        nanosleep(&duration, NULL);
+    }
+    return DONE;
+}
+
+/* Publishes `step`, whose slot has been written, and waits for all peers; afterwards their slots may be read. */
+static int exchange(Kernel *k, uint64_t step, uint64_t signature)
+{
+    Line *own = line(k, k->rank);
+    own->signature[step & 1] = signature;
+    atomic_store_explicit(&own->counter, step, memory_order_release);
+    for (int peer = 0; peer < k->world_size; peer++) {
+        int status = wait_until(k, &line(k, peer)->counter, step);
+        if (status != DONE) return status;
+    }
+    for (int peer = 0; peer < k->world_size; peer++)
+        if (line(k, peer)->signature[step & 1] != signature) return DIVERGED;
+    return DONE;
+}
+
+static inline uint64_t sign(uint64_t operation, uint64_t detail)
+{
+    return operation << 48 | (detail & UINT64_C(0xffffffffffff));
+}
+
+/* ---- the collectives, called without the GIL ---------------------------------------------------------------- */
+
+static int sum_one_shot(Kernel *k, char *data, size_t count, const SumKind *kind, uint64_t signature)
+{
+    const char *sources[MAX_WORLD_SIZE];
+    uint64_t step = next_step(k);
+    if (count) memcpy(slot(k, k->rank, step), data, count * kind->bytes);
+    int status = exchange(k, step, signature);
+    if (status != DONE) return status;
+    for (int r = 0; r < k->world_size; r++) sources[r] = r == k->rank ? data : slot(k, r, step);
+    kind->sum(data, sources, k->world_size, count);
+    return DONE;
+}
+
+/* Each rank sums one segment, then all collect the segments: every element crosses about twice instead of N - 1 times. */
+static int sum_reduce_scatter(Kernel *k, char *data, size_t count, const SumKind *kind, uint64_t signature)
+{
+    const char *sources[MAX_WORLD_SIZE];
+    size_t lines = (count + SEGMENT_ELEMENTS - 1) / SEGMENT_ELEMENTS, width = (size_t)k->world_size;
+    size_t segment = (lines + width - 1) / width * SEGMENT_ELEMENTS;
+    uint64_t step = next_step(k);
+    memcpy(slot(k, k->rank, step), data, count * kind->bytes);
+    int status = exchange(k, step, signature);
+    if (status != DONE) return status;
+
+    size_t begin = min_size(segment * (size_t)k->rank, count), length = min_size(segment, count - begin);
+    size_t offset = begin * kind->bytes;
+    for (int r = 0; r < k->world_size; r++) sources[r] = (r == k->rank ? data : slot(k, r, step)) + offset;
+    kind->sum(data + offset, sources, k->world_size, length);
+    memcpy(slot(k, k->rank, step + 1) + offset, data + offset, length * kind->bytes);
+    status = exchange(k, step + 1, signature);
+    if (status != DONE) return status;
+
+    for (int r = 0; r < k->world_size; r++) {
+        begin = min_size(segment * (size_t)r, count), length = min_size(segment, count - begin);
+        offset = begin * kind->bytes;
+        if (r != k->rank) memcpy(data + offset, slot(k, r, step + 1) + offset, length * kind->bytes);
+    }
+    return DONE;
+}
+
+static int all_reduce(Kernel *k, char *data, size_t count, size_t code)
+{
+    const SumKind *kind = &SUM_KINDS[code];
+    uint64_t signature = sign(ALL_REDUCE, (uint64_t)count * 8 + code);
+    int status;
+    do {
+        size_t part = min_size(count, k->slot_bytes / kind->bytes);
+        int one_shot = k->world_size == 2 || part * kind->bytes <= k->one_shot_bytes;
+        status = (one_shot ? sum_one_shot : sum_reduce_scatter)(k, data, part, kind, signature);
+        data += part * kind->bytes;
+        count -= part;
+    } while (count && status == DONE);
+    return status;
+}
+
+/* Copies bytes [start, start + count) of a block of rows, `row` bytes each, to rows that lie `pitch` bytes apart. */
+static void place_rows(char *out, size_t pitch, size_t row, const char *source, size_t start, size_t count)
+{
+    while (count) {
+        size_t column = start % row, part = min_size(count, row - column);
+        memcpy(out + start / row * pitch + column, source, part);
+        source += part, start += part, count -= part;
+    }
+}
+
+static int all_gather(Kernel *k, const char *in, char *out, size_t outer, size_t pitch, const size_t *rows)
+{
+    size_t longest = 0, start = 0, own = outer * rows[k->rank];
+    uint64_t detail = (uint64_t)outer;
+    for (int r = 0; r < k->world_size; r++) {
+        detail = detail * 1000003 + rows[r];
+        longest = rows[r] > longest ? rows[r] : longest;
+    }
+    longest *= outer;
+    do {
+        uint64_t step = next_step(k);
+        if (start < own) memcpy(slot(k, k->rank, step), in + start, min_size(own - start, k->slot_bytes));
+        int status = exchange(k, step, sign(ALL_GATHER, detail));
+        if (status != DONE) return status;
+        char *column = out;
+        for (int r = 0; r < k->world_size; column += rows[r++]) {
+            size_t total = outer * rows[r];
+            if (start >= total) continue;
+            const char *source = r == k->rank ? in + start : slot(k, r, step);
+            place_rows(column, pitch, rows[r], source, start, min_size(total - start, k->slot_bytes));
+        }
+        start += k->slot_bytes;
+    } while (start < longest);
+    return DONE;
+}
+
+static int broadcast(Kernel *k, char *data, size_t nbytes, int src)
+{
+    uint64_t signature = sign(BROADCAST, (uint64_t)nbytes * MAX_WORLD_SIZE + (uint64_t)src);
+    do {
+        size_t part = min_size(nbytes, k->slot_bytes);
+        uint64_t step = next_step(k);
+        if (part && k->rank == src) memcpy(slot(k, src, step), data, part);
+        int status = exchange(k, step, signature);
+        if (status != DONE) return status;
+        if (part && k->rank != src) memcpy(data, slot(k, src, step), part);
+        data += part, nbytes -= part;
+    } while (nbytes);
+    return DONE;
+}
+
+/* ---- the Python face: arguments are validated here, except the addresses, which are the caller's word --------- */
+
+static int enter(Kernel *k)
+{
+    if (!k->header) {
+        PyErr_SetString(PyExc_ValueError, "Kernel: used after close()");
+        return -1;
+    }
+    if (k->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "Kernel: two threads are in a collective of one rank at the same time");
+        return -1;
+    }
+    k->busy = 1;
+    k->thread = PyEval_SaveThread();
+    return 0;
+}
+
+static PyObject *leave(Kernel *k, int status)
+{
+    PyEval_RestoreThread(k->thread);
+    k->busy = 0;
+    return status == INTERRUPTED ? NULL : PyLong_FromLong(status);
+}
+
+static inline int aborted(Kernel *k) { return atomic_load_explicit(&k->header->abort, memory_order_acquire) != 0; }
+
+static int read_sizes(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, size_t *values)
+{
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "Kernel: %zd arguments expected, %zd given", wanted, given);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        values[i] = PyLong_AsSize_t(args[i]);
+        if (values[i] == (size_t)-1 && PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+static PyObject *Kernel_all_reduce(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t v[3], nbytes;
+    if (read_sizes(args, nargs, 3, v) < 0) return NULL;
+    if (v[2] >= SUM_KIND_COUNT || __builtin_mul_overflow(v[1], (size_t)8, &nbytes))
+        return PyErr_Format(PyExc_ValueError, "Kernel.all_reduce: count %zu or kind %zu out of range", v[1], v[2]);
+    if (enter(k) < 0) return NULL;
+    return leave(k, aborted(k) ? ABORTED : all_reduce(k, (char *)v[0], v[1], v[2]));
+}
+
+static PyObject *Kernel_all_gather(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t v[4], rows[MAX_WORLD_SIZE], pitch = 0, nbytes;
+    if (nargs != 4 + k->world_size)
+        return PyErr_Format(PyExc_TypeError, "Kernel.all_gather: needs 4 arguments and %d sizes", k->world_size);
+    if (read_sizes(args, 4, 4, v) < 0 || read_sizes(args + 4, k->world_size, k->world_size, rows) < 0) return NULL;
+    for (int r = 0; r < k->world_size; r++)
+        if (__builtin_mul_overflow(rows[r], v[3], &rows[r]) || __builtin_add_overflow(pitch, rows[r], &pitch))
+            return PyErr_Format(PyExc_ValueError, "Kernel.all_gather: the size of rank %d is out of range", r);
+    if (__builtin_mul_overflow(v[2], pitch, &nbytes))
+        return PyErr_Format(PyExc_ValueError, "Kernel.all_gather: %zu rows of %zu bytes are out of range", v[2], pitch);
+    if (enter(k) < 0) return NULL;
+    return leave(k, aborted(k) ? ABORTED : all_gather(k, (const char *)v[0], (char *)v[1], v[2], pitch, rows));
+}
+
+static PyObject *Kernel_broadcast(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t v[3];
+    if (read_sizes(args, nargs, 3, v) < 0) return NULL;
+    if (v[2] >= (size_t)k->world_size)
+        return PyErr_Format(PyExc_ValueError, "Kernel.broadcast: src %zu, world size %d", v[2], k->world_size);
+    if (enter(k) < 0) return NULL;
+    return leave(k, aborted(k) ? ABORTED : broadcast(k, (char *)v[0], v[1], (int)v[2]));
+}
+
+static PyObject *Kernel_barrier(Kernel *k, PyObject *Py_UNUSED(none))
+{
+    if (enter(k) < 0) return NULL;
+    return leave(k, aborted(k) ? ABORTED : exchange(k, next_step(k), sign(BARRIER, 0)));
+}
+
+static PyObject *Kernel_close(Kernel *k, PyObject *Py_UNUSED(none))
+{
+    if (k->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "Kernel.close: a thread is still in a collective");
+        return NULL;
+    }
+    k->header = NULL;
+    PyBuffer_Release(&k->arena);
+    Py_RETURN_NONE;
+}
+
+static int fits(const Kernel *k)
+{
+    const Header *header = k->arena.buf;
+    size_t nbytes = (size_t)k->arena.len, all_slots;
+    return nbytes >= HEADER_BYTES && header->magic == MAGIC && header->world_size == (uint64_t)k->world_size &&
+           header->slot_bytes >= 64 && header->slot_bytes % 64 == 0 &&
+           !__builtin_mul_overflow((size_t)header->slot_bytes, 2 * (size_t)k->world_size, &all_slots) &&
+           nbytes >= slots_offset((size_t)k->world_size) && nbytes - slots_offset((size_t)k->world_size) >= all_slots;
+}
+
+static int Kernel_init(Kernel *k, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"arena", "rank", "world_size", "timeout", NULL};
+    double timeout;
+    if (k->arena.obj) {
+        PyErr_SetString(PyExc_RuntimeError, "Kernel: already initialised");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*iid", names, &k->arena, &k->rank, &k->world_size, &timeout))
+        return -1;
+    if (k->world_size < 1 || k->world_size > MAX_WORLD_SIZE || k->rank < 0 || k->rank >= k->world_size ||
+        !(timeout > 0 && timeout < 1e9) || !fits(k)) {
+        PyBuffer_Release(&k->arena);
+        PyErr_Format(PyExc_ValueError, "Kernel: rank %d, world size %d and timeout do not fit this arena", k->rank,
+                     k->world_size);
+        return -1;
+    }
+    cpu_set_t cpus;
+    int enough = sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) >= k->world_size;
+    k->spins = enough ? SPINS : 0; /* a spin that keeps a peer off its core only delays both */
+    k->timeout_ns = (uint64_t)(timeout * 1e9);
+    k->header = k->arena.buf;
+    k->slot_bytes = (size_t)k->header->slot_bytes;
+    k->one_shot_bytes = (size_t)k->header->one_shot_bytes;
+    return 0;
+}
+
+static void Kernel_dealloc(Kernel *k)
+{
+    PyBuffer_Release(&k->arena);
+    Py_TYPE(k)->tp_free((PyObject *)k);
+}
+
+static PyMethodDef kernel_methods[] = {
+    {"all_reduce", (PyCFunction)(void (*)(void))Kernel_all_reduce, METH_FASTCALL, "all_reduce(address, count, kind)"},
+    {"all_gather", (PyCFunction)(void (*)(void))Kernel_all_gather, METH_FASTCALL,
+     "all_gather(source, destination, outer, unit_bytes, *sizes)"},
+    {"broadcast", (PyCFunction)(void (*)(void))Kernel_broadcast, METH_FASTCALL, "broadcast(address, nbytes, src)"},
+    {"barrier", (PyCFunction)Kernel_barrier, METH_NOARGS, "barrier()"},
+    {"close", (PyCFunction)Kernel_close, METH_NOARGS, "Lets go of the arena."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject kernel_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "parallelformers_ng.collectives._kernel.Kernel",
+    .tp_doc = "Kernel(arena, rank, world_size, timeout): collectives on memory addresses; each returns a status.",
+    .tp_basicsize = sizeof(Kernel),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Kernel_init,
+    .tp_dealloc = (destructor)Kernel_dealloc,
+    .tp_methods = kernel_methods,
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "parallelformers_ng.collectives._kernel",
+    .m_doc = "Shared-memory collectives in C.", .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    PyObject *self = PyModule_Create(&module);
+    if (self && PyModule_AddType(self, &kernel_type) < 0) Py_CLEAR(self);
+    return self;
+}

@@ -1,0 +1,102 @@
+/* Sums over ranks, in rank order: fp32, fp64, and bf16/fp16 with fp32 accumulation.
+ *
+ * The 16-bit conversions are written without branches, so that the compiler vectorises them for any instruction set.
+ * The fp16 ones follow F. Giesen's `half_to_float_fast5` and `float_to_half_fast3_rtne` (public domain). */
+
+#ifndef PARALLELFORMERS_NG_KERNEL_SUMS_H
+#define PARALLELFORMERS_NG_KERNEL_SUMS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* The loader picks the AVX2 copy where the processor has it; it needs glibc's ifunc. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE float load_f32(float value) { return value; }
+INLINE float store_f32(float value) { return value; }
+INLINE double load_f64(double value) { return value; }
+INLINE double store_f64(double value) { return value; }
+
+INLINE float load_bf16(uint16_t value) { return float_of((uint32_t)value << 16); }
+
+/* Round to nearest, ties to even; every NaN becomes 0x7fc0. */
+INLINE uint16_t store_bf16(float value)
+{
+    uint32_t bits = bits_of(value);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+INLINE float load_f16(uint16_t value)
+{
+    uint32_t magnitude = ((uint32_t)value & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+    uint32_t normal = magnitude + (112u << 23);
+    uint32_t special = normal + (112u << 23);                                    /* infinity, NaN */
+    uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(113u << 23)); /* renormalised by the subtraction */
+    uint32_t bits = exponent == 0x0f800000 ? special : exponent == 0 ? subnormal : normal;
+    return float_of(bits | ((uint32_t)value & 0x8000) << 16);
+}
+
+INLINE uint16_t store_f16(float value)
+{
+    uint32_t sign = bits_of(value) & 0x80000000, bits = bits_of(value) ^ sign;
+    uint32_t special = bits > 0x7f800000 ? 0x7e00 : 0x7c00;                      /* NaN; infinity or too large */
+    uint32_t subnormal = bits_of(float_of(bits) + float_of(126u << 23)) - (126u << 23); /* rounded by the addition */
+    uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
+    uint32_t half = bits >= (143u << 23) ? special : bits < (113u << 23) ? subnormal : normal;
+    return (uint16_t)(half | sign >> 16);
+}
+
+/* `out` may be one of the sources: a block is read from all of them before it is written. */
+#define SUM_BLOCK 512
+#define DEFINE_SUM(NAME, TYPE, ACCUMULATOR)                                                                     \
+    CLONES static void sum_##NAME(char *out, const char *const *sources, int world_size, size_t count)          \
+    {                                                                                                           \
+        ACCUMULATOR sum[SUM_BLOCK];                                                                             \
+        for (size_t begin = 0; begin < count; begin += SUM_BLOCK) {                                             \
+            size_t length = count - begin < SUM_BLOCK ? count - begin : SUM_BLOCK;                              \
+            const TYPE *first = (const TYPE *)sources[0] + begin;                                               \
+            for (size_t i = 0; i < length; i++) sum[i] = load_##NAME(first[i]);                                 \
+            for (int r = 1; r < world_size; r++) {                                                              \
+                const TYPE *next = (const TYPE *)sources[r] + begin;                                            \
+                for (size_t i = 0; i < length; i++) sum[i] += load_##NAME(next[i]);                             \
+            }                                                                                                   \
+            TYPE *target = (TYPE *)out + begin;                                                                 \
+            for (size_t i = 0; i < length; i++) target[i] = store_##NAME(sum[i]);                               \
+        }                                                                                                       \
+    }
+
+DEFINE_SUM(f32, float, float)
+DEFINE_SUM(f64, double, double)
+DEFINE_SUM(bf16, uint16_t, float)
+DEFINE_SUM(f16, uint16_t, float)
+
+typedef struct {
+    size_t bytes;
+    void (*sum)(char *out, const char *const *sources, int world_size, size_t count);
+} SumKind;
+
+enum { SUM_KIND_COUNT = 4 };
+static const SumKind SUM_KINDS[SUM_KIND_COUNT] = {{4, sum_f32}, {8, sum_f64}, {2, sum_bf16}, {2, sum_f16}};
+
+#endif

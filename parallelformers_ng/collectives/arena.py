@@ -1,0 +1,99 @@
+"""The parent's side of the shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from types import TracebackType
+
+from parallelformers_ng.collectives import layout
+from parallelformers_ng.collectives.layout import ArenaMap
+from parallelformers_ng.errors import UnsupportedPlatformError
+
+DEFAULT_SLOT_BYTES = 256 * 1024
+DEFAULT_ONE_SHOT_BYTES = 32 * 1024
+
+
+class Arena:
+    """Anonymous shared memory for one group of ranks, made and owned by the parent.
+
+    Nothing of it has a name in the file system, so nothing can leak; it lives as long as a process has it open.
+    Use `Arena.create`; hand `fd` to the workers.
+    """
+
+    def __init__(self, fd: int, world_size: int) -> None:
+        self._fd = fd
+        self._map = ArenaMap(fd, world_size)
+
+    @classmethod
+    def create(
+        cls,
+        world_size: int,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        one_shot_bytes: int = DEFAULT_ONE_SHOT_BYTES,
+    ) -> Arena:
+        """Reserves the memory: two slots per rank and about 1 KiB of words per rank.
+
+        Args:
+            world_size: number of ranks, 1 to 256.
+            slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message goes in several rounds.
+            one_shot_bytes: with three ranks or more, a sum up to this size in bytes is taken by every rank for
+                itself (one round); a larger one is reduce-scattered and gathered (two rounds, less traffic).
+
+        Raises:
+            ValueError: an argument is out of range.
+            OSError: the memory cannot be had (ENOSPC), or no file descriptor is left (EMFILE).
+            UnsupportedPlatformError: the system has no memfd.
+        """
+        if not 1 <= world_size <= layout.MAX_WORLD_SIZE:
+            raise ValueError(f"Arena: world_size {world_size} is not between 1 and {layout.MAX_WORLD_SIZE}")
+        if slot_bytes < layout.SLOT_ALIGNMENT or slot_bytes % layout.SLOT_ALIGNMENT:
+            raise ValueError(f"Arena: slot_bytes {slot_bytes} is not a positive multiple of {layout.SLOT_ALIGNMENT}")
+        if one_shot_bytes < 0:
+            raise ValueError(f"Arena: one_shot_bytes {one_shot_bytes} is negative")
+        if not hasattr(os, "memfd_create"):
+            raise UnsupportedPlatformError("Arena: this system has no memfd_create; the workers need Linux")
+        fd = os.memfd_create("parallelformers_ng.arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Reserved now, a lack of memory is an error here instead of a SIGBUS in some worker later.
+            os.posix_fallocate(fd, 0, layout.arena_bytes(world_size, slot_bytes))
+            # Sealed, nobody who holds the descriptor can take the memory away below the others.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            header = (layout.MAGIC, world_size, slot_bytes, one_shot_bytes)
+            os.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in header), 0)
+            return cls(fd, world_size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor to pass to the workers. It is close-on-exec: name it in `pass_fds`."""
+        return self._fd
+
+    def abort(self, reason: str = "the group is ending") -> None:
+        """Makes all ranks that wait in a collective raise CollectiveAbortedError, and all later collectives as well."""
+        self._map.abort(layout.PARENT, reason)
+
+    def reset(self) -> None:
+        """Makes the arena as new. Legal only while every rank is outside collectives; every rank then calls `reset`."""
+        self._map.reset()
+
+    def request_cancel(self, sequence: int) -> None:
+        """Asks for the request with this sequence number (unsigned, 64 bits) to be cancelled; ranks poll for it."""
+        self._map.cancel_sequence = sequence
+
+    def close(self) -> None:
+        """Gives up the parent's mapping and descriptor; ranks that have mapped the memory keep it. Idempotent."""
+        if self._fd >= 0:
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,171 @@
+"""Collectives between processes of one machine, through memory that they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from parallelformers_ng.collectives import python_kernel
+from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable_in_place
+from parallelformers_ng.collectives.layout import ArenaMap
+from parallelformers_ng.collectives.python_kernel import ABORTED, DONE, KINDS, TIMED_OUT, PythonKernel
+from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError, UnsupportedPlatformError
+
+try:
+    from parallelformers_ng.collectives import _kernel
+except ImportError:  # installed without a compiler
+    _kernel = None  # type: ignore[assignment]
+
+KernelName = Literal["auto", "c", "python"]
+
+
+class Kernel(Protocol):
+    """Moves and sums bytes. Each method returns DONE, ABORTED, TIMED_OUT or DIVERGED."""
+
+    def all_reduce(self, address: int, count: int, kind: int, /) -> int: ...
+
+    def all_gather(self, source: int, destination: int, outer: int, unit_bytes: int, /, *sizes: int) -> int: ...
+
+    def broadcast(self, address: int, nbytes: int, src: int, /) -> int: ...
+
+    def barrier(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def available_kernels() -> list[KernelName]:
+    """The kernels that work in this process, the fastest first."""
+    names: list[KernelName] = []
+    if _kernel is not None:
+        names.append("c")
+    if python_kernel.is_supported():
+        names.append("python")
+    return names
+
+
+class SharedMemoryCommunicator(Communicator):
+    """A rank that meets its peers in an arena. Sums are taken in rank order, so that all ranks hold the same bits.
+
+    Ranks may run different kernels. The algorithms are those of DeepSpeed's shared-memory all-reduce (one-shot for
+    small messages, reduce-scatter and gather for large ones), see `_kernel.c`.
+
+    Args:
+        fd: the arena's file descriptor; the caller may close it afterwards.
+        rank: this rank.
+        world_size: number of ranks, as the arena was made for.
+        timeout: how long a rank waits for a peer before it gives up, in seconds.
+        kernel: "c", "python", or "auto" for the fastest that works here.
+
+    Raises:
+        ProtocolError: the file is no arena for `world_size` ranks.
+        UnsupportedPlatformError: the kernel does not work here.
+    """
+
+    def __init__(self, fd: int, rank: int, world_size: int, timeout: float, kernel: KernelName = "auto") -> None:
+        arena = ArenaMap(fd, world_size)
+        super().__init__(rank, world_size, arena)
+        self._shared = arena
+        self._timeout = timeout
+        available = available_kernels()
+        if not available or kernel not in ("auto", *available):
+            raise UnsupportedPlatformError(
+                f"SharedMemoryCommunicator: kernel {kernel!r} does not work here (those that do: {available}); "
+                "reinstall with a C compiler, or use the gloo backend"
+            )
+        self.kernel_name = available[0] if kernel == "auto" else kernel
+        self._kernel: Kernel
+        if self.kernel_name == "c":
+            self._kernel = _kernel.Kernel(arena.memory, rank, world_size, timeout)
+        else:
+            self._kernel = PythonKernel(arena, rank, world_size, timeout)
+        self._sum = self._kernel.all_reduce
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        # Called twice per layer and token: one look at the tensor, one call.
+        kind = KINDS.get(tensor.dtype)
+        if kind is None or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
+            return self._all_reduce_any(tensor)
+        status = self._sum(tensor.data_ptr(), tensor.numel(), kind)
+        if status:
+            self._raise(status, "all_reduce")
+        return tensor
+
+    def _all_reduce_any(self, tensor: Tensor) -> Tensor:
+        _check_cpu("all_reduce", tensor)
+        tensor = summable_in_place(tensor)
+        if tensor.dtype in KINDS:
+            return self.all_reduce(tensor)
+        parts = self.all_gather(tensor.unsqueeze(0), dim=0)
+        return sum_in_rank_order(parts.unbind(0), out=tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+        _check_cpu("all_gather", tensor)
+        dim, sizes = self._gather_sizes(tensor, dim, sizes)
+        shape = list(tensor.shape)
+        unit_bytes = math.prod(shape[dim + 1 :]) * tensor.element_size()
+        outer = math.prod(shape[:dim])
+        shape[dim] = sum(sizes)
+        source = tensor.detach().contiguous()
+        out = torch.empty(shape, dtype=tensor.dtype)
+        status = self._kernel.all_gather(source.data_ptr(), out.data_ptr(), outer, unit_bytes, *sizes)
+        if status:
+            self._raise(status, "all_gather")
+        return out
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        _check_cpu("broadcast", tensor)
+        self._check_src(src)
+        data = tensor.detach().contiguous()
+        status = self._kernel.broadcast(data.data_ptr(), data.nbytes, src)
+        if status:
+            self._raise(status, "broadcast")
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data)
+        return tensor
+
+    def barrier(self) -> None:
+        status = self._kernel.barrier()
+        if status:
+            self._raise(status, "barrier")
+
+    def abort(self, reason: str) -> None:
+        self._shared.abort(self.rank, reason)
+
+    def reset(self) -> None:
+        # The counter in the arena is the only one, and `Arena.reset` has zeroed it.
+        if self._shared.counter(self.rank):
+            raise ProtocolError(f"rank {self.rank}: reset() was called before the parent's Arena.reset()")
+
+    def close(self) -> None:
+        if self._arena is not None:
+            del self._sum
+            self._kernel.close()
+        super().close()
+
+    def _raise(self, status: int, operation: str) -> None:
+        """Raises what a status stands for; where this rank is the first to know, its peers are told."""
+        assert status != DONE
+        if status == ABORTED:
+            raise self._shared.abort_error()
+        step = self._shared.counter(self.rank)
+        who = f"rank {self.rank}: {operation} (step {step})"
+        if status == TIMED_OUT:
+            late = [peer for peer in range(self.world_size) if self._shared.counter(peer) < step]
+            reason = f"{who}: ranks {late} did not come within {self._timeout:g} s"
+            self.abort(reason)
+            raise CollectiveAbortedError(reason)
+        reason = f"{who}: the peers are in another collective, or in this one with another size or dtype"
+        self.abort(reason)
+        raise DivergedError(reason)
+
+
+def _check_cpu(operation: str, tensor: Tensor) -> None:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{operation}: the tensor is on {tensor.device} with layout {tensor.layout}; shared memory needs a dense "
+            "tensor on the CPU (NCCL serves CUDA)"
+        )
