@@ -36,8 +36,7 @@ class ThreadCommunicator(Communicator):
     """Collectives between threads. Sums are taken in rank order, as in every backend."""
 
     def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        super().__init__(rank, world_size)
         self._meeting = meeting
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,6 +47,7 @@ class ThreadCommunicator(Communicator):
         return total
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        dim, _ = self._gather_sizes(tensor, dim, sizes)
         return torch.cat(self._meeting.exchange(self.rank, tensor.detach()), dim=dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -56,7 +56,7 @@ class ThreadCommunicator(Communicator):
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)
 
-    def abort(self, reason: str = "") -> None:
+    def abort(self, reason: str) -> None:
         self._meeting.barrier_.abort()
 
     def reset(self) -> None:
@@ -82,7 +82,7 @@ def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float
             results[rank] = body(communicator)
         except BaseException as error:  # handed to the caller below
             errors[rank] = error
-            communicator.abort()
+            communicator.abort(str(error))
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
     for thread in threads:

@@ -20,11 +20,11 @@ class Replica:
     """Built empty when the worker starts; `build` and `attach` give it a model, another `build` replaces it."""
 
     def __init__(
-        self, rank: int, world_size: int, device: str, communicator: Communicator, emit: Callable[[Any], None]
+        self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Callable[[Any], None]
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.device = torch.device(device.split(":")[0] if device.startswith("cpu") else device)
+        self.device = device
         self.communicator = communicator
         self.emit = emit
         self.model: Any = None
@@ -40,8 +40,11 @@ class Replica:
     def attach(self, own: FileDescriptor, shared: FileDescriptor) -> None:
         """Take the weights: mapped on CPU, copied to the device on CUDA."""
         assert self.plan is not None, "build comes before attach"
-        with own, shared:
+        try:
             held = map_shards(self.plan, self.rank, own.fd, shared.fd)
+        finally:
+            own.close()
+            shared.close()
         if self.device.type != "cpu":
             held = {name: tensor.to(self.device) for name, tensor in held.items()}
         for name, tensor in self.plan.tensors.items():

@@ -1,0 +1,209 @@
+"""The entry point: check the arguments, make the plan, start the group, hand the weights over."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from parallelformers_ng.collectives import BACKENDS
+from parallelformers_ng.deployment import REPLICA, Deployment, RestartLimit
+from parallelformers_ng.errors import (
+    AlreadyParallelizedError,
+    ParallelError,
+    PlacementError,
+    UnsupportedModelError,
+    UnsupportedPlatformError,
+)
+from parallelformers_ng.model import enter, is_parallelized
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.sharding.registry import select
+
+log = logging.getLogger("parallelformers_ng")
+
+CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def parallelize(
+    model: PreTrainedModel,
+    num_gpus: int | None = None,
+    fp16: bool = False,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str = "auto",
+    device_ids: Sequence[int] | None = None,
+    custom_policies: CustomPolicies = None,
+    verbose: Literal["simple", "detail"] | None = None,
+    seed: int | None = None,
+    backend: str = "auto",
+    timeout: float = 600.0,
+    start_timeout: float = 120.0,
+    restart: bool = True,
+    max_restarts: int = 3,
+    restart_window: float = 60.0,
+) -> Any:
+    """Cut `model` over several devices, one worker process each, in place.
+
+    Afterwards `model(...)` and `model.generate(...)` run on the workers, from any thread; `model.deparallelize()` (or
+    `.cpu()`, `.cuda()`, `.to()`) ends it and brings the weights back.
+
+    Args:
+        model: a transformers model with its weights loaded.
+        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
+        fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
+        dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
+        device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
+        device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
+        custom_policies: a Policy class or a list of them; they come before the written ones.
+        verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
+        seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
+        backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
+        timeout: seconds that a request may take.
+        start_timeout: seconds until the workers must be ready.
+        restart: start new workers when one died; the weights are still in this process's keeping.
+        max_restarts: more than this many within `restart_window` seconds, and the model stays down.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: not a transformers model, or no policy fits it.
+        AlreadyParallelizedError: the model is parallelized.
+        PlacementError: there are not as many devices as asked for.
+        PolicyError: a custom policy does not fit the model.
+        StartupError: a worker could not start. The model is as it was before.
+    """
+    _check_platform()
+    world_size, kind = _placement(num_gpus, device, device_ids)
+    if verbose not in (None, "simple", "detail"):
+        raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
+    if backend not in BACKENDS:
+        raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if not seconds > 0:
+            raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    sharding = _make_plan(model, world_size, custom_policies, _target_dtype(fp16, dtype))
+    make_group = functools.partial(
+        WorkerGroup,
+        world_size,
+        kind,
+        target=REPLICA,
+        device_ids=device_ids,
+        backend=backend,
+        timeout=timeout,
+        start_timeout=start_timeout,
+    )
+    limit = RestartLimit(max_restarts, restart_window)
+    deployment = Deployment(model, sharding, make_group, restart=restart, limit=limit)
+    deployment.start(model)
+    enter(model, deployment)
+    if verbose is not None:
+        print(model.memory_summary(detail=verbose == "detail"))
+    return model
+
+
+def plan(
+    model: PreTrainedModel,
+    num_gpus: int = 2,
+    fp16: bool = False,
+    *,
+    dtype: torch.dtype | str | None = None,
+    custom_policies: CustomPolicies = None,
+) -> ShardPlan:
+    """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
+
+    Args:
+        model: a transformers model.
+        num_gpus: number of ranks.
+        fp16, dtype: as in `parallelize`; they decide the bytes.
+        custom_policies: as in `parallelize`.
+
+    Returns:
+        The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
+
+    Raises:
+        UnsupportedModelError: not a transformers model, or no policy fits it.
+        PolicyError: a policy does not fit the model.
+    """
+    _check_count(num_gpus)
+    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
+
+
+def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
+    if is_parallelized(model):
+        raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"parallelize takes a transformers PreTrainedModel, not {type(model).__module__}.{type(model).__name__}"
+        )
+    if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
+        )
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
+    return build_plan(model, world_size, select(model, custom), dtype)
+
+
+def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ParallelError(f"dtype is {dtype!r}; it takes one of {', '.join(_DTYPES)}")
+        dtype = _DTYPES[name]
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ParallelError(f"dtype is {dtype!r}; it takes a floating-point torch.dtype")
+    if fp16 and dtype not in (None, torch.float16):
+        raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
+    return torch.float16 if fp16 else dtype
+
+
+def _placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | None) -> tuple[int, str]:
+    """(world size, "cpu" or "cuda")."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise PlacementError(f"device is {device!r}; it takes 'auto', 'cpu' or 'cuda'")
+    available = torch.cuda.device_count()
+    kind = device if device != "auto" else "cuda" if available else "cpu"
+    if device == "auto" and kind == "cpu":
+        _say_once("no CUDA device here: the workers run on the CPU (device='cpu' says so and silences this)")
+    count = num_gpus if num_gpus is not None else len(device_ids) if device_ids else available if kind == "cuda" else 2
+    _check_count(count)
+    if kind == "cpu":
+        if device_ids is not None:
+            raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
+        return count, kind
+    ids = list(device_ids) if device_ids is not None else list(range(count))
+    if len(ids) != count:
+        raise PlacementError(f"num_gpus is {count}, but device_ids names {len(ids)} devices: {ids}")
+    missing = [index for index in ids if not 0 <= index < available]
+    if missing:
+        raise PlacementError(f"num_gpus is {count}, but only {available} CUDA devices are visible (no device {missing})")
+    return count, kind
+
+
+def _check_count(count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlacementError(f"num_gpus is {count!r}; it takes a number, at least 1")
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux":
+        raise UnsupportedPlatformError(
+            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a container would do"
+        )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
