@@ -75,6 +75,18 @@ class ProtocolError(GroupError):
     """A control message was malformed, too large or out of order. It was not decoded further."""
 
 
+class ChannelClosedError(GroupError):
+    """The other end of a control channel is gone."""
+
+
+class NotPortableError(GroupError, TypeError):
+    """An object cannot cross to another process by value. The message names where it was found."""
+
+
+class SharedMemoryError(GroupError):
+    """The system had no memory for the tensors of a message. Nothing of the message was sent."""
+
+
 class CollectiveAbortedError(GroupError):
     """A collective was given up because a peer raised, died or the group is ending."""
 

@@ -1,0 +1,109 @@
+"""Exceptions on their way from a worker to the caller: as names, arguments and text, never as pickles."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from typing import Any
+
+from parallelformers_ng.errors import CollectiveAbortedError, ProtocolError, WorkerError
+
+_ARGUMENT_TYPES = (type(None), bool, int, float, str)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """What a worker sends about an exception: encodable without pickle.
+
+    Args:
+        error: the exception, with its traceback.
+    """
+    cls = type(error)
+    plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
+    return {
+        "module": cls.__module__,
+        "qualname": cls.__qualname__,
+        "args": list(error.args) if plain else None,
+        "message": _message(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "aborted": isinstance(error, CollectiveAbortedError),
+    }
+
+
+def rebuild(rank: int, description: Any) -> WorkerError:
+    """The exception to raise in the caller: a WorkerError, and where possible of the original type as well.
+
+    Args:
+        rank: the rank that raised it.
+        description: what `describe` made of it.
+
+    Raises:
+        ProtocolError: the description is not one.
+    """
+    if not isinstance(description, dict) or description.keys() != _KEYS:
+        raise ProtocolError(f"rank {rank} described an exception in a form that is not known")
+    for name in ("module", "qualname", "message", "traceback"):
+        if not isinstance(description[name], str):
+            raise ProtocolError(f"rank {rank} described an exception whose {name} is no string")
+    module, qualname, message = description["module"], description["qualname"], description["message"]
+    error = _rebuild_as(_find(module, qualname), description["args"], message)
+    if error is None:
+        error = WorkerError(f"{module}.{qualname}: {message}" if message else f"{module}.{qualname}")
+    error.rank = rank
+    error.remote_traceback = description["traceback"]
+    error.add_note(f"\nTraceback of rank {rank}:\n{error.remote_traceback.rstrip()}")
+    return error
+
+
+def most_informative(descriptions: dict[int, Any]) -> int:
+    """The rank whose exception explains the others: not one that only says that a peer gave up.
+
+    Args:
+        descriptions: what each rank that raised sent, by rank.
+    """
+    return min(descriptions, key=lambda rank: (_is_aborted(descriptions[rank]), rank))
+
+
+_KEYS = {"module", "qualname", "args", "message", "traceback", "aborted"}
+
+
+def _is_aborted(description: Any) -> bool:
+    return isinstance(description, dict) and description.get("aborted") is True
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # a foreign __str__ must not cost us the traceback
+        return f"(its __str__ raised {type(broken).__name__})"
+
+
+def _find(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found
+
+
+def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
+    if not isinstance(cls, type) or not issubclass(cls, Exception):
+        return None
+    combined = _combined(cls)
+    if combined is None:
+        return None
+    arguments = tuple(args) if isinstance(args, list) else (message,)
+    # No constructor runs, so arguments of any signature do; a type whose text needs more than `args` stays a plain
+    # WorkerError.
+    error = combined.__new__(combined, *arguments)
+    error.args = arguments
+    return error if _message(error) == message else None
+
+
+@functools.cache
+def _combined(cls: type[Exception]) -> type[WorkerError] | None:
+    if issubclass(cls, WorkerError):
+        return cls
+    try:
+        return type(cls.__name__, (WorkerError, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    except TypeError:  # the layouts of the two bases conflict
+        return None

@@ -1,0 +1,422 @@
+"""The worker group: the same method, called on one object per rank, each in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import secrets
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from parallelformers_ng import collectives
+from parallelformers_ng.errors import (
+    ChannelClosedError,
+    GroupClosedError,
+    GroupError,
+    PlacementError,
+    ProtocolError,
+    RequestTimeoutError,
+    WorkerDiedError,
+    WorkerError,
+    WrongProcessError,
+)
+from parallelformers_ng.runtime import failures, startup
+from parallelformers_ng.runtime.decoder import Restore
+from parallelformers_ng.runtime.encoder import Replace, encode
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.transport import Flag, Frame, Kind, Packed, pack
+from parallelformers_ng.runtime.turns import Turns
+
+OnEvent = Callable[[Any], object]
+
+_GOODBYE_SECONDS = 2.0
+_INTERRUPT_SECONDS = 0.5  # what a worker gets to leave a request that Ctrl-C ended
+_LAST_WORDS_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
+
+
+class WorkerGroup:
+    """`world_size` processes, each with one object, on all of which the same methods run in the same order.
+
+    The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. It may have two
+    methods of its own for objects that must stay in the worker: `replace(obj)` and `restore(handle)`, as in
+    `messages.encode` and `messages.decode`. Calls from many threads are served in the order in which they came.
+
+    Args:
+        world_size: number of workers.
+        device: `"cpu"` or `"cuda"`.
+        target: `"module:Class"`, importable in a fresh interpreter with this one's `sys.path`.
+        device_ids: CUDA device of each rank; by default 0, 1, 2, ….
+        backend: of the collectives; `"auto"` picks by device.
+        timeout: seconds that a request may take, unless the call says otherwise.
+        start_timeout: seconds until every worker must be ready.
+        threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
+        replace: this process's side of `messages.encode`.
+        restore: this process's side of `messages.decode`.
+
+    Raises:
+        StartupError: a worker could not start; the message ends with what it wrote to standard error.
+        PlacementError: `world_size`, `device` or `device_ids` make no group.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        device: str = "cpu",
+        *,
+        target: str,
+        device_ids: Sequence[int] | None = None,
+        backend: str = "auto",
+        timeout: float = 600.0,
+        start_timeout: float = 120.0,
+        threads: int | None = None,
+        replace: Replace | None = None,
+        restore: Restore | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.device_names = _device_names(world_size, device, device_ids)
+        self.timeout = timeout
+        self._turns = Turns()
+        self._sequence = 0
+        self._needs_reset = False
+        self._fault: Callable[[], GroupError] | None = None
+        self._owner = os.getpid()
+        self._key = secrets.token_bytes(32)
+        # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
+        self._replace, self._restore = replace, restore
+        self._processes = Processes(collectives.Arena.create(world_size))
+        # At interpreter exit, and when the group is dropped without being closed.
+        self._finalizer = weakref.finalize(self, self._processes.end)
+        try:
+            startup.start(
+                self._processes,
+                target=target,
+                device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
+                key=self._key,
+                backend=backend,
+                timeout=timeout,
+                start_timeout=start_timeout,
+                threads=threads or max(1, len(os.sched_getaffinity(0)) // world_size),
+            )
+        except BaseException:
+            self._finalizer()
+            raise
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}
+        for worker in self._processes.workers:
+            for fd in (worker.channel.fileno(), worker.pidfd):
+                self._poll.register(fd, select.POLLIN)
+                self._rank_of[fd] = worker.rank
+        self._pidfds = {worker.pidfd for worker in self._processes.workers}
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each rank."""
+        return [worker.pid for worker in self._processes.workers]
+
+    @property
+    def alive(self) -> bool:
+        """True while requests can be served."""
+        if self._fault is not None or os.getpid() != self._owner:
+            return False
+        return not any(worker.has_ended() for worker in self._processes.workers)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        on_event: OnEvent | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one method with the same arguments on every rank.
+
+        Args:
+            method: a public method of the target.
+            *args: its arguments; anything that `messages.encode` takes.
+            timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
+            on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
+                cancelled and the exception goes on to the caller.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            Rank 0's value.
+
+        Raises:
+            WorkerError: the method raised; the exception is an instance of the original type as well.
+            NotPortableError: an argument cannot be sent; its place is named. Nothing was run.
+            WorkerDiedError: a worker ended. The group is of no further use.
+            RequestTimeoutError: the time passed. Unless it passed in the queue, the group is of no further use.
+            GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
+        """
+        return self._request(method, [(args, kwargs)], 0, timeout, on_event)[0]
+
+    def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
+        """Run one method on every rank, with arguments of its own.
+
+        Args:
+            method: a public method of the target.
+            per_rank: for each rank, the tuple of its arguments.
+            timeout: as in `call`.
+
+        Returns:
+            Each rank's value. Raises what `call` raises.
+        """
+        arguments = [(tuple(args), {}) for args in per_rank]
+        if len(arguments) != self.world_size:
+            raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
+        return self._request(method, arguments, Flag.EACH, timeout, None)
+
+    def close(self) -> None:
+        """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
+        if os.getpid() != self._owner:
+            return
+        if self._fault is None:
+            self._fault = functools.partial(
+                GroupClosedError, "the worker group was closed; parallelize the model again to use it"
+            )
+        if self._turns.is_mine():  # from on_event: the request that is in flight ends the group
+            self._processes.kill()
+            return
+        polite = self._turns.acquire(timeout=0.0)
+        if not polite:
+            self._processes.kill()
+        if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
+            try:
+                if polite and self._finalizer.alive:
+                    self._say_goodbye()
+                self._finalizer()
+            finally:
+                self._turns.release()
+
+    def _say_goodbye(self) -> None:
+        try:
+            for worker in self._processes.workers:
+                worker.channel.send(Kind.GOODBYE, 0, None, time.monotonic() + _GOODBYE_SECONDS)
+        except (ChannelClosedError, RequestTimeoutError, ValueError):
+            return  # gone or stuck already: the finalizer ends it without asking
+        self._processes.end(patience=_GOODBYE_SECONDS)
+
+    def _request(
+        self,
+        method: str,
+        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
+        flags: int,
+        timeout: float | None,
+        on_event: OnEvent | None,
+    ) -> list[Any]:
+        self._check_usable()
+        messages = [
+            encode({"method": method, "args": args, "kwargs": kwargs}, self._key, self._replace)
+            for args, kwargs in arguments
+        ]
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        if self._turns.is_mine():
+            raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
+        if not self._turns.acquire(limit):
+            raise RequestTimeoutError(
+                f"{method!r} did not get its turn within {limit:g} s; other calls keep the workers"
+            )
+        packed: list[Packed] = []
+        try:
+            self._check_usable()
+            flags |= Flag.RESET if self._needs_reset else 0
+            for message in messages:
+                packed.append(pack(Kind.REQUEST, self._sequence + 1, message, flags))  # noqa: PERF401 (closed below)
+            return self._exchange(packed, method, limit, deadline, on_event)
+        finally:
+            for frame in packed:
+                frame.close()
+            self._turns.release()
+
+    def _exchange(
+        self, packed: list[Packed], method: str, limit: float, deadline: float, on_event: OnEvent | None
+    ) -> list[Any]:
+        answers: dict[int, Frame] = {}
+        values: list[Any] = []
+        failure: BaseException | None = None
+        try:
+            self._send(packed, deadline)
+            failure = self._collect(answers, deadline, on_event)
+            error = self._read(answers, values)
+            failure = failure or error
+        except RequestTimeoutError:
+            self._fail_timed_out(method, limit, answers)
+        except (ChannelClosedError, ProtocolError) as error:
+            self._fail(functools.partial(type(error), *error.args))
+        except GroupError:
+            raise  # the group has ended already, or the answers are all in and one cannot be rebuilt here
+        except BaseException:
+            self._abandon(answers)
+            raise
+        finally:
+            for frame in answers.values():
+                frame.discard()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # the exception holds this frame, which must not hold the exception
+        return values
+
+    def _send(self, packed: list[Packed], deadline: float) -> None:
+        if self._needs_reset:
+            # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
+            self._processes.arena.reset()
+        self._sequence += 1
+        for worker in self._processes.workers:
+            try:
+                worker.channel.send_packed(packed[worker.rank % len(packed)], deadline)
+            except ChannelClosedError:
+                self._fail_dead(worker.rank)
+        self._needs_reset = False
+
+    def _collect(self, answers: dict[int, Frame], deadline: float, on_event: OnEvent | None) -> BaseException | None:
+        """Wait until every rank has answered this request. Returns what `on_event` raised."""
+        failure: BaseException | None = None
+        while len(answers) < self.world_size:
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                raise RequestTimeoutError("the deadline passed")
+            events = self._poll.poll(None if rest == math.inf else min(rest, 3600.0) * 1000)
+            for fd, _ in events:
+                if fd in self._pidfds:
+                    self._fail_dead(self._rank_of[fd])
+            for fd, _ in events:
+                rank = self._rank_of[fd]
+                frame = self._receive(rank, deadline)
+                if frame.kind is Kind.EVENT and rank == 0:
+                    event = self._read_event(frame)
+                    if on_event is not None and failure is None:
+                        try:
+                            on_event(event)
+                        except Exception as error:  # whatever it is, the ranks must finish before it goes on
+                            failure = error
+                            self._processes.arena.request_cancel(self._sequence)
+                elif frame.kind in (Kind.RESULT, Kind.ERROR) and rank not in answers:
+                    answers[rank] = frame
+                else:
+                    frame.discard()
+                    raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
+        return failure
+
+    def _receive(self, rank: int, deadline: float) -> Frame:
+        try:
+            frame = self._processes.workers[rank].channel.receive(deadline)
+        except ChannelClosedError:
+            self._fail_dead(rank)
+        if frame.sequence != self._sequence:
+            frame.discard()
+            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
+        return frame
+
+    def _read_event(self, frame: Frame) -> Any:
+        event = frame.decode(self._key, self._restore)
+        if not isinstance(event, dict) or event.keys() != {"event"}:
+            raise ProtocolError("rank 0 sent an event in a form that is not known")
+        return event["event"]
+
+    def _read(self, answers: dict[int, Frame], values: list[Any]) -> WorkerError | None:
+        """Decode the answers into `values`. Returns the exception that explains best what was raised, if any was."""
+        raised: dict[int, Any] = {}
+        self._needs_reset = any(frame.kind is Kind.ERROR for frame in answers.values())
+        for rank in range(self.world_size):
+            value = answers[rank].decode(self._key, self._restore)
+            if answers[rank].kind is Kind.ERROR:
+                raised[rank] = value
+            elif not isinstance(value, dict) or value.keys() != {"result"}:
+                raise ProtocolError(f"rank {rank} answered in a form that is not known")
+            else:
+                values.append(value["result"])
+        if not raised:
+            return None
+        rank = failures.most_informative(raised)
+        return failures.rebuild(rank, raised[rank])
+
+    def _abandon(self, answers: dict[int, Frame]) -> None:
+        """After Ctrl-C: have the workers leave the request and drop their answers. If they do not, the group ends."""
+        channels = [worker.channel for worker in self._processes.workers]
+        drained = False
+        try:
+            if all(channel.sent == self._sequence and not channel.in_transit for channel in channels):
+                self._processes.arena.request_cancel(self._sequence)
+                self._collect(answers, time.monotonic() + _INTERRUPT_SECONDS, None)
+                self._needs_reset = any(frame.kind is Kind.ERROR for frame in answers.values())
+                drained = True
+        except GroupError:
+            drained = False  # the interrupt is what the caller hears of; the next call says that the group has ended
+        finally:
+            if not drained:
+                self._end(
+                    functools.partial(
+                        GroupError,
+                        "the worker group was ended: the workers did not leave an interrupted request within "
+                        f"{_INTERRUPT_SECONDS:g} s; parallelize the model again to use it",
+                    )
+                )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._owner:
+            raise WrongProcessError(
+                f"this worker group belongs to process {self._owner}, this is {os.getpid()}; a forked process must "
+                "parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
+            )
+        if self._fault is not None:
+            raise self._fault()
+
+    def _fail_dead(self, rank: int) -> NoReturn:
+        worker = self._processes.workers[rank]
+        if not worker.has_ended(_LAST_WORDS_SECONDS):
+            worker.kill()
+        code = worker.reap()
+        signal = -code if code is not None and code < 0 else None
+        manner = f"signal {signal}" if signal else f"exit code {code}"
+        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
+        self._fail(
+            functools.partial(
+                WorkerDiedError,
+                f"the worker of rank {rank} (pid {worker.pid}, {self.device_names[rank]}) died: {manner}{hint}; "
+                "tensor-parallel ranks live and die together, so its group has ended",
+                rank,
+                signal,
+                None if signal else code,
+            )
+        )
+
+    def _fail_timed_out(self, method: str, limit: float, answers: dict[int, Frame]) -> NoReturn:
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        text = f"{method!r} ran past its deadline of {limit:g} s; no answer from ranks {missing}"
+        self._end(functools.partial(GroupError, f"the worker group was ended, because an earlier request {text}"))
+        raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=")
+
+    def _fail(self, fault: Callable[[], GroupError]) -> NoReturn:
+        self._end(fault)
+        assert self._fault is not None
+        raise self._fault() from None
+
+    def _end(self, fault: Callable[[], GroupError]) -> None:
+        """The group is dead from here on. Where it was closed or died before, that stays the reason."""
+        if self._fault is None:
+            self._fault = fault
+        self._finalizer()
+
+
+def _device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
+    if world_size < 1:
+        raise PlacementError(f"a group of {world_size} workers: at least one is needed")
+    if device not in ("cpu", "cuda"):
+        raise PlacementError(f"device {device!r} is neither 'cpu' nor 'cuda'; pass CUDA devices as device_ids")
+    ids = list(range(world_size)) if device_ids is None else list(device_ids)
+    if len(ids) != world_size:
+        raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
+    return [f"{device}:{index}" for index in ids]

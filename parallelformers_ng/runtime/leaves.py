@@ -1,0 +1,77 @@
+"""What the encoder and the decoder of messages must agree on: special leaves, limits, signatures."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MAX_DEPTH = 100  # containers within containers
+MAX_HEADER_BYTES = 64 << 20
+MAX_TENSOR_BYTES = 1 << 42
+MAX_DESCRIPTORS = 253  # the kernel's SCM_MAX_FD
+MAX_INTEGER_BITS = 1 << 16
+MAX_DIMENSIONS = 64
+INLINE_BYTES = 1024  # longer byte strings and pickles travel with the tensors, not in the header
+ALIGNMENT = 64  # bytes; every tensor of a message starts on a cache line
+
+_DTYPE_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+TENSOR_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
+ALL_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileDescriptor:
+    """A leaf that carries an open file to the other process.
+
+    The sender keeps its own descriptor; the receiver gets a new one, owns it, and closes it.
+
+    Args:
+        fd: a descriptor of this process.
+    """
+
+    fd: int
+
+    def close(self) -> None:
+        """Close the descriptor in this process."""
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A leaf that stands for an object which stays in the process that sent it.
+
+    Args:
+        kind: what it stands for, for example `"cache"`.
+        payload: any encodable value that lets the owner find the object again.
+    """
+
+    kind: str
+    payload: Any = None
+
+
+def aligned(size: int) -> int:
+    """`size` bytes, rounded up to the alignment of tensors in a message."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def signature(key: bytes, purpose: str, data: bytes) -> bytes:
+    """HMAC-SHA256 of `data`, bound to its `purpose` so that a signed class name is never a signed pickle."""
+    return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
+
+
+def is_model_output(cls: type) -> bool:
+    """True for subclasses of transformers' ModelOutput, without importing transformers."""
+    return any(
+        base.__qualname__ == "ModelOutput" and base.__module__.startswith("transformers.") for base in cls.__mro__
+    )

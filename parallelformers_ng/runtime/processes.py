@@ -1,0 +1,160 @@
+"""Worker processes as the parent sees them: started, watched, ended, and closed in forked children."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from parallelformers_ng.errors import StartupError
+from parallelformers_ng.runtime.transport import Channel
+
+_TAIL_BYTES = 8192
+_REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver holds it
+
+
+class WorkerProcess:
+    """One worker, from the parent's side.
+
+    Args:
+        rank: its rank.
+        threads: for the OpenMP and BLAS libraries of the worker.
+
+    Raises:
+        StartupError: the interpreter could not be started.
+    """
+
+    def __init__(self, rank: int, threads: int) -> None:
+        if not sys.executable:
+            raise StartupError("sys.executable is empty, so there is no interpreter to start the workers with")
+        self.rank = rank
+        self.log = os.memfd_create(f"parallelformers_ng-stderr-{rank}", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.process = subprocess.Popen(
+                # -P: a torch.py or random.py in the current folder must not be found before the real one.
+                [sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker"]
+                + [str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stderr=self.log,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(threads),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(self.log)
+            raise StartupError(f"rank {rank}: {sys.executable} could not be started: {error}") from error
+        finally:
+            theirs.close()
+        self.pid = self.process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.channel = Channel(ours)
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        """True once the process is gone, waiting for that up to `timeout` seconds."""
+        if self.pidfd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(max(timeout, 0.0) * 1000))
+
+    def kill(self) -> None:
+        """End the process at once; one that is stopped, too."""
+        if not self.has_ended():
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def reap(self) -> int | None:
+        """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
+        return self.process.wait(_REAP_SECONDS) if self.has_ended(_REAP_SECONDS) else None
+
+    def startup_log(self) -> str:
+        """The end of what the worker wrote to standard error before it was ready."""
+        size = os.fstat(self.log).st_size
+        start = max(0, size - _TAIL_BYTES)
+        return os.pread(self.log, size - start, start).decode(errors="replace")
+
+    def close(self) -> None:
+        """Close this process's descriptors of the worker."""
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            os.close(self.log)
+            self.pidfd = self.log = -1
+
+
+class Processes:
+    """All workers of a group and the arena they share: what must be given back, however the group ends.
+
+    Args:
+        arena: the collectives' shared memory.
+    """
+
+    def __init__(self, arena: Any) -> None:
+        self.workers: list[WorkerProcess] = []
+        self.arena = arena
+        self.owner = os.getpid()
+        self._ending = threading.Lock()
+        _live.add(self)
+
+    def kill(self) -> None:
+        """Kill every worker, and leave the rest to whoever waits for them."""
+        self.arena.abort()
+        for worker in self.workers:
+            worker.kill()
+
+    def end(self, patience: float = 0.0) -> None:
+        """End every worker and close everything. Does nothing the second time, or in a forked child.
+
+        Args:
+            patience: seconds that workers get to leave by themselves.
+        """
+        if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
+            return
+        deadline = time.monotonic() + patience
+        if not all(worker.has_ended(deadline - time.monotonic()) for worker in self.workers):
+            self.kill()
+        for worker in self.workers:
+            worker.reap()
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's descriptors and mappings, without touching the workers."""
+        for worker in self.workers:
+            worker.close()
+        self.arena.close()
+        _live.discard(self)
+
+
+_live: weakref.WeakSet[Processes] = weakref.WeakSet()
+
+
+def _close_in_forked_child() -> None:
+    # As long as a copy of the sockets is open somewhere, the workers do not see that their parent is gone.
+    for processes in list(_live):
+        processes.close()
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """The worker's own copy of the environment. The parent's stays as it is."""
+    environment = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(threads)
+    # Enough to find this package and torch; the exact list follows in the first message.
+    environment["PYTHONPATH"] = os.pathsep.join(module_path())
+    return environment
+
+
+def module_path() -> list[str]:
+    """`sys.path`, with the current folder under its full name."""
+    return [os.path.abspath(entry) for entry in sys.path]

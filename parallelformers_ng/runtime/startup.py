@@ -1,0 +1,128 @@
+"""Starting a group: all ranks at once, watched together until each is ready or one has failed."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Any, NoReturn
+
+from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError, StartupError
+from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.leaves import FileDescriptor
+from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
+from parallelformers_ng.runtime.transport import Kind
+
+_LAST_WORDS_SECONDS = 1.0
+_FIRST_PHASE = "importing torch"
+
+
+def start(
+    processes: Processes,
+    *,
+    target: str,
+    device_names: list[str],
+    key: bytes,
+    backend: str,
+    timeout: float,
+    start_timeout: float,
+    threads: int,
+) -> None:
+    """Start one worker per device and wait until all are ready. The caller ends the processes if this raises.
+
+    Args:
+        processes: receives the workers.
+        target: `"module:Class"`.
+        device_names: torch device of each rank.
+        key: signs pickles between this group and its parent, and nobody else's.
+        backend: of the collectives.
+        timeout: of the collectives, in seconds.
+        start_timeout: seconds until all must be ready.
+        threads: of each worker.
+
+    Raises:
+        StartupError: a worker raised, ended, or took too long.
+    """
+    deadline = time.monotonic() + start_timeout
+    world_size = len(device_names)
+    for rank in range(world_size):
+        processes.workers.append(WorkerProcess(rank, threads))
+    common: dict[str, Any] = {
+        "key": key,
+        "target": target,
+        "world_size": world_size,
+        "backend": backend,
+        "timeout": timeout,
+        "threads": threads,
+        "path": module_path(),
+        "pythonpath": os.environ.get("PYTHONPATH"),
+        "rendezvous": None,
+        "arena": FileDescriptor(processes.arena.fd),
+        "stderr": FileDescriptor(2),
+    }
+    for worker in processes.workers:
+        try:
+            boot = {**common, "rank": worker.rank, "device": device_names[worker.rank]}
+            worker.channel.send(Kind.REQUEST, 0, boot, deadline)
+        except ChannelClosedError:
+            _fail_ended(worker, _FIRST_PHASE)
+        worker.channel.key = key
+    _await_ready(processes, deadline, start_timeout)
+    _pass_on_logs(processes)
+
+
+def _await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
+    poll = select.poll()
+    waiting: dict[int, WorkerProcess] = {}
+    for worker in processes.workers:
+        waiting[worker.channel.fileno()] = worker
+        poll.register(worker.channel, select.POLLIN)
+    phases = dict.fromkeys(range(len(processes.workers)), _FIRST_PHASE)
+    while waiting:
+        rest = deadline - time.monotonic()
+        events = poll.poll(max(rest, 0.0) * 1000)
+        if not events and rest <= 0:
+            late = next(iter(waiting.values()))
+            raise StartupError(
+                f"rank {late.rank} was not ready within {start_timeout:g} s; it was {phases[late.rank]}{_tail(late)}"
+            )
+        for fd, _ in events:
+            worker = waiting[fd]
+            try:
+                kind, _, value = worker.channel.recv(deadline)
+            except (ChannelClosedError, ProtocolError, RequestTimeoutError):
+                # The socket closes with the process, so its end needs no watch of its own while starting.
+                _fail_ended(worker, phases[worker.rank])
+            if kind is Kind.READY:
+                poll.unregister(fd)
+                del waiting[fd]
+            elif kind is Kind.EVENT:
+                phases[worker.rank] = str(value)
+            else:
+                _fail_raised(worker, value, phases[worker.rank])
+
+
+def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
+    if not worker.has_ended(_LAST_WORDS_SECONDS):
+        worker.kill()
+    code = worker.reap()
+    manner = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+    raise StartupError(f"rank {worker.rank} ended {manner} while {phase}{_tail(worker)}")
+
+
+def _fail_raised(worker: WorkerProcess, description: Any, phase: str) -> NoReturn:
+    cause = failures.rebuild(worker.rank, description)
+    text = f"{description['qualname']}: {description['message']}"
+    raise StartupError(f"rank {worker.rank} raised while {phase}: {text}{_tail(worker)}") from cause
+
+
+def _tail(worker: WorkerProcess) -> str:
+    log = worker.startup_log().strip()
+    return f"\nEnd of its standard error:\n{log}" if log else ""
+
+
+def _pass_on_logs(processes: Processes) -> None:
+    """Show what the workers wrote while starting, once where all wrote the same."""
+    for log in dict.fromkeys(worker.startup_log() for worker in processes.workers):
+        if log:
+            os.write(2, log.encode())
