@@ -41,7 +41,8 @@ class Deployment:
     Args:
         model: the model, weights loaded. After `start` its tensors are on `meta`.
         plan: how it is cut.
-        make_group: starts a group for the plan's world size.
+        make_group: starts a group for the plan's world size; None where `group` is given.
+        group: a group that is running already, to be used and left running; it is not replaced when it dies.
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
     """
@@ -50,20 +51,22 @@ class Deployment:
         self,
         model: nn.Module,
         plan: ShardPlan,
-        make_group: Callable[[], WorkerGroup],
+        make_group: Callable[[], WorkerGroup] | None,
         *,
+        group: WorkerGroup | None = None,
         restart: bool = True,
         limit: RestartLimit | None = None,
     ) -> None:
         self.plan = plan
         self._make_group = make_group
-        self._restart = restart
+        self._restart = restart and group is None
+        self._borrowed = group is not None
         self._limit = limit or RestartLimit()
         self._restarts: deque[float] = deque()
         self._lock = threading.Lock()
         self._closed = False
         self._skeleton = Skeleton.of(model, plan)
-        self._group = make_group()
+        self._group = group if group is not None else self._start_group()
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
@@ -107,8 +110,7 @@ class Deployment:
     def gather(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Stop the workers and put the weights back into the model, on CPU."""
         with self._lock:
-            self._closed = True
-            self._group.close()
+            self._leave_group()
             if self._store is not None:
                 take_back(model, self._store, progress=progress)
                 self._store.close()
@@ -117,11 +119,17 @@ class Deployment:
     def close(self) -> None:
         """Stop the workers and let the weights go. Idempotent."""
         with self._lock:
-            self._closed = True
-            self._group.close()
+            self._leave_group()
             if self._store is not None:
                 self._store.close()
                 self._store = None
+
+    def _leave_group(self) -> None:
+        if self._borrowed and not self._closed and self._group.alive:
+            self._group.call("drop")
+        elif not self._borrowed:
+            self._group.close()
+        self._closed = True
 
     def _living_group(self) -> WorkerGroup:
         if self._group.alive or not self._restart:
@@ -144,10 +152,14 @@ class Deployment:
             )
         self._restarts.append(now)
         self._group.close()
-        self._group = self._make_group()
+        self._group = self._start_group()
         self._group.call("build", self._skeleton)
         self._attach()
         log.warning("workers restarted in %.1f s", time.monotonic() - now)
+
+    def _start_group(self) -> WorkerGroup:
+        assert self._make_group is not None, "a borrowed group is never replaced"
+        return self._make_group()
 
     def _attach(self) -> None:
         assert self._store is not None

@@ -49,6 +49,7 @@ def parallelize(
     backend: str = "auto",
     timeout: float = 600.0,
     start_timeout: float = 120.0,
+    group: WorkerGroup | None = None,
     restart: bool = True,
     max_restarts: int = 3,
     restart_window: float = 60.0,
@@ -71,6 +72,8 @@ def parallelize(
         backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
         timeout: seconds that a request may take.
         start_timeout: seconds until the workers must be ready.
+        group: workers from `start_group` to use instead of new ones; they serve one model at a time and go on running
+            when its parallelization ends. `num_gpus`, `device`, `backend` and the timeouts are then the group's.
         restart: start new workers when one died; the weights are still in this process's keeping.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
 
@@ -84,33 +87,43 @@ def parallelize(
         PolicyError: a custom policy does not fit the model.
         StartupError: a worker could not start. The model is as it was before.
     """
-    _check_platform()
-    world_size, kind = _placement(num_gpus, device, device_ids)
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
-    if backend not in BACKENDS:
-        raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
-    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
-        if not seconds > 0:
-            raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    if group is None:
+        make_group = _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)
+        world_size = make_group.args[0]
+    else:
+        make_group, world_size = None, group.world_size
+        if num_gpus not in (None, world_size):
+            raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     sharding = _make_plan(model, world_size, custom_policies, _target_dtype(fp16, dtype))
-    make_group = functools.partial(
-        WorkerGroup,
-        world_size,
-        kind,
-        target=REPLICA,
-        device_ids=device_ids,
-        backend=backend,
-        timeout=timeout,
-        start_timeout=start_timeout,
-    )
     limit = RestartLimit(max_restarts, restart_window)
-    deployment = Deployment(model, sharding, make_group, restart=restart, limit=limit)
+    deployment = Deployment(model, sharding, make_group, group=group, restart=restart, limit=limit)
     deployment.start(model)
     enter(model, deployment)
     if verbose is not None:
         print(model.memory_summary(detail=verbose == "detail"))
     return model
+
+
+def start_group(
+    num_gpus: int | None = None,
+    *,
+    device: str = "auto",
+    device_ids: Sequence[int] | None = None,
+    backend: str = "auto",
+    timeout: float = 600.0,
+    start_timeout: float = 120.0,
+) -> WorkerGroup:
+    """Start workers that serve one model after another, so that only the first pays for their start.
+
+    `with start_group(2) as group: parallelize(model, group=group)`. The arguments are those of `parallelize`.
+
+    Raises:
+        PlacementError: there are not as many devices as asked for.
+        StartupError: a worker could not start.
+    """
+    return _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)()
 
 
 def plan(
@@ -138,6 +151,34 @@ def plan(
     """
     _check_count(num_gpus)
     return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
+
+
+def _group_maker(
+    num_gpus: int | None,
+    device: str,
+    device_ids: Sequence[int] | None,
+    backend: str,
+    timeout: float,
+    start_timeout: float,
+) -> functools.partial[WorkerGroup]:
+    """Check where the workers go; starting them is left to the caller, who may have to do it again."""
+    _check_platform()
+    world_size, kind = _placement(num_gpus, device, device_ids)
+    if backend not in BACKENDS:
+        raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    return functools.partial(
+        WorkerGroup,
+        world_size,
+        kind,
+        target=REPLICA,
+        device_ids=device_ids,
+        backend=backend,
+        timeout=timeout,
+        start_timeout=start_timeout,
+    )
 
 
 def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:

@@ -68,7 +68,7 @@ class Replica:
         if self.model.training != training:
             self.model.train(training)
         if rng is not None:
-            torch.set_rng_state(rng)
+            torch.set_rng_state(rng.clone())  # the generator reads it as a struct, which must be aligned
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
             output = getattr(self.model, method)(*args, **kwargs)
