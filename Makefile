@@ -31,7 +31,7 @@ $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); set PYTHON=python3.11" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) -V) …"
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Without build isolation: the build needs nothing but setuptools, and nothing is downloaded twice.
 $(STAMP): $(INSTALLED_FROM) | $(PY)
