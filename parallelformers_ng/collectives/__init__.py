@@ -49,10 +49,8 @@ def connect(
     if not timeout > 0:
         raise ValueError(f"connect: timeout {timeout} s is not positive")
     if backend == "auto":
-        if device.type == "cuda":
-            backend = "nccl"
-        else:
-            backend = "shared_memory" if available_kernels() else "gloo"
+        on_cpu = "shared_memory" if available_kernels() else "gloo"
+        backend = "nccl" if device.type == "cuda" else on_cpu
     if (backend == "nccl") != (device.type == "cuda") or device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, the others for the CPU"

@@ -32,6 +32,13 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
+/* A choice without a branch: a conditional expression would have the compiler skip arithmetic, and not vectorise. */
+INLINE uint32_t choose(int condition, uint32_t yes, uint32_t no)
+{
+    uint32_t mask = -(uint32_t)condition;
+    return (yes & mask) | (no & ~mask);
+}
+
 INLINE float load_f32(float value) { return value; }
 INLINE float store_f32(float value) { return value; }
 INLINE double load_f64(double value) { return value; }
@@ -44,27 +51,28 @@ INLINE uint16_t store_bf16(float value)
 {
     uint32_t bits = bits_of(value);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    return (uint16_t)choose((bits & 0x7fffffff) > 0x7f800000, 0x7fc0, rounded);
 }
 
 INLINE float load_f16(uint16_t value)
 {
     uint32_t magnitude = ((uint32_t)value & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
     uint32_t normal = magnitude + (112u << 23);
-    uint32_t special = normal + (112u << 23);                                    /* infinity, NaN */
-    uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(113u << 23)); /* renormalised by the subtraction */
-    uint32_t bits = exponent == 0x0f800000 ? special : exponent == 0 ? subnormal : normal;
+    uint32_t special = normal + (112u << 23); /* infinity, NaN */
+    uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(113u << 23)); /* the difference is normal */
+    uint32_t bits = choose(exponent == 0x0f800000, special, choose(exponent == 0, subnormal, normal));
     return float_of(bits | ((uint32_t)value & 0x8000) << 16);
 }
 
+/* Round to nearest, ties to even; every NaN becomes 0x7e00. */
 INLINE uint16_t store_f16(float value)
 {
-    uint32_t sign = bits_of(value) & 0x80000000, bits = bits_of(value) ^ sign;
-    uint32_t special = bits > 0x7f800000 ? 0x7e00 : 0x7c00;                      /* NaN; infinity or too large */
-    uint32_t subnormal = bits_of(float_of(bits) + float_of(126u << 23)) - (126u << 23); /* rounded by the addition */
+    uint32_t bits = bits_of(value) & 0x7fffffff, sign = bits_of(value) >> 16 & 0x8000;
+    uint32_t special = choose(bits > 0x7f800000, 0x7e00, 0x7c00);                       /* NaN, or infinity */
+    uint32_t subnormal = bits_of(float_of(bits) + float_of(126u << 23)) - (126u << 23); /* the sum rounds */
     uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
-    uint32_t half = bits >= (143u << 23) ? special : bits < (113u << 23) ? subnormal : normal;
-    return (uint16_t)(half | sign >> 16);
+    uint32_t half = choose(bits >= (143u << 23), special, choose(bits < (113u << 23), subnormal, normal));
+    return (uint16_t)(half | sign);
 }
 
 /* `out` may be one of the sources: a block is read from all of them before it is written. */

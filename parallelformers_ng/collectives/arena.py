@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from types import TracebackType
@@ -53,10 +54,14 @@ class Arena:
             raise ValueError(f"Arena: one_shot_bytes {one_shot_bytes} is negative")
         if not hasattr(os, "memfd_create"):
             raise UnsupportedPlatformError("Arena: this system has no memfd_create; the workers need Linux")
+        nbytes, available = layout.arena_bytes(world_size, slot_bytes), available_memory()
+        if nbytes > available:
+            message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
+            raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
         fd = os.memfd_create("parallelformers_ng.arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Reserved now, a lack of memory is an error here instead of a SIGBUS in some worker later.
-            os.posix_fallocate(fd, 0, layout.arena_bytes(world_size, slot_bytes))
+            os.posix_fallocate(fd, 0, nbytes)
             # Sealed, nobody who holds the descriptor can take the memory away below the others.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             header = (layout.MAGIC, world_size, slot_bytes, one_shot_bytes)
@@ -97,3 +102,16 @@ class Arena:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def available_memory() -> int:
+    """What can be had without swapping, in bytes.
+
+    The kernel's own tmpfs, where a memfd lives, has no limit: a reservation beyond this would not fail but bring on
+    the out-of-memory killer, which ends other processes first.
+    """
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise UnsupportedPlatformError("Arena: /proc/meminfo has no MemAvailable; the workers need Linux 3.14 or later")

@@ -83,7 +83,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Begins anew after an abort. Every rank calls it, after the parent's `Arena.reset` and before any collective."""
+        """Begins anew after an abort. Called by every rank, after the parent's `Arena.reset`, before a collective."""
 
     def cancel_sequence(self) -> int:
         """The sequence number last given to `Arena.request_cancel`, 0 if none. Ranks may see it at different times."""

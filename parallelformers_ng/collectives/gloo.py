@@ -25,7 +25,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         self._finish(self._group.barrier(), "barrier")
 
     def _new_group(self, store: dist.Store) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from the stub
         # The device named here spares the environment a GLOO_SOCKET_IFNAME.
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=self._timeout)

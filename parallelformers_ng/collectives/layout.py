@@ -91,7 +91,7 @@ class ArenaMap:
         self.words[CANCEL_WORD] = sequence
 
     def abort(self, author: int, reason: str) -> None:
-        """Makes every rank's present and next collective raise; `author` is a rank or PARENT. The first reason stays."""
+        """Makes every rank's present and next collective raise; `author` is a rank or PARENT. The first one counts."""
         if self.aborted:
             return
         start = self._reason_start(author)

@@ -38,8 +38,8 @@ def open_store(rendezvous: str, world_size: int) -> dist.Store:
     found = os.stat(folder)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise GroupError(
-            f"rendezvous: folder {folder} has mode {stat.S_IMODE(found.st_mode):#o} and owner {found.st_uid}; it must be "
-            f"0o700 and belong to user {os.geteuid()}: take a path from create_rendezvous()"
+            f"rendezvous: folder {folder} has mode {stat.S_IMODE(found.st_mode):#o} and owner {found.st_uid}; it must "
+            f"be 0o700 and belong to user {os.geteuid()}: take a path from create_rendezvous()"
         )
     return dist.FileStore(rendezvous, world_size)
 

@@ -66,7 +66,7 @@ def encode(obj: Any, key: bytes | None, replace: Replace | None = None) -> Encod
     header = json.dumps([tree, encoder.table], separators=(",", ":"), check_circular=False).encode("ascii")
     if len(header) > MAX_HEADER_BYTES:
         raise NotPortableError(
-            f"a message of {len(header)} bytes without its tensors exceeds {MAX_HEADER_BYTES}; pass bulk data as tensors"
+            f"a message of {len(header)} bytes besides tensors exceeds {MAX_HEADER_BYTES}; put bulk data in tensors"
         )
     return Encoded(header, encoder.tensors, encoder.fds, encoder.size)
 

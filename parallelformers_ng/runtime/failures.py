@@ -100,7 +100,7 @@ def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
 
 
 @functools.cache
-def _combined(cls: type[Exception]) -> type[WorkerError] | None:
+def _combined(cls: Any) -> type[WorkerError] | None:
     if issubclass(cls, WorkerError):
         return cls
     try:

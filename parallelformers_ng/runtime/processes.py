@@ -16,6 +16,9 @@ from typing import Any
 from parallelformers_ng.errors import StartupError
 from parallelformers_ng.runtime.transport import Channel
 
+# -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
+# is seen even if it is killed right after.
+_COMMAND = (sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker")
 _TAIL_BYTES = 8192
 _REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver holds it
 
@@ -39,9 +42,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.process = subprocess.Popen(
-                # -P: a torch.py or random.py in the current folder must not be found before the real one.
-                [sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker"]
-                + [str(theirs.fileno()), str(os.getpid())],
+                [*_COMMAND, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stderr=self.log,
                 pass_fds=(theirs.fileno(),),

@@ -294,10 +294,7 @@ class Channel:
     def _fill(self, rest: memoryview, deadline: float, fds: list[int] | None) -> None:
         while rest:
             try:
-                if fds is None:
-                    count = self.connection.recv_into(rest)
-                else:
-                    count = self._fill_with_descriptors(rest, fds)
+                count = self.connection.recv_into(rest) if fds is None else self._fill_with_descriptors(rest, fds)
             except BlockingIOError:
                 _wait(self._readable, deadline, "answer")
                 continue

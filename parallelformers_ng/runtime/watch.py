@@ -1,4 +1,4 @@
-"""The watch that a worker keeps on its parent, so that no worker outlives it. Imports nothing heavy: it starts first."""
+"""The watch that a worker keeps on its parent, so that no worker outlives it. It starts before any heavy import."""
 
 from __future__ import annotations
 

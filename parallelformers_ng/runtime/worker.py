@@ -89,9 +89,8 @@ class Service:
         from parallelformers_ng.runtime.transport import Kind
 
         if frame.kind is not Kind.REQUEST or frame.sequence != self.emit.sequence + 1:
-            raise ProtocolError(
-                f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {self.emit.sequence + 1} was due"
-            )
+            due = self.emit.sequence + 1
+            raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
         self.emit.sequence = frame.sequence
 
     def _run(self, frame: Frame) -> Any:

@@ -1,0 +1,77 @@
+# Needs make and Python 3.11 or newer with its venv module; everything else goes into .venv.
+# `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# What an editable install was made from: a change of any of these makes `make setup` run again.
+INSTALLED_FROM := requirements-dev.txt pyproject.toml setup.py $(wildcard parallelformers_ng/collectives/*.[ch])
+
+# Only what .venv holds may be imported, whatever the machine has installed elsewhere.
+export PYTHONNOUSERSITE := 1
+unexport PYTHONPATH PYTHONHOME
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+# Quiet in CI; elsewhere pip shows the progress of its downloads, since torch alone takes minutes.
+PIP_INSTALL = $(PY) -m pip install $(if $(CI),--quiet)
+
+MODEL ?= examples/demo_model
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo train-demo test quality format bench gpu zoo clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## create .venv and install everything into it, once (PYTHON=python3.12 chooses the interpreter)
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make setup: needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); set PYTHON=python3.11" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) -V) …"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# Without build isolation: the build needs nothing but setuptools, and nothing is downloaded twice.
+$(STAMP): $(INSTALLED_FROM) | $(PY)
+	@echo "Installing the requirements; torch is large, the first time takes minutes …"
+	@$(PIP_INSTALL) 'setuptools>=77' -r requirements-dev.txt
+	@echo "Installing parallelformers_ng, editable …"
+	@$(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	@$(PY) -m pip check
+	@touch $@
+
+demo: setup ## generate whole and on two workers, compare the tokens (MODEL=path-or-id, DEMO_ARGS=…)
+	@$(PY) examples/demo.py --model $(MODEL) $(DEMO_ARGS)
+
+train-demo: setup ## train the demo's model anew, about twenty minutes (TRAIN_ARGS=--threads 4)
+	@$(PY) examples/train_demo_model.py $(TRAIN_ARGS)
+
+test: setup ## run the tests (PYTEST_ARGS='-k plan -x')
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+quality: setup ## lint, formatting, types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup ## apply the formatting and the fixes that ruff knows
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: setup ## measure against the peers on this machine (BENCH_ARGS=…)
+	@$(PY) -m benchmarks $(BENCH_ARGS)
+
+gpu: setup ## the checks that need a CUDA device; without one, says so and succeeds
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  PYTHON=$(PY) bash benchmarks/gpu.sh $(GPU_ARGS); \
+	else echo "make gpu: torch $$($(PY) -c 'import torch; print(torch.__version__)') sees no CUDA device; nothing to check"; fi
+
+zoo: setup ## parity of every model family, whole against sharded (ZOO_ARGS=…)
+	@$(PY) -m benchmarks.zoo $(ZOO_ARGS)
+
+clean: ## remove .venv, caches and built files
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find parallelformers_ng -name '*.so' -delete

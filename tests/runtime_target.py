@@ -1,0 +1,146 @@
+"""What the workers of the runtime's tests run."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Reading:
+    name: str
+    values: torch.Tensor
+
+
+class Target:
+    def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Any, emit: Any) -> None:
+        self.rank = rank
+        self.communicator = communicator
+        self.emit = emit
+        self.world_size = world_size
+
+    def echo(self, value: Any = None, **more: Any) -> Any:
+        return (value, more) if more else value
+
+    def sum_of_ranks(self, value: float) -> float:
+        return self.communicator.all_reduce(torch.full((8,), value + self.rank))[0].item()
+
+    def own(self, value: Any) -> tuple[int, Any]:
+        return self.rank, value
+
+    def scale_in_place(self, tensor: torch.Tensor) -> float:
+        tensor.mul_(self.rank + 2)
+        self.communicator.barrier()
+        return tensor.sum().item()
+
+    def zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count)
+
+    def raise_value_error(self, ranks: list[int]) -> None:
+        if self.rank in ranks:
+            raise ValueError("a bad value", 7)
+        self.communicator.barrier()
+
+    def raise_odd(self) -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("odd")
+
+    def raise_unicode(self) -> None:
+        b"\xff".decode("ascii")
+
+    def sleep(self, seconds: float, ranks: list[int] | None = None) -> str:
+        if ranks is None or self.rank in ranks:
+            time.sleep(seconds)
+        return "slept"
+
+    def wait_for_cancel(self) -> str:
+        while self.communicator.cancel_sequence() != self.emit.sequence:
+            time.sleep(0.002)
+        return "cancelled"
+
+    def barrier(self) -> None:
+        self.communicator.barrier()
+
+    def spin(self) -> None:
+        while True:
+            pass
+
+    def exit(self, rank: int, code: int) -> None:
+        if self.rank == rank:
+            os._exit(code)
+        self.communicator.barrier()
+
+    def crash(self, rank: int) -> None:
+        if self.rank == rank:
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self.communicator.barrier()
+
+    def count(self, limit: int) -> int:
+        for number in range(limit):
+            if self.communicator.cancel_sequence() == self.emit.sequence:
+                return number
+            self.emit(number)
+            time.sleep(0.001)
+        return limit
+
+    def secret(self) -> str:
+        return self._private()
+
+    def _private(self) -> str:
+        return "private"
+
+    def call_it(self, function: Any) -> Any:
+        return function(self.rank)
+
+    def threads(self) -> tuple[int, str]:
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    def modules(self) -> list[str]:
+        return sorted(name for name in sys.modules if "." not in name)
+
+    def write_to_parent(self, data: bytes) -> None:
+        if self.rank == 0:
+            os.write(int(sys.argv[1]), data)
+        time.sleep(60)
+
+    def read_and_close(self, file: Any) -> bytes:
+        content = os.pread(file.fd, 100, 0)
+        file.close()
+        return content
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+            print(text, file=sys.stderr, flush=True)
+
+
+class FailsToBuild:
+    def __init__(self, rank: int, *_: Any) -> None:
+        print(f"rank {rank} says why on standard error", file=sys.stderr)
+        if rank == 1:
+            raise LookupError("no weights in the attic")
+        time.sleep(60)
+
+
+class DiesWhileBuilding:
+    def __init__(self, rank: int, *_: Any) -> None:
+        if rank == 1:
+            print("last words", file=sys.stderr)
+            os._exit(7)
+        time.sleep(60)
+
+
+class NeverReady:
+    def __init__(self, rank: int, *_: Any) -> None:
+        if rank == 1:
+            time.sleep(600)
