@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.store import Progress, ShardStore, hand_over, take_back
-from parallelformers_ng.errors import GroupClosedError, GroupError, RequestTimeoutError, WorkerDiedError
+from parallelformers_ng.checkpoint.store import Progress, ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.errors import GroupClosedError, GroupError
+from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.memory import RankMemory
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.leaves import FileDescriptor
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -43,6 +47,8 @@ class Deployment:
         plan: how it is cut.
         make_group: starts a group for the plan's world size; None where `group` is given.
         group: a group that is running already, to be used and left running; it is not replaced when it dies.
+        keep_weights: keep the memory that the weights were handed over in. On CPU it is the shards themselves; on CUDA it is
+            a copy in host memory, without which a dead group cannot be replaced.
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
     """
@@ -54,17 +60,23 @@ class Deployment:
         make_group: Callable[[], WorkerGroup] | None,
         *,
         group: WorkerGroup | None = None,
+        keep_weights: bool = True,
         restart: bool = True,
         limit: RestartLimit | None = None,
     ) -> None:
         self.plan = plan
         self._make_group = make_group
-        self._restart = restart and group is None
+        self._keeps_weights = keep_weights
+        self._restart = restart and group is None and keep_weights
         self._borrowed = group is not None
         self._limit = limit or RestartLimit()
         self._restarts: deque[float] = deque()
         self._lock = threading.Lock()
         self._closed = False
+        self.incarnation = 0
+        self._caches: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
+        self._freed: deque[tuple[int, int]] = deque()
+        self._cache_numbers = itertools.count(-1, -1)  # the workers count upwards for the caches that they make
         self._skeleton = Skeleton.of(model, plan)
         self._group = group if group is not None else self._start_group()
         self._store: ShardStore | None = None
@@ -76,16 +88,18 @@ class Deployment:
         """
         try:
             self._group.call("build", self._skeleton)
-            self._store = ShardStore(self.plan)
-            hand_over(model, self._store, progress)
+            store = self._store = ShardStore(self.plan)
+            hand_over(model, store, progress)
             try:
-                self._attach()
+                self._attach(store)
             except BaseException:
-                take_back(model, self._store)
+                take_back(model, self.plan, store)
                 raise
         except BaseException:
             self.close()
             raise
+        if not self._keeps_weights:
+            self._release_store()
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the replicas and return rank 0's answer. `options` are those of `WorkerGroup.call`.
@@ -102,27 +116,71 @@ class Deployment:
     def pids(self) -> list[int]:
         return self._group.pids
 
+    # -- caches that live in the workers; see generation.handle ---------------------------------------------------
+
+    def cache_call(self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of a cache on every rank."""
+        result, facts = self.call("cache", handle._number, method, args, kwargs)
+        handle._facts = facts
+        if isinstance(result, Handle):
+            return self.remember_cache(adopt(None, self, result.payload["id"], result.payload["facts"]))
+        return result
+
+    def next_cache_number(self) -> int:
+        """An id for a cache that the caller made; negative, so that it is none of the workers'."""
+        return next(self._cache_numbers)
+
+    def remember_cache(self, handle: CacheHandle) -> CacheHandle:
+        self._caches[handle._number] = handle
+        return handle
+
+    def known_cache(self, number: int) -> CacheHandle | None:
+        return self._caches.get(number)
+
+    def free_cache(self, incarnation: int, number: int) -> None:
+        """Called when a handle is gone, possibly by the garbage collector: only note it, the next call tells the ranks."""
+        self._freed.append((incarnation, number))
+
+    def take_freed(self) -> list[int]:
+        """Ids to free with the request that is about to be sent."""
+        freed = []
+        while self._freed:
+            incarnation, number = self._freed.popleft()
+            if incarnation == self.incarnation:
+                freed.append(number)
+        return freed
+
     def memory(self) -> list[RankMemory]:
         """A report of each rank."""
         group = self._living_group()
         return group.call_each("memory", [()] * group.world_size)
 
+    def read(self, name: str) -> torch.Tensor:
+        """One parameter or buffer, whole, on CPU."""
+        return self._source().read(self.plan.tensors[name])
+
     def gather(self, model: nn.Module, progress: Progress | None = None) -> None:
-        """Stop the workers and put the weights back into the model, on CPU."""
+        """Put the weights back into the model, on CPU, and stop the workers."""
         with self._lock:
-            self._leave_group()
             if self._store is not None:
-                take_back(model, self._store, progress=progress)
-                self._store.close()
-                self._store = None
+                self._leave_group()  # first, so that memory can be given back as it is read
+            take_back(model, self.plan, self._source(), progress=progress)
+            self._leave_group()
+            self._release_store()
 
     def close(self) -> None:
         """Stop the workers and let the weights go. Idempotent."""
         with self._lock:
             self._leave_group()
-            if self._store is not None:
-                self._store.close()
-                self._store = None
+            self._release_store()
+
+    def _source(self) -> ShardSource:
+        return self._store if self._store is not None else WorkerShards(self.plan, self._group)
+
+    def _release_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _leave_group(self) -> None:
         if self._borrowed and not self._closed and self._group.alive:
@@ -153,16 +211,32 @@ class Deployment:
         self._restarts.append(now)
         self._group.close()
         self._group = self._start_group()
+        self.incarnation += 1
+        self._caches.clear()
         self._group.call("build", self._skeleton)
-        self._attach()
+        assert self._store is not None, "a group is replaced only where the weights are kept"
+        self._attach(self._store)
         log.warning("workers restarted in %.1f s", time.monotonic() - now)
 
     def _start_group(self) -> WorkerGroup:
         assert self._make_group is not None, "a borrowed group is never replaced"
         return self._make_group()
 
-    def _attach(self) -> None:
-        assert self._store is not None
+    def _attach(self, store: ShardStore) -> None:
         ranks = range(self.plan.world_size)
-        fds = [tuple(FileDescriptor(fd) for fd in self._store.fds_for(rank)) for rank in ranks]
-        self._group.call_each("attach", fds)
+        self._group.call_each("attach", [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in ranks])
+
+
+class WorkerShards:
+    """Reads tensors back from the ranks themselves: on CUDA the devices hold the only copy."""
+
+    def __init__(self, plan: ShardPlan, group: WorkerGroup) -> None:
+        self._plan = plan
+        self._group = group
+
+    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
+        parts = self._group.call_each("export", [([tensor.storage],)] * self._plan.world_size)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for shard, (part,) in zip(tensor.shards, parts, strict=True):
+            shard.put(part, whole)
+        return whole

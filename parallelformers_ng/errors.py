@@ -108,3 +108,11 @@ class WorkerError(GroupError):
 
     rank: int = 0
     remote_traceback: str = ""
+
+
+class StaleCacheError(ParallelError):
+    """A key/value cache was used after the workers that held it were gone."""
+
+
+class RequestCancelledError(GroupError):
+    """A request was stopped at its caller's wish, on all ranks at the same step."""

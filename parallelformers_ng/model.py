@@ -4,6 +4,7 @@ workers."""
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,23 +12,18 @@ import torch
 from torch import nn
 
 from parallelformers_ng.deployment import Deployment
+from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import NotParallelizedError, ParallelError
 from parallelformers_ng.memory import detail_report, device_totals, simple_report
+from parallelformers_ng.methods import REFUSED, place_of, public_methods
+from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
 
-_DEPLOYMENT = "_parallelformers_ng_deployment"
+_DISPATCHER = "_parallelformers_ng_dispatcher"
 
 
 class Parallelized:
     """Mixed in before the model's own class while it is parallelized, so that `isinstance` and `super()` hold."""
-
-    def _run(self, method: str, args: tuple, kwargs: dict) -> Any:
-        deployment = deployment_of(self)
-        rng = torch.get_rng_state()
-        output, after = deployment.call("run", method, args, kwargs, self.training, rng)  # type: ignore[attr-defined]
-        if after is not None:
-            torch.set_rng_state(after)
-        return output
 
     # -- where it is ---------------------------------------------------------------------------------------------
 
@@ -76,11 +72,24 @@ class Parallelized:
         """End the parallelization, then as `nn.Module.to`."""
         return self.deparallelize().to(*args, **kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole weights, gathered on CPU; tied entries share their memory, as in any state dict."""
+        listed = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        deployment = deployment_of(self)
+        whole: dict[int, torch.Tensor] = {}
+        for name, tensor in listed.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+                continue
+            plain = name.removeprefix(prefix)
+            held = get_tensor(self, plain, deployment.plan.tensors[plain].is_buffer)  # type: ignore[arg-type]
+            if id(held) not in whole:
+                whole[id(held)] = deployment.read(plain)
+            listed[name] = whole[id(held)]
+        return listed
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        raise ParallelError(
-            f"{type(self).__name__} is parallelized: its weights are with the workers and cannot be cast or moved one by"
-            " one. Pass dtype= to parallelize, or call deparallelize() first"
-        )
+        raise ParallelError(_refusal(self, "casting or moving it", "its weights are with the workers"))
 
     def __enter__(self) -> Any:
         return self
@@ -89,15 +98,15 @@ class Parallelized:
         self.deparallelize()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ParallelError(
-            f"{type(self).__name__} is parallelized and cannot be pickled or copied: its weights are with the workers."
-            " Call deparallelize() first"
-        )
+        raise ParallelError(_refusal(self, "pickling or copying it", "its weights are with the workers"))
 
 
-def enter(model: nn.Module, deployment: Deployment) -> None:
+def enter(model: nn.Module, deployment: Deployment, seed: int | None = None) -> None:
     """Make `model` a parallelized one, in place."""
-    object.__setattr__(model, _DEPLOYMENT, deployment)
+    object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed))
+    for path, module in model.named_modules():
+        if path:
+            object.__setattr__(module, "forward", _SubmoduleForward(weakref.ref(model), path, deployment.plan))
     model.__class__ = _parallelized_class(type(model))
 
 
@@ -105,20 +114,28 @@ def is_parallelized(model: object) -> bool:
     return isinstance(model, Parallelized)
 
 
-def deployment_of(model: object) -> Deployment:
-    """The deployment behind a parallelized model.
+def dispatcher_of(model: object) -> Dispatcher:
+    """What carries a parallelized model's calls.
 
     Raises:
-        NotParallelizedError: there is none.
+        NotParallelizedError: the model is not parallelized.
     """
-    deployment = getattr(model, _DEPLOYMENT, None)
-    if deployment is None:
+    dispatcher = getattr(model, _DISPATCHER, None)
+    if dispatcher is None:
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")
-    return deployment
+    return dispatcher
+
+
+def deployment_of(model: object) -> Deployment:
+    """The workers and weights behind a parallelized model."""
+    return dispatcher_of(model).deployment
 
 
 def _restore_class(model: Any) -> Any:
-    object.__delattr__(model, _DEPLOYMENT)
+    object.__delattr__(model, _DISPATCHER)
+    for path, module in model.named_modules():
+        if path:
+            object.__delattr__(module, "forward")
     model.__class__ = type(model).__mro__[2]
     return model
 
@@ -126,16 +143,63 @@ def _restore_class(model: Any) -> Any:
 @functools.cache
 def _parallelized_class(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `cls` with its name and module, so that what it saves and prints names the original."""
-    forwarded = {name: _forwarding(name, getattr(cls, name)) for name in ("forward", "generate") if hasattr(cls, name)}
+    makers = {"forwarded": _forwarded, "refused": _refused}
+    methods = {
+        name: makers[place](name, getattr(cls, name))
+        for name in public_methods(cls)
+        if name not in vars(Parallelized) and (place := place_of(cls, name)) != "local"
+    }
+    methods["generate"] = _generate(getattr(cls, "generate", None))
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (Parallelized, cls), {**names, **forwarded})
+    return type(cls.__name__, (Parallelized, cls), {**names, **{n: m for n, m in methods.items() if m is not None}})
 
 
-def _forwarding(name: str, original: Callable) -> Callable:
+def _forwarded(name: str, original: Callable) -> Callable:
     """A method that runs on the workers; it keeps the original's signature, which `generate` and pipelines inspect."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(name, args, kwargs)
+        return dispatcher_of(self).call(self, "", name, args, kwargs)
 
     return call
+
+
+def _generate(original: Callable | None) -> Callable | None:
+    if original is None:
+        return None
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return dispatcher_of(self).generate(self, original, args, kwargs)
+
+    return generate
+
+
+def _refused(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ParallelError(_refusal(self, f"{name}()", f"it {REFUSED[name]}"))
+
+    return refuse
+
+
+def _refusal(model: Any, what: str, why: str) -> str:
+    return f"{type(model).__name__} is parallelized, which rules out {what}: {why}. Call deparallelize() first"
+
+
+class _SubmoduleForward:
+    """Takes the place of a sub-module's forward: `model.get_encoder()(…)` runs on the workers too."""
+
+    def __init__(self, model: weakref.ref[nn.Module], path: str, plan: ShardPlan) -> None:
+        self._model = model
+        self._path = path
+        self._block = next((block for block in plan.blocks if path.startswith(f"{block}.")), None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if self._block is not None:
+            raise ParallelError(
+                f"{self._path} lies within {self._block}, which is cut: alone it would give a part of its result."
+                f" Call {self._block} or something above it, or deparallelize() first"
+            )
+        return dispatcher_of(model).call(model, self._path, "forward", args, kwargs)

@@ -50,6 +50,7 @@ def parallelize(
     timeout: float = 600.0,
     start_timeout: float = 120.0,
     group: WorkerGroup | None = None,
+    host_copy: bool = False,
     restart: bool = True,
     max_restarts: int = 3,
     restart_window: float = 60.0,
@@ -74,7 +75,9 @@ def parallelize(
         start_timeout: seconds until the workers must be ready.
         group: workers from `start_group` to use instead of new ones; they serve one model at a time and go on running
             when its parallelization ends. `num_gpus`, `device`, `backend` and the timeouts are then the group's.
-        restart: start new workers when one died; the weights are still in this process's keeping.
+        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that memory
+            is the shards, and is always kept.
+        restart: start new workers when one died, where the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
 
     Returns:
@@ -91,16 +94,18 @@ def parallelize(
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     if group is None:
         make_group = _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)
-        world_size = make_group.args[0]
+        world_size, kind = make_group.args
     else:
-        make_group, world_size = None, group.world_size
+        make_group, world_size, kind = None, group.world_size, group.device_names[0].partition(":")[0]
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     sharding = _make_plan(model, world_size, custom_policies, _target_dtype(fp16, dtype))
     limit = RestartLimit(max_restarts, restart_window)
-    deployment = Deployment(model, sharding, make_group, group=group, restart=restart, limit=limit)
+    deployment = Deployment(
+        model, sharding, make_group, group=group, keep_weights=kind == "cpu" or host_copy, restart=restart, limit=limit
+    )
     deployment.start(model)
-    enter(model, deployment)
+    enter(model, deployment, seed)
     if verbose is not None:
         print(model.memory_summary(detail=verbose == "detail"))
     return model

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
 
 
@@ -34,8 +35,7 @@ class Skeleton:
         buffer = io.BytesIO()
         names: dict[int, str] = {}
         for name, tensor in plan.tensors.items():
-            held = model.get_buffer(name) if tensor.is_buffer else model.get_parameter(name)
-            names.setdefault(id(held), name)
+            names.setdefault(id(get_tensor(model, name, tensor.is_buffer)), name)
         try:
             _Pickler(buffer, names).dump((model, plan))
         except Exception as error:

@@ -11,12 +11,13 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.layout import lay_out
-from parallelformers_ng.sharding.inject import set_tensor
+from parallelformers_ng.sharding.inject import get_tensor, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
@@ -125,13 +126,13 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
     """
     names_of: dict[int, list[str]] = {}
     for name, plan in store.plan.tensors.items():
-        names_of.setdefault(id(_tensor(model, name, plan.is_buffer)), []).append(name)
+        names_of.setdefault(id(get_tensor(model, name, plan.is_buffer)), []).append(name)
     given_up: list[str] = []
     pending = 0
     try:
         for names in names_of.values():
             plans = [store.plan.tensors[name] for name in names]
-            whole = _tensor(model, names[0], plans[0].is_buffer)
+            whole = get_tensor(model, names[0], plans[0].is_buffer)
             for plan in plans:
                 if plan.storage == plan.name:
                     store.write(plan, whole)
@@ -144,37 +145,39 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
             if progress is not None:
                 progress(plans[0].bytes_whole)
     except BaseException:
-        take_back(model, store, given_up)
+        take_back(model, store.plan, store, given_up)
         raise
     _trim()
 
 
-def take_back(model: nn.Module, store: ShardStore, names: Iterable[str] | None = None, progress: Progress | None = None) -> None:
-    """Gather the tensors back into the model, on CPU; tied parameters are tied again. The store is spent afterwards."""
-    wanted = set(store.plan.tensors if names is None else names)
+def take_back(
+    model: nn.Module,
+    plan: ShardPlan,
+    source: ShardSource,
+    names: Iterable[str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Gather the tensors back into the model, on CPU; tied parameters are tied again. The source is spent afterwards."""
+    wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
-    for name, plan in store.plan.tensors.items():
+    for name, tensor in plan.tensors.items():
         if name in wanted:
-            together.setdefault(id(_tensor(model, name, plan.is_buffer)), []).append(name)
+            together.setdefault(id(get_tensor(model, name, tensor.is_buffer)), []).append(name)
     for group in together.values():
         # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.
-        plan = store.plan.tensors[group[0]]
-        place(model, group, store.plan, store.read(plan, release=plan.storage in group))
+        tensor = plan.tensors[group[0]]
+        place(model, group, plan, source.read(tensor, release=tensor.storage in group))
         if progress is not None:
-            progress(plan.bytes_whole)
+            progress(tensor.bytes_whole)
 
 
 def place(model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor) -> None:
     """Put one tensor under all of its names, as one parameter, so that ties stay ties and `requires_grad` what it was."""
     first = plan.tensors[names[0]]
     if not first.is_buffer:
-        tensor = nn.Parameter(tensor, requires_grad=_tensor(model, first.name, False).requires_grad)
+        tensor = nn.Parameter(tensor, requires_grad=get_tensor(model, first.name, False).requires_grad)
     for name in names:
         set_tensor(model, name, tensor, first.is_buffer)
-
-
-def _tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    return model.get_buffer(name) if is_buffer else model.get_parameter(name)
 
 
 def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
@@ -184,6 +187,12 @@ def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
     while view:
         count = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[count:], offset + count
+
+
+class ShardSource(Protocol):
+    """Where whole tensors can be put together again from the ranks' parts."""
+
+    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor: ...
 
 
 class _Mapping(mmap.mmap):

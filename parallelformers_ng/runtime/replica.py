@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import random
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import StoppingCriteriaList
+from transformers.cache_utils import Cache
 
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.generation.caches import CacheFacts, CacheTable, facts_of, map_caches, map_handles
+from parallelformers_ng.generation.lockstep import LockStep
+from parallelformers_ng.generation.randomness import Randomness
+from parallelformers_ng.generation.state import Watch
+from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.memory import RankMemory, rank_memory
-from parallelformers_ng.runtime.leaves import FileDescriptor
-from parallelformers_ng.sharding.inject import inject, set_tensor
+from parallelformers_ng.runtime.call import Answer, Call
+from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
+from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
 
 
@@ -20,7 +30,7 @@ class Replica:
     """Built empty when the worker starts; `build` and `attach` give it a model, another `build` replaces it."""
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Callable[[Any], None]
+        self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -29,10 +39,14 @@ class Replica:
         self.emit = emit
         self.model: Any = None
         self.plan: ShardPlan | None = None
+        self.caches = CacheTable()
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
         self.drop()
+        # Modelling code may also draw from these; seeded alike, the ranks draw alike.
+        random.seed(0)
+        np.random.seed(0)
         model, self.plan = skeleton.build()
         inject(model, self.plan, self.rank, self.communicator)
         self.model = model
@@ -50,32 +64,76 @@ class Replica:
         for name, tensor in self.plan.tensors.items():
             set_tensor(self.model, name, held[tensor.storage], tensor.is_buffer)
 
+    def export(self, names: list[str]) -> list[torch.Tensor]:
+        """This rank's part of some stored tensors, on CPU."""
+        assert self.plan is not None
+        tensors = (self.plan.tensors[name] for name in names)
+        return [get_tensor(self.model, tensor.name, tensor.is_buffer).detach().cpu() for tensor in tensors]
+
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
         self.model = None
         self.plan = None
+        self.caches = CacheTable()
 
-    def run(self, method: str, args: tuple, kwargs: dict, training: bool, rng: torch.Tensor | None) -> tuple[Any, Any]:
-        """Call a method of the model.
+    def run(self, call: Call) -> Answer:
+        """Call a method of the model as its caller would have, with the caller's random state and configuration."""
+        self._prepare(call)
+        used: dict[int, Cache] = {}
+        args, kwargs = map_handles((call.args, call.kwargs), lambda handle: self._take_cache(handle, used))
+        watch = Watch(kwargs) if call.watched else None
+        if watch is not None:
+            watch.remember()
+        args, kwargs = self._to_device((args, kwargs))
+        if call.method == "generate":
+            self._add_generation_hooks(kwargs, call)
+        module = self.model.get_submodule(call.path)
+        with torch.inference_mode(), self._autocast(call.autocast), Randomness(call.rng, self.device) as draws:
+            output = getattr(module, call.method)(*args, **kwargs)
+        return Answer(
+            output=map_caches(output, self.caches.handle),
+            rng=draws.moved(),
+            caches={number: facts_of(cache) for number, cache in used.items()},
+            states=watch.changes() if watch is not None else {},
+        )
 
-        Args:
-            training: the mode the model is in at the caller.
-            rng: state of the caller's generator, a uint8 vector, or None where the call draws nothing.
-
-        Returns:
-            What the method returned, and the generator's state afterwards where it moved, else None.
-        """
-        if self.model.training != training:
-            self.model.train(training)
-        if rng is not None:
-            torch.set_rng_state(rng.clone())  # the generator reads it as a struct, which must be aligned
+    def cache(self, number: int, method: str, args: tuple, kwargs: dict) -> tuple[Any, CacheFacts]:
+        """Call a method of a cache that this rank holds. Returns its result and what became of the cache."""
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
-            output = getattr(self.model, method)(*args, **kwargs)
-        if rng is None:
-            return output, None
-        after = torch.get_rng_state()
-        return output, None if torch.equal(after, rng) else after
+            result = self.caches.run(number, method, args, kwargs)
+        return result, facts_of(self.caches.get(number))
+
+    def _prepare(self, call: Call) -> None:
+        self.caches.free(call.freed_caches)
+        if self.model.training != call.training:
+            self.model.train(call.training)
+        if call.config:
+            self._update_config(call.config)
+        if call.generation_config is not None:
+            self.model.generation_config = call.generation_config
+
+    def _take_cache(self, handle: Handle, used: dict[int, Cache]) -> Cache:
+        if handle.kind == "new cache":
+            number, cache = handle.payload
+            self.caches.adopt(number, cache)
+        else:
+            number = handle.payload
+        used[number] = self.caches.get(number)
+        return used[number]
+
+    def _add_generation_hooks(self, kwargs: dict[str, Any], call: Call) -> None:
+        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, LockStep(self.communicator, self.emit.sequence)])
+        if call.streams:
+            kwargs["streamer"] = EmittingStreamer(self.emit)
+
+    def _update_config(self, changed: dict[str, Any]) -> None:
+        for name, value in changed.items():
+            set_config(self.model, name, value)
+
+    def _autocast(self, dtype: torch.dtype | None) -> Any:
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def memory(self) -> RankMemory:
         """Bytes that this rank holds."""

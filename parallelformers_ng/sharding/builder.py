@@ -45,12 +45,14 @@ class _Builder:
         self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
         self.layers: dict[str, LayerPlan] = {}
         self.experts: set[str] = set()
+        self.blocks: list[str] = []
         self.who = ""
 
     # -- policies ------------------------------------------------------------------------------------------------
 
     def apply(self, policy: type[Policy]) -> None:
         blocks = [(path, module) for path, module in self.modules.items() if is_block(module, policy)]
+        self.blocks += [path for path, _ in blocks]
         unmatched = set(policy.plan)
         for path, block in blocks:
             heads = self._head_shares(policy, path, block)
@@ -270,6 +272,7 @@ class _Builder:
             world_size=self.world_size,
             tensors=tensors,
             layers=list(self.layers.values()),
+            blocks=self.blocks,
             policy=", ".join(policy.__name__ for policy in selection.policies),
             source=selection.source,
             cuttable=frozenset(cuttable),

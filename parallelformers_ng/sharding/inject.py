@@ -50,6 +50,28 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
     setattr(owner, last, value)
 
 
+def set_config(model: nn.Module, name: str, value: Any) -> None:
+    """Change the dotted attribute `name` of the model's configuration, also in the copies that some modules were given.
+
+    A copy whose value differs was given a value of its own, which stays.
+    """
+    *path, last = name.split(".")
+    owner: Any = model.config
+    for part in path:
+        owner = getattr(owner, part)
+    before = getattr(owner, last, None)
+    setattr(owner, last, value)
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if type(config) is type(owner) and config is not owner and getattr(config, last, None) == before:
+            setattr(config, last, value)
+
+
+def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
+    """The parameter or buffer called `name`."""
+    return model.get_buffer(name) if is_buffer else model.get_parameter(name)
+
+
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
     """Put `tensor` where `name` says, as a buffer or as a parameter (one without gradient, if it is none yet)."""
     path, _, short = name.rpartition(".")
@@ -73,7 +95,7 @@ def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator
     held: dict[str, torch.Tensor] = {}
     for name, tensor_plan in plan.tensors.items():
         if tensor_plan.storage not in held:
-            whole = model.get_parameter(name) if not tensor_plan.is_buffer else model.get_buffer(name)
+            whole = get_tensor(model, name, tensor_plan.is_buffer)
             part = tensor_plan.shards[rank].of(whole.detach()).to(tensor_plan.dtype, copy=True)
             held[tensor_plan.storage] = part.contiguous()
         set_tensor(share, name, held[tensor_plan.storage], tensor_plan.is_buffer)

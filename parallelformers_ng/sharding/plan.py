@@ -128,6 +128,7 @@ class ShardPlan:
         world_size: number of ranks.
         tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
         layers: what the injector does, in order.
+        blocks: paths of the modules that the policies apply to; what lies beneath one may hold only part of a result.
         policy: names of the policies that apply.
         source: where they came from: "custom", "written", "native plan" or "inferred".
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
@@ -137,6 +138,7 @@ class ShardPlan:
     world_size: int
     tensors: dict[str, TensorPlan]
     layers: list[LayerPlan]
+    blocks: list[str]
     policy: str
     source: str
     cuttable: frozenset[str] = field(default_factory=frozenset)

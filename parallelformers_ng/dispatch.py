@@ -1,0 +1,193 @@
+"""From a method call on the parallelized model to a `Call` for the replicas, and from their `Answer` back."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from parallelformers_ng.deployment import Deployment
+from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation.caches import map_caches, map_handles
+from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
+from parallelformers_ng.generation.state import Watch
+from parallelformers_ng.generation.streaming import deliver_to
+from parallelformers_ng.runtime.call import Answer, Call
+from parallelformers_ng.runtime.leaves import Handle
+
+log = logging.getLogger("parallelformers_ng")
+
+
+class Dispatcher:
+    """Turns calls into requests for one model.
+
+    Args:
+        model: the parallelized model.
+        deployment: its workers.
+        seed: seeds a stream of its own for the model; None follows the caller's generator.
+    """
+
+    def __init__(self, model: Any, deployment: Deployment, seed: int | None = None) -> None:
+        self.deployment = deployment
+        self._config = ConfigWatch(model.config)
+        self._generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+        self._stream = None if seed is None else torch.Generator().manual_seed(seed)
+        self._stream_lock = threading.Lock()
+        self._said_slow = False
+
+    def call(self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
+        """Run a method on the replicas.
+
+        Args:
+            path: dotted path of the module, "" for the model.
+            method: its method.
+            how: `seed`, `timeout`, `streamer` of this call.
+
+        Raises:
+            NotPortableError: an argument cannot cross by value; nothing was run.
+            GroupError: see its subclasses.
+        """
+        caches: dict[int, Cache] = {}
+        args, kwargs = map_caches((args, kwargs), lambda cache: self._send_cache(cache, caches))
+        watch = Watch(kwargs)
+        rng, store_rng = self._random_stream(how.get("seed"))
+        streamer = how.get("streamer")
+        call = Call(
+            path,
+            method,
+            args,
+            kwargs,
+            training=model.training,
+            rng=rng,
+            autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+            config=self._config.changes(model.config),
+            generation_config=self._changed_generation_config(model),
+            freed_caches=self.deployment.take_freed(),
+            streams=streamer is not None,
+            watched=bool(watch.parts),
+        )
+        on_event = None if streamer is None else deliver_to(streamer)
+        answer: Answer = self.deployment.call("run", call, timeout=how.get("timeout"), on_event=on_event)
+        store_rng(answer.rng)
+        watch.restore(answer.states)
+        for number, facts in answer.caches.items():
+            self._refresh_cache(caches.get(number), number, facts)
+        return map_handles(answer.output, self._receive_cache)
+
+    def generate(self, model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`generate` on the workers; in this process, one forward per request, where something cannot cross to them."""
+        how = {name: kwargs.pop(name) for name in ("seed", "timeout") if name in kwargs}
+        bound = inspect.signature(original).bind_partial(model, *args)
+        named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
+        merged = {**named, **kwargs}
+        if merged.get("assistant_model") is not None:
+            return self._generate_here(model, original, merged, how, "the assistant model stays in this process", quiet=True)
+        streamer = merged.pop("streamer", None)
+        try:
+            return self.call(model, "", "generate", (), merged, streamer=streamer, **how)
+        except NotPortableError as error:
+            if streamer is not None:
+                merged["streamer"] = streamer
+            return self._generate_here(model, original, merged, how, str(error))
+
+    def _generate_here(
+        self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: dict[str, Any], why: str, quiet: bool = False
+    ) -> Any:
+        if not (quiet or self._said_slow):
+            self._said_slow = True
+            log.warning("generate runs its loop in this process, a request per token, which is slower: %s", why)
+        if how.get("seed") is None and self._stream is None:
+            return original(model, **kwargs)
+        rng, store = self._random_stream(how.get("seed"))
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(rng)
+            output = original(model, **kwargs)
+            after = torch.get_rng_state()
+        store(after)
+        return output
+
+    def _random_stream(self, seed: int | None) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
+        """(state to start from, what to do with the state afterwards)."""
+        if seed is not None:
+            return torch.Generator().manual_seed(seed).get_state(), lambda after: None
+        if self._stream is not None:
+            with self._stream_lock:
+                return self._stream.get_state(), self._advance_stream
+        return torch.get_rng_state(), lambda after: None if after is None else torch.set_rng_state(after)
+
+    def _advance_stream(self, after: torch.Tensor | None) -> None:
+        if after is not None and self._stream is not None:
+            with self._stream_lock:
+                self._stream.set_state(after)
+
+    # -- caches ----------------------------------------------------------------------------------------------------
+
+    def _send_cache(self, cache: Cache, sent: dict[int, Cache]) -> Handle:
+        if isinstance(cache, CacheHandle):
+            if cache._owner() is not self.deployment:
+                raise ParallelError(f"this {type(cache).__name__} belongs to another model")
+            sent[cache._number] = cache
+            return Handle("cache", cache._number)
+        if not is_empty(cache):
+            raise ParallelError(
+                f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own heads;"
+                " pass an empty cache, or one that this model returned"
+            )
+        number = self.deployment.next_cache_number()
+        sent[number] = cache
+        return Handle("new cache", (number, cache))
+
+    def _refresh_cache(self, cache: Cache | None, number: int, facts: Any) -> None:
+        if isinstance(cache, CacheHandle):
+            cache._facts = facts
+        elif cache is not None:
+            self.deployment.remember_cache(adopt(cache, self.deployment, number, facts))
+
+    def _receive_cache(self, handle: Handle) -> Any:
+        number, facts = handle.payload["id"], handle.payload["facts"]
+        known = self.deployment.known_cache(number)
+        if known is not None:
+            known._facts = facts
+            return known
+        made = adopt(None, self.deployment, number, facts)
+        self.deployment.remember_cache(made)
+        return made
+
+    def _changed_generation_config(self, model: Any) -> Any:
+        current = getattr(model, "generation_config", None)
+        if current is None or current == self._generation_config:
+            return None
+        self._generation_config = copy.deepcopy(current)
+        return current
+
+
+class ConfigWatch:
+    """Notices edits to a configuration, so that the replicas can be told of them."""
+
+    def __init__(self, config: Any) -> None:
+        self._seen = _flatten(config)
+
+    def changes(self, config: Any) -> dict[str, Any]:
+        """Attributes that differ from the last look, dotted name → value."""
+        now = _flatten(config)
+        if now == self._seen:
+            return {}
+        changed = {name: value for name, value in now.items() if name not in self._seen or self._seen[name] != value}
+        self._seen = now
+        return changed
+
+
+def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = copy.copy(value) if isinstance(value, (list, dict)) else value
+    return flat

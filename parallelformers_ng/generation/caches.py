@@ -1,0 +1,124 @@
+"""Key/value caches that stay in the worker: each rank keeps those of its own heads, the caller holds a handle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from parallelformers_ng.runtime.leaves import Handle
+
+
+@dataclass
+class CacheFacts:
+    """What a handle can answer by itself.
+
+    Attributes:
+        module, name: of the cache's class.
+        lengths: tokens held by each layer, -1 for a layer that does not count them.
+        batch_size: rows, -1 before the first update.
+        flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
+    """
+
+    module: str
+    name: str
+    lengths: list[int]
+    batch_size: int
+    flags: dict[str, Any]
+
+
+_FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_linear", "is_dummy")
+
+
+def facts_of(cache: Cache) -> CacheFacts:
+    """Look at a cache. Lengths do not depend on the rank: each holds all positions of its own heads."""
+    layers = cache.self_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else cache.layers
+    lengths = [_length(layer) for layer in layers]
+    whole = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    batch = getattr(whole, "batch_size", -1) if layers else -1
+    flags = {name: getattr(whole, name) for name in _FLAGS if hasattr(whole, name)}
+    return CacheFacts(type(cache).__module__, type(cache).__qualname__, lengths, int(batch), flags)
+
+
+def _length(layer: Any) -> int:
+    count = getattr(layer, "get_seq_length", None)
+    if count is None:
+        return -1
+    length = count()
+    return int(length)
+
+
+class CacheTable:
+    """The caches of one replica by number. Numbers come in the same order on every rank, so they need no agreement;
+    those that the caller gives are negative."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Cache] = {}
+        self._ids: dict[int, int] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, number: int) -> Cache:
+        return self._held[number]
+
+    def put(self, cache: Cache) -> int:
+        """The id of `cache`, a new one on first sight."""
+        number = self._ids.get(id(cache))
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._held[number] = cache
+            self._ids[id(cache)] = number
+        return number
+
+    def adopt(self, number: int, cache: Cache) -> None:
+        """Hold a cache that the caller made under the caller's number for it."""
+        self._held[number] = cache
+        self._ids[id(cache)] = number
+
+    def free(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            cache = self._held.pop(number, None)
+            if cache is not None:
+                del self._ids[id(cache)]
+
+    def handle(self, cache: Cache) -> Handle:
+        return Handle("cache", {"id": self.put(cache), "facts": facts_of(cache)})
+
+    def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of a cache, or copy it. Returns what it returned, a handle for a new cache."""
+        cache = self._held[number]
+        result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
+        return self.handle(result) if isinstance(result, Cache) else result
+
+
+def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
+    """`value` with every cache in it replaced; containers and model outputs keep their types."""
+    return _map(value, lambda leaf: change(leaf) if isinstance(leaf, Cache) else leaf)
+
+
+def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
+    """The same for handles."""
+    return _map(value, lambda leaf: change(leaf) if isinstance(leaf, Handle) else leaf)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (torch.Tensor, str, bytes, int, float)) or value is None:
+        return value
+    if type(value) in (list, tuple):
+        changed = [_map(item, change) for item in value]
+        return value if all(new is old for new, old in zip(changed, value, strict=True)) else type(value)(changed)
+    if isinstance(value, dict):  # ModelOutput is one; it sets its attributes along with its items
+        changes = {key: new for key, item in value.items() if (new := _map(item, change)) is not item}
+        if not changes:
+            return value
+        changed = copy.copy(value)
+        for key, new in changes.items():
+            changed[key] = new
+        return changed
+    return change(value)

@@ -1,0 +1,163 @@
+"""The caller's end of a cache that lives in the workers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from parallelformers_ng.errors import ParallelError, StaleCacheError
+from parallelformers_ng.generation.caches import CacheFacts
+
+if TYPE_CHECKING:
+    from parallelformers_ng.deployment import Deployment
+
+
+class CacheHandle(Cache):
+    """Stands for a cache of the workers. It is also an instance of that cache's class.
+
+    Lengths and properties are answered here; what changes or reads the contents (`crop`, `reorder_cache`, `reset`, a copy)
+    runs on the workers. When the handle goes, so does the cache. After a restart of the workers it is gone, and every use of
+    the handle raises `StaleCacheError`.
+    """
+
+    _number: int
+    _incarnation: int
+    _facts: CacheFacts
+    _deployment: weakref.ref[Deployment]
+
+    def _owner(self) -> Deployment:
+        deployment = self._deployment()
+        if deployment is None or deployment.incarnation != self._incarnation:
+            raise StaleCacheError(
+                f"this {type(self).__name__} was held by workers that are gone (restarted or stopped); run the prompt again"
+            )
+        return deployment
+
+    def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._owner().cache_call(self, method, args, kwargs)
+
+    @property
+    def layers(self) -> Any:
+        raise ParallelError(
+            f"the tensors of this {type(self).__name__} are with the workers, each holding its own heads; get_seq_length,"
+            " crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset and copy work on it as a whole"
+        )
+
+    def __len__(self) -> int:
+        return len(self._facts.lengths)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={self._facts.lengths[:1] or [0]}[0])"
+
+    def __copy__(self) -> Any:
+        return self._remote("copy")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._remote("copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParallelError(f"a {type(self).__name__} cannot be pickled: its tensors are with the workers")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        self._owner()
+        counted = [length for length in self._facts.lengths if length >= 0]
+        if not counted:
+            return self._remote("get_seq_length", layer_idx) if self._facts.lengths else 0
+        if layer_idx >= len(self._facts.lengths):
+            return 0
+        length = self._facts.lengths[layer_idx]
+        return counted[0] if length < 0 and layer_idx == 0 else length
+
+    @property
+    def batch_size(self) -> int:
+        return self._facts.batch_size
+
+
+class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
+    """A handle for an encoder-decoder cache. Its two halves are reached through it, not alone."""
+
+    @property
+    def is_updated(self) -> dict[int, bool]:
+        """Whether each layer's cross-attention is filled."""
+        return self._remote("__getattribute__", "is_updated")
+
+    @property
+    def self_attention_cache(self) -> Any:
+        raise ParallelError("the halves of this cache are with the workers; use the methods of the whole")
+
+    cross_attention_cache = self_attention_cache
+
+
+def adopt(cache: Cache | None, deployment: Deployment, number: int, facts: CacheFacts) -> CacheHandle:
+    """A handle for cache `number`; where the caller already holds an object for it, that object becomes the handle."""
+    cls = handle_class(_cache_class(facts)) if cache is None else handle_class(type(cache))
+    if cache is None:
+        handle = cls.__new__(cls)
+    else:
+        handle = cache
+        cache.__dict__.clear()
+        cache.__class__ = cls
+    handle._number, handle._facts = number, facts
+    handle._incarnation = deployment.incarnation
+    handle._deployment = weakref.ref(deployment)
+    weakref.finalize(handle, deployment.free_cache, deployment.incarnation, number).atexit = False
+    return handle
+
+
+@functools.cache
+def handle_class(cls: type[Cache]) -> type[CacheHandle]:
+    """A class that is both a `CacheHandle` and a `cls`, with every public method of `cls` answered or forwarded."""
+    if issubclass(cls, CacheHandle):
+        return cls
+    base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else CacheHandle
+    bases = (base,) if base.__mro__[1:] and cls in base.__mro__ else (base, cls)
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    for name in dir(cls):
+        own = any(name in vars(parent) for parent in base.__mro__ if parent.__module__ == __name__)
+        if own or name.startswith("_"):
+            continue
+        attribute = getattr(cls, name)
+        if isinstance(attribute, property):
+            members[name] = _flag(name)
+        elif callable(attribute):
+            members[name] = _forwarded(name, attribute)
+    return type(cls.__name__, bases, members)
+
+
+def _flag(name: str) -> property:
+    def read(self: CacheHandle) -> Any:
+        self._owner()
+        if name in self._facts.flags:
+            return self._facts.flags[name]
+        return self._remote("__getattribute__", name)
+
+    return property(read)
+
+
+def _forwarded(name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def call(self: CacheHandle, *args: Any, **kwargs: Any) -> Any:
+        return self._remote(name, *args, **kwargs)
+
+    return call
+
+
+def _cache_class(facts: CacheFacts) -> type[Cache]:
+    cls = getattr(importlib.import_module(facts.module), facts.name)
+    assert issubclass(cls, Cache), f"{cls} is no cache"
+    return cls
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
+    halves = (cache.self_attention_cache, cache.cross_attention_cache) if isinstance(cache, EncoderDecoderCache) else (cache,)
+    return not any(_holds_tensor(layer) for half in halves for layer in half.layers)
+
+
+def _holds_tensor(layer: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.numel() > 0 for value in vars(layer).values())

@@ -1,0 +1,57 @@
+"""The messages between a parallelized model and its replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Call:
+    """One method call on every replica.
+
+    Attributes:
+        path: dotted path of the module, "" for the model itself.
+        method: the method's name.
+        args, kwargs: its arguments, caches as `Handle("cache", …)`.
+        training: the mode of the caller's model.
+        rng: state of the caller's CPU generator, a uint8 vector.
+        autocast: data type of the caller's `torch.autocast`, None outside one.
+        config: attributes of the configuration that changed since the last call, dotted name → value.
+        generation_config: the generation configuration, where it changed since the last call.
+        freed_caches: ids of caches whose handles are gone.
+        streams: the caller waits for tokens as they are chosen.
+        watched: the arguments hold objects of the caller's whose state is wanted back.
+    """
+
+    path: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool = False
+    rng: torch.Tensor | None = None
+    autocast: torch.dtype | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    generation_config: Any = None
+    freed_caches: list[int] = field(default_factory=list)
+    streams: bool = False
+    watched: bool = False
+
+
+@dataclass
+class Answer:
+    """What rank 0 says.
+
+    Attributes:
+        output: what the method returned, caches as `Handle("cache", …)`.
+        rng: the generator's state afterwards where it moved.
+        caches: what became of the caches that were passed in: id → `CacheFacts`.
+        states: new states of watched objects that changed, as `generation.state.Watch` numbers them.
+    """
+
+    output: Any
+    rng: torch.Tensor | None = None
+    caches: dict[int, Any] = field(default_factory=dict)
+    states: dict[int, Any] = field(default_factory=dict)
