@@ -541,7 +541,10 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str) -> None
         gloo.all_reduce(torch.ones(3))
     assert time.monotonic() - start < 1.0
     assert dict(os.environ) == environment
-    gloo._group.abort()
+    gloo._arena = None  # as if the parent had reset it
+    gloo.reset()
+    assert gloo.all_reduce(torch.ones(3)).eq(world_size).all()
+    gloo.close()
 
 
 def test_gloo_agrees_with_shared_memory_to_the_bit(pair: RankGroup) -> None:

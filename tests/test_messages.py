@@ -52,7 +52,20 @@ def round_trip(value, **hooks):
 
 PLAIN = [
     *(None, True, False, 0, -1, 2**63, -(2**64) - 5, 3**2000, 1.5, -0.0, math.inf, -math.inf, "", "ünï\x00\ud800"),
-    *(b"", b"\x00\xff", bytes(5000), 1 + 2j, complex(math.inf, -0.0), [], (), {}, set(), frozenset({1}), ..., range(1, 9, 2)),
+    *(
+        b"",
+        b"\x00\xff",
+        bytes(5000),
+        1 + 2j,
+        complex(math.inf, -0.0),
+        [],
+        (),
+        {},
+        set(),
+        frozenset({1}),
+        ...,
+        range(1, 9, 2),
+    ),
     *([1, [2, (3, [4])]], {1: "a", (2, "b"): [None], None: {b"k": {3}}}, OrderedDict([("z", 1), ("a", 2)])),
     *(slice(1, None, -2), torch.bfloat16, torch.qint8, torch.device("cuda:3"), torch.Size([2, 0, 5]), Point(1, [2])),
     *(numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), Counter("aab"), bytearray(b"xy")),
@@ -190,7 +203,15 @@ def test_open_files_arrive_as_descriptors_of_the_receiver():
 
 def random_value(source: random.Random, depth: int):
     if depth == 0 or source.random() < 0.2:
-        leaves = [None, True, source.randrange(-(2**70), 2**70), source.random(), b"x" * source.randrange(2000), 1j, ...]
+        leaves = [
+            None,
+            True,
+            source.randrange(-(2**70), 2**70),
+            source.random(),
+            b"x" * source.randrange(2000),
+            1j,
+            ...,
+        ]
         return source.choice([*leaves, "".join(source.choices(string.printable, k=9)), torch.int8, range(3)])
     parts = [random_value(source, depth - 1) for _ in range(source.randrange(5))]
     return source.choice([list, tuple, lambda items: {index: item for index, item in enumerate(items)}])(parts)

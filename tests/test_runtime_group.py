@@ -275,7 +275,13 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
         tmp_path.mkdir()
         (tmp_path / "torch.py").write_text("raise RuntimeError('the wrong torch')")
     result = subprocess.run(
-        [sys.executable, *arguments], input=text, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, *arguments],
+        input=text,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.stdout == "answer 3.0 5\n", result.stderr
     assert result.stderr == ""
@@ -286,5 +292,7 @@ def test_what_workers_print_reaches_the_user(tmp_path):
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
         "WorkerGroup(2, target='runtime_target:Target', threads=1).call('say', 'hello')\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert (result.stdout, result.stderr) == ("hello\n", "hello\n")

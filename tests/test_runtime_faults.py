@@ -1,0 +1,225 @@
+"""The worker group when something goes wrong: each fault becomes its typed error, in time, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from test_runtime_group import TARGET, environment
+
+from parallelformers_ng.errors import (
+    GroupError,
+    ProtocolError,
+    RequestTimeoutError,
+    StartupError,
+    WorkerDiedError,
+    WrongProcessError,
+)
+from parallelformers_ng.runtime.encoder import encode
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.transport import Kind, pack
+
+
+@pytest.fixture
+def group():
+    with WorkerGroup(2, target=TARGET, threads=1) as group:
+        yield group
+    assert not any(psutil.pid_exists(pid) for pid in group.pids)
+
+
+def within(seconds, function, *args, **kwargs):
+    """Call a function that must raise a GroupError, and return the error."""
+    start = time.monotonic()
+    with pytest.raises(GroupError) as caught:
+        function(*args, **kwargs)
+    assert time.monotonic() - start < seconds
+    return caught.value
+
+
+@pytest.mark.parametrize(("method", "rank"), [("spin", 1), ("barrier", 0)])
+def test_a_killed_worker_is_named_to_every_caller_within_a_second(group, method, rank):
+    errors = []
+
+    def work():
+        try:
+            if method == "barrier":
+                group.call("sleep", 60, [1 - rank])
+            else:
+                group.call(method)
+        except WorkerDiedError as error:
+            errors.append((error, time.monotonic()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    killed = time.monotonic()
+    os.kill(group.pids[rank], signal.SIGKILL)
+    for thread in threads:
+        thread.join(5)
+    assert len(errors) == 3
+    for error, when in errors:
+        assert (error.rank, error.signal, error.exit_code) == (rank, signal.SIGKILL, None)
+        assert when - killed < 1
+    assert not group.alive
+    assert within(0.1, group.call, "echo", 1).rank == rank
+
+
+def test_a_worker_that_dies_between_requests_is_found_by_the_next(group):
+    os.kill(group.pids[1], signal.SIGTERM)
+    time.sleep(0.3)
+    assert not group.alive
+    error = within(1, group.call, "echo", 1)
+    assert isinstance(error, WorkerDiedError)
+    assert (error.rank, error.signal) == (1, signal.SIGTERM)
+
+
+def test_exit_codes_and_crashes_are_told_apart(group):
+    error = within(1, group.call, "exit", 1, 5)
+    assert (error.rank, error.signal, error.exit_code) == (1, None, 5)
+    with WorkerGroup(2, target=TARGET, threads=1) as other:
+        error = within(2, other.call, "crash", 0)
+        assert (error.rank, error.signal) == (0, signal.SIGSEGV)
+
+
+def test_a_stopped_worker_runs_into_the_deadline(group):
+    os.kill(group.pids[1], signal.SIGSTOP)
+    error = within(1.5, group.call, "sum_of_ranks", 1.0, timeout=0.5)
+    assert isinstance(error, RequestTimeoutError)
+    assert "no answer from ranks" in str(error)
+    later = within(0.1, group.call, "echo", 1)
+    assert "ran past its deadline" in str(later)
+
+
+def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
+    source = random.Random(1)
+    data = bytearray(pack(Kind.RESULT, 1, encode({"result": 1}, None)).data)
+    mangled = bytearray(data)
+    mangled[source.randrange(4)] ^= 0xFF
+    stale = pack(Kind.RESULT, 9, encode({"result": 1}, None)).data
+    foreign = pack(Kind.RESULT, 1, encode({"result": 1, "more": 2}, None)).data
+    for frame in (bytes(mangled), stale, foreign):
+        with WorkerGroup(1, target=TARGET, threads=1) as group:
+            assert isinstance(within(1, group.call, "write_to_parent", frame), ProtocolError)
+            assert isinstance(within(1, group.call, "echo", 1), ProtocolError)
+
+
+@pytest.mark.parametrize(
+    ("target", "pattern"),
+    [
+        (
+            "runtime_target:FailsToBuild",
+            "(?s)rank 1 raised while building FailsToBuild: LookupError: no weights.*says why",
+        ),
+        ("runtime_target:DiesWhileBuilding", "(?s)rank 1 ended with exit code 7 while building.*last words"),
+        ("missing_module:Target", "raised while importing missing_module:Target: ModuleNotFoundError"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(target, pattern):
+    me = psutil.Process()
+    before = me.num_fds()
+    with pytest.raises(StartupError, match=pattern):
+        WorkerGroup(2, target=target, threads=1, start_timeout=60)
+    assert me.children() == []
+    assert me.num_fds() == before
+
+
+def test_a_worker_that_is_never_ready_runs_into_the_deadline():
+    with pytest.raises(StartupError, match=r"rank . was not ready within 0.5 s; it was importing torch"):
+        WorkerGroup(2, target="runtime_target:NeverReady", threads=1, start_timeout=0.5)
+    assert psutil.Process().children() == []
+
+
+def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
+    assert group.call("echo", 1) == 1
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            group.call("echo", 1)
+        except WrongProcessError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    assert b"must parallelize the model itself" in os.read(read, 1000)
+    os.close(read)
+    assert group.call("sum_of_ranks", 1.0) == 3.0
+
+
+@pytest.mark.parametrize("method", ["spin", "echo"])
+def test_workers_end_with_a_killed_parent_also_mid_request_and_with_forks_alive(method):
+    script = (
+        "import os, time\n"
+        "from parallelformers_ng.runtime.group import WorkerGroup\n"
+        "group = WorkerGroup(2, target='runtime_target:Target', threads=1)\n"
+        "if os.fork() == 0:\n"
+        "    time.sleep(8)\n"
+        "    os._exit(0)\n"
+        "print(*group.pids, flush=True)\n"
+        f"group.call({method!r})\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.3)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 2
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from parallelformers_ng.runtime.group import WorkerGroup
+with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
+    for method, arguments in [("wait_for_cancel", ()), ("sleep", (0.3, [1]))]:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            print(group.call(method, *arguments))
+        except KeyboardInterrupt:
+            print("interrupted", group.call("echo", method), group.call("sum_of_ranks", 1.0))
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    try:
+        group.call("spin")
+    except KeyboardInterrupt:
+        print("spin", time.monotonic() - start < 2, group.alive)
+    try:
+        group.call("echo", 1)
+    except Exception as error:
+        print(type(error).__name__, "interrupted request" in str(error))
+"""
+
+
+def test_after_ctrl_c_the_next_answer_is_right():
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], env=environment(), capture_output=True, text=True, timeout=90
+    )
+    assert result.stdout.splitlines() == [
+        "interrupted wait_for_cancel 3.0",
+        "interrupted sleep 3.0",
+        "spin True False",
+        "GroupError True",
+    ], result.stderr
+    assert result.returncode == 0
