@@ -74,7 +74,7 @@ class Dispatcher:
         )
         on_event = None if streamer is None else deliver_to(streamer)
         answer: Answer = self.deployment.call("run", call, timeout=how.get("timeout"), on_event=on_event)
-        store_rng(answer.rng)
+        store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
         watch.restore(answer.states)
         for number, facts in answer.caches.items():
             self._refresh_cache(caches.get(number), number, facts)

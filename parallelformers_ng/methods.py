@@ -46,8 +46,6 @@ REFUSED = {
 }
 """Method → why it is refused while the model is parallelized. `deparallelize()` comes before all of these."""
 
-_LIBRARY = ("transformers.modeling_utils", "transformers.generation", "transformers.integrations", "transformers.utils", "torch.")
-
 _ACCESSORS = frozenset(
     {
         "get_input_embeddings", "get_output_embeddings", "get_position_embeddings", "get_encoder", "get_decoder",
@@ -67,7 +65,8 @@ def place_of(cls: type, name: str) -> Place:
     if name in FORWARDED:
         return "forwarded"
     defining = next((parent for parent in cls.__mro__ if name in vars(parent)), object)
-    written_here = not defining.__module__.startswith(_LIBRARY) and defining.__module__ != "builtins"
+    package = defining.__module__.partition(".")[0]
+    written_here = defining.__module__.startswith("transformers.models.") or package not in ("transformers", "torch", "builtins")
     is_method = isinstance(vars(defining).get(name), types.FunctionType)
     if name.startswith("_") or name in _ACCESSORS or not (written_here and is_method):
         return "local"

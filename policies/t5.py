@@ -6,7 +6,7 @@ class T5AttentionPolicy(Policy):
 
     block = "T5Attention"
     plan = {
-        "": Heads("n_heads", scaled=("inner_dim",)),
+        "": Heads("n_heads", scaled=("inner_dim",), weights=2),
         "q": Column(),
         "k": Column(),
         "v": Column(),

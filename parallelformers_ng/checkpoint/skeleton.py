@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import types
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.inject import get_tensor
@@ -47,7 +50,13 @@ class Skeleton:
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """The module tree with every tensor on `meta`, and the plan."""
-        return _Unpickler(io.BytesIO(self.data)).load()
+        model, plan = _Unpickler(io.BytesIO(self.data)).load()
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                # What a model's constructor does besides building modules: its recorders of hidden states and attentions.
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+                module.__dict__.pop("_output_capturing_hooks_installed", None)
+        return model, plan
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -59,6 +68,21 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, torch.Tensor) and id(obj) in self._names:
             return (self._names[id(obj)], tuple(obj.shape), obj.dtype, isinstance(obj, nn.Parameter))
         return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        # transformers installs these on first use and tells them by a thread's context, which cannot be pickled; the worker's
+        # copy of the model installs its own.
+        if isinstance(obj, types.FunctionType) and obj.__name__ == "output_capturing_hook":
+            return _no_hook, ()
+        return super().reducer_override(obj)
+
+
+def _no_hook() -> Any:
+    return _pass
+
+
+def _pass(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook that does nothing."""
 
 
 class _Unpickler(pickle.Unpickler):

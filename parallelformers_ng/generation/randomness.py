@@ -20,7 +20,7 @@ class Randomness:
     """
 
     def __init__(self, state: torch.Tensor | None, device: torch.device) -> None:
-        # The generator reads the state as a struct, which must be aligned.
+        # A clone, since torch reads the state from the start of its storage, whatever offset the tensor has in it.
         self._before = None if state is None else state.clone()
         self._device = device
         self._after: torch.Tensor | None = None

@@ -23,6 +23,7 @@ from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
+from parallelformers_ng.sharding.layers import Recording
 from parallelformers_ng.sharding.plan import ShardPlan
 
 
@@ -40,6 +41,7 @@ class Replica:
         self.model: Any = None
         self.plan: ShardPlan | None = None
         self.caches = CacheTable()
+        self.recording = Recording()
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
@@ -48,7 +50,7 @@ class Replica:
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
-        inject(model, self.plan, self.rank, self.communicator)
+        self.recording = inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 
     def attach(self, own: FileDescriptor, shared: FileDescriptor) -> None:
@@ -87,6 +89,7 @@ class Replica:
         args, kwargs = self._to_device((args, kwargs))
         if call.method == "generate":
             self._add_generation_hooks(kwargs, call)
+        self.recording.weights = self._wants_weights(kwargs)
         module = self.model.get_submodule(call.path)
         with torch.inference_mode(), self._autocast(call.autocast), Randomness(call.rng, self.device) as draws:
             output = getattr(module, call.method)(*args, **kwargs)
@@ -127,6 +130,12 @@ class Replica:
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, LockStep(self.communicator, self.emit.sequence)])
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
+
+    def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
+        """Whether attention weights are asked for, by argument or by configuration. Asked for in vain costs a gather."""
+        configs = (self.model.config, kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
+        by_config = any(getattr(config, "output_attentions", False) for config in configs if config is not None)
+        return by_config or any("attention" in name and value is True for name, value in kwargs.items())
 
     def _update_config(self, changed: dict[str, Any]) -> None:
         for name, value in changed.items():

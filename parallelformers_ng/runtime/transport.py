@@ -279,17 +279,18 @@ class Channel:
             raise ProtocolError(f"a frame announces {header_size} + {tensor_size} bytes, beyond the limits")
         if count != len(fds) or (shared and not fds):
             raise ProtocolError(f"a frame announces {count} file descriptors, {len(fds)} came")
-        body = bytearray(header_size + (0 if shared else tensor_size))
-        self._fill(memoryview(body), deadline, None)
+        header = bytearray(header_size)
+        self._fill(memoryview(header), deadline, None)
         if shared:
             blob = _map_memfd(fds[-1], tensor_size)
             os.close(fds.pop())
         elif tensor_size:
-            blob = torch.frombuffer(body, dtype=torch.uint8, offset=header_size)
+            blob = torch.empty(tensor_size, dtype=torch.uint8)  # torch's own memory is aligned; some kernels rely on it
+            self._fill(memoryview(blob.numpy()), deadline, None)
         else:
             blob = _NO_TENSORS
         self.in_transit = False
-        return Frame(_KINDS[kind], flags, sequence, bytes(memoryview(body)[:header_size]), blob, fds)
+        return Frame(_KINDS[kind], flags, sequence, bytes(header), blob, fds)
 
     def _fill(self, rest: memoryview, deadline: float, fds: list[int] | None) -> None:
         while rest:

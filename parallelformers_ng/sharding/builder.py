@@ -142,6 +142,7 @@ class _Builder:
             if rule.groups:
                 attributes[rule.groups] = share.groups
             attributes["head_sizes"] = tuple(0 if share.idle else len(share.query) for share in shares)
+            attributes["weights_index"] = rule.weights
         self._layer(path, "heads", local)
 
     def _experts(self, path: str, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ else the module carries (hooks, attributes, a subclass's own forward) stays as i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -103,14 +104,40 @@ class VocabularyParallelHead(GatheredColumnParallel):
     """The logits of this rank's part of the vocabulary, gathered from all ranks."""
 
 
+@dataclass
+class Recording:
+    """What the caller of the present request wants to see besides the result.
+
+    Attributes:
+        weights: attention weights.
+    """
+
+    weights: bool = False
+
+
 class HeadParallel(ParallelLayer):
-    """Attention over this rank's heads. Only its attributes differ; nothing is exchanged.
+    """Attention over this rank's heads. Nothing is exchanged, unless the caller asks for the weights of all heads.
 
     Attributes:
         head_sizes: query heads of each rank, 0 for a rank without any.
+        weights_index: place of the weights `[batch, heads, …]` among the outputs.
+        recording: shared by all layers of a model.
     """
 
     head_sizes: Sequence[int]
+    weights_index: int
+    recording: Recording
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not self.recording.weights or not isinstance(output, tuple) or len(output) <= self.weights_index:
+            return output
+        weights = output[self.weights_index]
+        if not isinstance(weights, torch.Tensor):
+            return output
+        own = weights.narrow(1, 0, self.head_sizes[self.communicator.rank])
+        whole = self.communicator.all_gather(own, dim=1, sizes=self.head_sizes)
+        return (*output[: self.weights_index], whole, *output[self.weights_index + 1 :])
 
 
 @cache

@@ -73,6 +73,7 @@ class Heads(Rule):
         groups: attribute that holds query heads per key/value head, "" where the module has none.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: the same for attributes proportional to the key/value heads.
+        weights: place of the attention weights `[batch, heads, …]` among the module's outputs.
     """
 
     query: str
@@ -80,6 +81,7 @@ class Heads(Rule):
     groups: str = ""
     scaled: tuple[str, ...] = ()
     scaled_key: tuple[str, ...] = ()
+    weights: int = 1
 
 
 @dataclass(frozen=True)
