@@ -4,8 +4,8 @@ A Llama of two million parameters, with grouped-query attention (six query heads
 tell fairy tales in a quarter of an hour on one CPU core. Everything it needs is in the repository; nothing is
 downloaded.
 
-The hidden matrices are trained with Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/), which
-needs about half the steps of AdamW at this size; the embedding and the norms, for which it is not made, use AdamW.
+The hidden matrices are trained with Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/); the
+embedding and the norms, for which it is not made, with AdamW.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def train(
         batch = next(batches)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
-        for stepper in (*optimizers, *schedules):
-            stepper.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         model.zero_grad(set_to_none=True)
         if step % options.eval_every == 0 or step == options.steps:
             held_out_loss = validation_loss(model, held_out)
