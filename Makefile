@@ -45,7 +45,7 @@ $(STAMP): $(INSTALLED_FROM) | $(PY)
 demo: setup ## generate whole and on two workers, compare the tokens (MODEL=path-or-id, DEMO_ARGS=…)
 	@$(PY) examples/demo.py --model $(MODEL) $(DEMO_ARGS)
 
-train-demo: setup ## train the demo's model anew, about twenty minutes (TRAIN_ARGS=--threads 4)
+train-demo: setup ## train the demo's model anew, a quarter of an hour (TRAIN_ARGS=--threads 4)
 	@$(PY) examples/train_demo_model.py $(TRAIN_ARGS)
 
 test: setup ## run the tests (PYTEST_ARGS='-k plan -x')

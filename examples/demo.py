@@ -17,7 +17,7 @@ from parallelformers_ng import parallelize
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 STRATEGIES = {
-    "greedy": {"do_sample": False},
+    "greedy": {"do_sample": False, "no_repeat_ngram_size": 4},
     "beam": {"do_sample": False, "num_beams": 5, "no_repeat_ngram_size": 4},
 }
 
