@@ -47,8 +47,8 @@ class Deployment:
         plan: how it is cut.
         make_group: starts a group for the plan's world size; None where `group` is given.
         group: a group that is running already, to be used and left running; it is not replaced when it dies.
-        keep_weights: keep the memory that the weights were handed over in. On CPU it is the shards themselves; on CUDA it is
-            a copy in host memory, without which a dead group cannot be replaced.
+        keep_weights: keep the memory that the weights were handed over in. On CPU it is the shards themselves; on CUDA
+            it is a copy in host memory, without which a dead group cannot be replaced.
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
     """
@@ -138,7 +138,8 @@ class Deployment:
         return self._caches.get(number)
 
     def free_cache(self, incarnation: int, number: int) -> None:
-        """Called when a handle is gone, possibly by the garbage collector: only note it, the next call tells the ranks."""
+        """Called when a handle is gone, possibly by the garbage collector: only note it, the next call tells the
+        ranks."""
         self._freed.append((incarnation, number))
 
     def take_freed(self) -> list[int]:
@@ -205,8 +206,8 @@ class Deployment:
             self._restarts.popleft()
         if len(self._restarts) >= self._limit.count:
             raise GroupError(
-                f"the workers died {len(self._restarts) + 1} times within {self._limit.seconds:.0f} s; not starting them"
-                " again. model.deparallelize() gives the weights back"
+                f"the workers died {len(self._restarts) + 1} times within {self._limit.seconds:.0f} s; not starting"
+                " them again. model.deparallelize() gives the weights back"
             )
         self._restarts.append(now)
         self._group.close()

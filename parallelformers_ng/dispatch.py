@@ -41,7 +41,9 @@ class Dispatcher:
         self._stream_lock = threading.Lock()
         self._said_slow = False
 
-    def call(self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
+    def call(
+        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
+    ) -> Any:
         """Run a method on the replicas.
 
         Args:
@@ -82,12 +84,14 @@ class Dispatcher:
 
     def generate(self, model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`generate` on the workers; in this process, one forward per request, where something cannot cross to them."""
-        how = {name: kwargs.pop(name) for name in ("seed", "timeout") if name in kwargs}
+        how: dict[str, Any] = {name: kwargs.pop(name) for name in ("seed", "timeout") if name in kwargs}
         bound = inspect.signature(original).bind_partial(model, *args)
         named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
         merged = {**named, **kwargs}
         if merged.get("assistant_model") is not None:
-            return self._generate_here(model, original, merged, how, "the assistant model stays in this process", quiet=True)
+            return self._generate_here(
+                model, original, merged, how, "the assistant model stays in this process", quiet=True
+            )
         streamer = merged.pop("streamer", None)
         try:
             return self.call(model, "", "generate", (), merged, streamer=streamer, **how)
@@ -97,7 +101,13 @@ class Dispatcher:
             return self._generate_here(model, original, merged, how, str(error))
 
     def _generate_here(
-        self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: dict[str, Any], why: str, quiet: bool = False
+        self,
+        model: Any,
+        original: Callable[..., Any],
+        kwargs: dict[str, Any],
+        how: dict[str, Any],
+        why: str,
+        quiet: bool = False,
     ) -> Any:
         if not (quiet or self._said_slow):
             self._said_slow = True
@@ -136,8 +146,8 @@ class Dispatcher:
             return Handle("cache", cache._number)
         if not is_empty(cache):
             raise ParallelError(
-                f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own heads;"
-                " pass an empty cache, or one that this model returned"
+                f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own"
+                " heads; pass an empty cache, or one that this model returned"
             )
         number = self.deployment.next_cache_number()
         sent[number] = cache

@@ -70,7 +70,8 @@ def detail_report(ranks: Sequence[RankMemory]) -> str:
 
 
 def device_totals() -> str:
-    """Used and total memory of every NVIDIA device of the machine, by all processes together; "" without NVIDIA's library."""
+    """Used and total memory of every NVIDIA device of the machine, by all processes together; "" without NVIDIA's
+    library."""
     import pynvml
 
     try:

@@ -57,8 +57,8 @@ _ACCESSORS = frozenset(
 def place_of(cls: type, name: str) -> Place:
     """Where method `name` of the model class `cls` runs while a model of it is parallelized.
 
-    What the modelling code defines computes with weights, so it is forwarded, accessors apart. What transformers and torch define
-    for all models is bookkeeping and stays local, unless it changes weights.
+    What the modelling code defines computes with weights, so it is forwarded, accessors apart. What transformers and
+    torch define for all models is bookkeeping and stays local, unless it changes weights.
     """
     if name in REFUSED:
         return "refused"
@@ -66,7 +66,11 @@ def place_of(cls: type, name: str) -> Place:
         return "forwarded"
     defining = next((parent for parent in cls.__mro__ if name in vars(parent)), object)
     package = defining.__module__.partition(".")[0]
-    written_here = defining.__module__.startswith("transformers.models.") or package not in ("transformers", "torch", "builtins")
+    written_here = defining.__module__.startswith("transformers.models.") or package not in (
+        "transformers",
+        "torch",
+        "builtins",
+    )
     is_method = isinstance(vars(defining).get(name), types.FunctionType)
     if name.startswith("_") or name in _ACCESSORS or not (written_here and is_method):
         return "local"

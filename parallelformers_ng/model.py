@@ -107,7 +107,7 @@ def enter(model: nn.Module, deployment: Deployment, seed: int | None = None) -> 
     for path, module in model.named_modules():
         if path:
             object.__setattr__(module, "forward", _SubmoduleForward(weakref.ref(model), path, deployment.plan))
-    model.__class__ = _parallelized_class(type(model))
+    model.__class__ = _parallelized_class(type(model))  # type: ignore[arg-type]
 
 
 def is_parallelized(model: object) -> bool:
@@ -144,7 +144,7 @@ def _restore_class(model: Any) -> Any:
 def _parallelized_class(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `cls` with its name and module, so that what it saves and prints names the original."""
     makers = {"forwarded": _forwarded, "refused": _refused}
-    methods = {
+    methods: dict[str, Callable | None] = {
         name: makers[place](name, getattr(cls, name))
         for name in public_methods(cls)
         if name not in vars(Parallelized) and (place := place_of(cls, name)) != "local"

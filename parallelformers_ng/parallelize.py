@@ -75,8 +75,8 @@ def parallelize(
         start_timeout: seconds until the workers must be ready.
         group: workers from `start_group` to use instead of new ones; they serve one model at a time and go on running
             when its parallelization ends. `num_gpus`, `device`, `backend` and the timeouts are then the group's.
-        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that memory
-            is the shards, and is always kept.
+        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
+            memory is the shards, and is always kept.
         restart: start new workers when one died, where the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
 
@@ -234,7 +234,9 @@ def _placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | No
         raise PlacementError(f"num_gpus is {count}, but device_ids names {len(ids)} devices: {ids}")
     missing = [index for index in ids if not 0 <= index < available]
     if missing:
-        raise PlacementError(f"num_gpus is {count}, but only {available} CUDA devices are visible (no device {missing})")
+        raise PlacementError(
+            f"num_gpus is {count}, but only {available} CUDA devices are visible (no device {missing})"
+        )
     return count, kind
 
 
@@ -246,7 +248,8 @@ def _check_count(count: Any) -> None:
 def _check_platform() -> None:
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
-            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a container would do"
+            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a"
+            " container would do"
         )
 
 

@@ -1,4 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
+
 from parallelformers_ng.sharding.policy import Experts
 
 

@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class T5AttentionPolicy(Policy):
-    """Self- and cross-attention alike. The relative position bias has a column per head; the first layer's goes on to all."""
+    """Self- and cross-attention alike. The relative position bias has a column per head; the first layer's goes on to
+    all."""
 
     block = "T5Attention"
     plan = {

@@ -1,4 +1,5 @@
-"""A parallelized model gives what transformers gives in one process: forward, greedy tokens, and the model itself again."""
+"""A parallelized model gives what transformers gives in one process: forward, greedy tokens, and the model itself
+again."""
 
 from __future__ import annotations
 

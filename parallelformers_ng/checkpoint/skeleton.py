@@ -1,7 +1,7 @@
 """The live module tree without its weights, as bytes: what a worker builds its share from.
 
-Pickled by value, tensors as references, rather than rebuilt by `cls(config)`: edits of the user, adapters and classes defined
-in a notebook come along.
+Pickled by value, tensors as references, rather than rebuilt by `cls(config)`: edits of the user, adapters and classes
+defined in a notebook come along.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Skeleton:
             _Pickler(buffer, names).dump((model, plan))
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to the model (a hook, a"
-                " lock, an open file) cannot be copied; remove it before parallelize"
+                f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a hook,"
+                " a lock, an open file) cannot be copied; remove it before parallelize"
             ) from error
         return cls(buffer.getvalue())
 
@@ -53,7 +53,8 @@ class Skeleton:
         model, plan = _Unpickler(io.BytesIO(self.data)).load()
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                # What a model's constructor does besides building modules: its recorders of hidden states and attentions.
+                # What a model's constructor does besides building modules: its recorders of hidden states and
+                # attentions.
                 _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
                 module.__dict__.pop("_output_capturing_hooks_installed", None)
         return model, plan
@@ -70,8 +71,8 @@ class _Pickler(cloudpickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        # transformers installs these on first use and tells them by a thread's context, which cannot be pickled; the worker's
-        # copy of the model installs its own.
+        # transformers installs these on first use and tells them by a thread's context, which cannot be pickled; the
+        # worker's copy of the model installs its own.
         if isinstance(obj, types.FunctionType) and obj.__name__ == "output_capturing_hook":
             return _no_hook, ()
         return super().reducer_override(obj)

@@ -1,7 +1,7 @@
 """The shards in anonymous shared memory: written by the parent, mapped by the workers, gathered back at the end.
 
-On CPU this memory *is* the shard: a worker maps it copy-on-write, so nothing is copied, a restarted worker finds the weights
-as they were, and no worker can spoil another's.
+On CPU this memory *is* the shard: a worker maps it copy-on-write, so nothing is copied, a restarted worker finds the
+weights as they were, and no worker can spoil another's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ShardStore:
         return self.fds[rank], self.fds[-1]
 
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """Cut `whole` and write each rank's part. `pwrite` rather than a mapping: a full memory is ENOSPC, not SIGBUS."""
+        """Cut `whole` and write each rank's part. `pwrite` rather than a mapping: a full memory is ENOSPC, not
+        SIGBUS."""
         places = self.layout.offsets[tensor.storage]
         written = set()
         for shard, place in zip(tensor.shards, places, strict=True):
@@ -78,7 +79,9 @@ class ShardStore:
             region, offset = place
             first_page = offset - offset % mmap.ALLOCATIONGRANULARITY
             with _Mapping(self.fds[region], first_page, offset + size - first_page) as mapping:
-                flat = torch.frombuffer(mapping, dtype=tensor.dtype, count=size // tensor.dtype.itemsize, offset=offset - first_page)
+                flat = torch.frombuffer(
+                    mapping, dtype=tensor.dtype, count=size // tensor.dtype.itemsize, offset=offset - first_page
+                )
                 shard.put(flat.view(shard.shape(tensor.shape)), whole)
                 del flat
                 if release and offset == first_page:
@@ -112,7 +115,9 @@ def map_shards(plan: ShardPlan, rank: int, own_fd: int, shared_fd: int) -> dict[
             held[tensor.name] = torch.empty(shape, dtype=tensor.dtype)
         else:
             count = size // tensor.dtype.itemsize
-            held[tensor.name] = torch.frombuffer(regions[region], dtype=tensor.dtype, count=count, offset=offset).view(shape)
+            held[tensor.name] = torch.frombuffer(regions[region], dtype=tensor.dtype, count=count, offset=offset).view(
+                shape
+            )
     return held
 
 
@@ -157,7 +162,8 @@ def take_back(
     names: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather the tensors back into the model, on CPU; tied parameters are tied again. The source is spent afterwards."""
+    """Gather the tensors back into the model, on CPU; tied parameters are tied again. The source is spent
+    afterwards."""
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():
@@ -172,7 +178,8 @@ def take_back(
 
 
 def place(model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor) -> None:
-    """Put one tensor under all of its names, as one parameter, so that ties stay ties and `requires_grad` what it was."""
+    """Put one tensor under all of its names, as one parameter, so that ties stay ties and `requires_grad` what it
+    was."""
     first = plan.tensors[names[0]]
     if not first.is_buffer:
         tensor = nn.Parameter(tensor, requires_grad=get_tensor(model, first.name, False).requires_grad)
@@ -196,7 +203,8 @@ class ShardSource(Protocol):
 
 
 class _Mapping(mmap.mmap):
-    """A writable mapping of part of a memfd that is closed on leaving, whatever still refers to it then fails loudly."""
+    """A writable mapping of part of a memfd that is closed on leaving, whatever still refers to it then fails
+    loudly."""
 
     def __new__(cls, fd: int, offset: int, length: int) -> _Mapping:
         return super().__new__(cls, fd, length, offset=offset)

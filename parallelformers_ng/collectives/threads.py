@@ -28,7 +28,9 @@ class _Meeting:
             seen = list(self.left)
             self.barrier_.wait()
         except threading.BrokenBarrierError:
-            raise CollectiveAbortedError(f"rank {rank}: another rank raised, or did not come within the timeout") from None
+            raise CollectiveAbortedError(
+                f"rank {rank}: another rank raised, or did not come within the timeout"
+            ) from None
         return seen
 
 

@@ -117,8 +117,8 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
         changes = {key: new for key, item in value.items() if (new := _map(item, change)) is not item}
         if not changes:
             return value
-        changed = copy.copy(value)
+        altered = copy.copy(value)
         for key, new in changes.items():
-            changed[key] = new
-        return changed
+            altered[key] = new  # not update(), which ModelOutput refuses
+        return altered
     return change(value)

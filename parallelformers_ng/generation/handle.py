@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class CacheHandle(Cache):
     """Stands for a cache of the workers. It is also an instance of that cache's class.
 
-    Lengths and properties are answered here; what changes or reads the contents (`crop`, `reorder_cache`, `reset`, a copy)
-    runs on the workers. When the handle goes, so does the cache. After a restart of the workers it is gone, and every use of
-    the handle raises `StaleCacheError`.
+    Lengths and properties are answered here; what changes or reads the contents (`crop`, `reorder_cache`, `reset`, a
+    copy) runs on the workers. When the handle goes, so does the cache. After a restart of the workers it is gone, and
+    every use of the handle raises `StaleCacheError`.
     """
 
     _number: int
@@ -34,7 +34,8 @@ class CacheHandle(Cache):
         deployment = self._deployment()
         if deployment is None or deployment.incarnation != self._incarnation:
             raise StaleCacheError(
-                f"this {type(self).__name__} was held by workers that are gone (restarted or stopped); run the prompt again"
+                f"this {type(self).__name__} was held by workers that are gone (restarted or stopped);"
+                " run the prompt again"
             )
         return deployment
 
@@ -44,8 +45,9 @@ class CacheHandle(Cache):
     @property
     def layers(self) -> Any:
         raise ParallelError(
-            f"the tensors of this {type(self).__name__} are with the workers, each holding its own heads; get_seq_length,"
-            " crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset and copy work on it as a whole"
+            f"the tensors of this {type(self).__name__} are with the workers, each holding its own heads;"
+            " get_seq_length, crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset and copy"
+            " work on it as a whole"
         )
 
     def __len__(self) -> int:
@@ -95,7 +97,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
 def adopt(cache: Cache | None, deployment: Deployment, number: int, facts: CacheFacts) -> CacheHandle:
     """A handle for cache `number`; where the caller already holds an object for it, that object becomes the handle."""
-    cls = handle_class(_cache_class(facts)) if cache is None else handle_class(type(cache))
+    cls = handle_class(_cache_class(facts)) if cache is None else handle_class(type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
     else:
@@ -155,7 +157,11 @@ def _cache_class(facts: CacheFacts) -> type[Cache]:
 
 def is_empty(cache: Cache) -> bool:
     """Whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
-    halves = (cache.self_attention_cache, cache.cross_attention_cache) if isinstance(cache, EncoderDecoderCache) else (cache,)
+    halves = (
+        (cache.self_attention_cache, cache.cross_attention_cache)
+        if isinstance(cache, EncoderDecoderCache)
+        else (cache,)
+    )
     return not any(_holds_tensor(layer) for half in halves for layer in half.layers)
 
 

@@ -14,8 +14,8 @@ from parallelformers_ng.errors import DivergedError, RequestCancelledError
 class LockStep(StoppingCriteria):
     """Asked by `generate` after every token; never ends a sequence itself.
 
-    Each step the ranks tell each other a fingerprint of the tokens just chosen and whether they saw a cancellation. A rank may
-    see it later than another, so all go by what any of them saw.
+    Each step the ranks tell each other a fingerprint of the tokens just chosen and whether they saw a cancellation. A
+    rank may see it later than another, so all go by what any of them saw.
 
     Args:
         communicator: the ranks.
@@ -42,7 +42,8 @@ class LockStep(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def _fingerprint(self, input_ids: torch.Tensor) -> int:
-        """A number that differs, but for chance, where the newest tokens differ: Σ (row + 1) · 1000003 · token mod 2⁶³."""
+        """A number that differs, but for chance, where the newest tokens differ: Σ (row + 1) · 1000003 · token mod
+        2⁶³."""
         newest = input_ids[:, -1]
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003

@@ -11,8 +11,9 @@ import torch
 class Randomness:
     """Within it, every rank draws from the caller's generator. All ranks draw the same.
 
-    On CPU the state is the caller's own, so sampling gives the tokens of one process. A CUDA generator is another algorithm;
-    there the stream is seeded from the caller's state, and the caller's generator moves on by one draw where the device drew.
+    On CPU the state is the caller's own, so sampling gives the tokens of one process. A CUDA generator is another
+    algorithm; there the stream is seeded from the caller's state, and the caller's generator moves on by one draw
+    where the device drew.
 
     Args:
         state: the caller's CPU generator, a uint8 vector, or None to leave all generators alone.
@@ -33,7 +34,9 @@ class Randomness:
                 self._cuda_before = torch.cuda.get_rng_state(self._device)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._before is None:
             return
         if self._device.type == "cuda" and not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda_before):

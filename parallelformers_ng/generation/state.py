@@ -1,7 +1,8 @@
 """Brings the state of a caller's objects home: a logits processor that counts, a list that a callback appends to.
 
-The objects cross to the workers by value, so what they change there is a copy. Caller and worker walk them in the same order,
-which gives every mutable part the same number on both sides; parts that changed come back and are written in place.
+The objects cross to the workers by value, so what they change there is a copy. Caller and worker walk them in the same
+order, which gives every mutable part the same number on both sides; parts that changed come back and are written in
+place.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Watch:
                 vars(part).update((key, self._here(item)) for key, item in state if not _is_kept(item))
 
     def _walk(self, obj: Any) -> None:
-        if id(obj) in self._numbers or isinstance(obj, (torch.Tensor, torch.nn.Module, PreTrainedModel, type, types.ModuleType)):
+        if id(obj) in self._numbers or isinstance(
+            obj, (torch.Tensor, torch.nn.Module, PreTrainedModel, type, types.ModuleType)
+        ):
             return
         if isinstance(obj, types.MethodType):
             self._walk(obj.__self__)

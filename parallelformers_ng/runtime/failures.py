@@ -88,7 +88,7 @@ def _find(module: str, qualname: str) -> Any:
 def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
     if not isinstance(cls, type) or not issubclass(cls, Exception):
         return None
-    combined = _combined(cls)
+    combined = _combined(cls)  # type: ignore[arg-type]
     if combined is None:
         return None
     arguments = tuple(args) if isinstance(args, list) else (message,)

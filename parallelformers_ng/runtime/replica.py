@@ -30,9 +30,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 class Replica:
     """Built empty when the worker starts; `build` and `attach` give it a model, another `build` replaces it."""
 
-    def __init__(
-        self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -132,7 +130,8 @@ class Replica:
             kwargs["streamer"] = EmittingStreamer(self.emit)
 
     def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
-        """Whether attention weights are asked for, by argument or by configuration. Asked for in vain costs a gather."""
+        """Whether attention weights are asked for, by argument or by configuration. Asked for in vain costs a
+        gather."""
         configs = (self.model.config, kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
         by_config = any(getattr(config, "output_attentions", False) for config in configs if config is not None)
         return by_config or any("attention" in name and value is True for name, value in kwargs.items())

@@ -101,7 +101,7 @@ class _Builder:
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
-    def _column(self, rule: Column, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
+    def _column(self, rule: Column, path: str, module: Any, heads: list[HeadShare]) -> None:
         dim, size_name = _output_geometry(self.who, module)
         ranges = self._ranges(module.weight.shape[dim], rule.unit, rule.fused, heads)
         self._cut(f"{path}.weight", [Shard(dim, held) for held in ranges])
@@ -163,7 +163,7 @@ class _Builder:
         idle = [start == stop for start, stop in held]
         held = [held[0] if off else bounds for bounds, off in zip(held, idle, strict=True)]
         if not fused:
-            up_held = [((start, stop),) for start, stop in held]
+            up_held: list[tuple[Range, ...]] = [((start, stop),) for start, stop in held]
         elif getattr(module, "is_concatenated", True):
             up_held = [join([(start, stop), (width + start, width + stop)]) for start, stop in held]
         else:
@@ -179,7 +179,7 @@ class _Builder:
             self._cut_on_first_rank(f"{path}.down_proj_bias")
         counts = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")
         scaled = [name for name in counts if getattr(module, name, None) == width]
-        self._layer(path, "reduced", [{name: stop - start for name in scaled} for start, stop in held])
+        self._layer(path, "reduced", [dict.fromkeys(scaled, stop - start) for start, stop in held])
         self.experts.update(f"{path}.{name}" for name in names)
 
     def _slice(self, rule: Slice, target: str, heads: list[HeadShare]) -> bool:
@@ -204,12 +204,16 @@ class _Builder:
                 self._cut(name, [Shard(0, held) for held in ranges], rule="vocabulary")
             bounds = [held[0] if held else (0, 0) for held in ranges]
             sizes = tuple(stop - start for start, stop in bounds)
-            attributes = [{"first_row": start, "row_count": stop - start, "gathered_sizes": sizes} for start, stop in bounds]
+            attributes = [
+                {"first_row": start, "row_count": stop - start, "gathered_sizes": sizes} for start, stop in bounds
+            ]
             self._layer(layer.path, layer.kind, attributes)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _ranges(self, size: int, unit: Unit, fused: int | tuple[Unit, ...], heads: list[HeadShare]) -> list[tuple[Range, ...]]:
+    def _ranges(
+        self, size: int, unit: Unit, fused: int | tuple[Unit, ...], heads: list[HeadShare]
+    ) -> list[tuple[Range, ...]]:
         parts = fused if isinstance(fused, tuple) else (unit,) * fused
         default: Unit = "query" if heads else "column"
         resolved = [part or default for part in parts]

@@ -32,9 +32,9 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
     """
     recording = layers.Recording()
     for layer in plan.layers:
-        module = model.get_submodule(layer.path)
+        module: Any = model.get_submodule(layer.path)
         if layer.kind in _CLASSES:
-            module.__class__ = layers.parallel_class(_CLASSES[layer.kind], type(module))
+            module.__class__ = layers.parallel_class(_CLASSES[layer.kind], type(module))  # type: ignore[arg-type]
             module.communicator = communicator
         if layer.kind == "heads":
             module.recording = recording
@@ -47,7 +47,8 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Set the dotted `name` beneath a module. A configuration on the way is copied first: others still read the whole."""
+    """Set the dotted `name` beneath a module. A configuration on the way is copied first: others still read the
+    whole."""
     owner: Any = module
     *path, last = name.split(".")
     for part in path:

@@ -1,7 +1,7 @@
 """The parallel layers: the one place where a collective is called.
 
-Each is the layer it replaces plus an exchange. `inject.py` gives an existing module one of these classes, so that whatever
-else the module carries (hooks, attributes, a subclass's own forward) stays as it was.
+Each is the layer it replaces plus an exchange. `inject.py` gives an existing module one of these classes, so that
+whatever else the module carries (hooks, attributes, a subclass's own forward) stays as it was.
 
                     column-parallel                  row-parallel
     x ──────► [A₀] ──► y₀ ─► …nonlinearity… ─► [B₀] ──► z₀ ─┐
@@ -73,6 +73,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         gathered_sizes: rows of each rank.
     """
 
+    weight: torch.Tensor
     first_row: int
     row_count: int
     gathered_sizes: Sequence[int]

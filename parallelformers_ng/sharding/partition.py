@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Unit
@@ -22,12 +22,12 @@ def spread(count: int, world_size: int) -> list[Range]:
     """
     share, rest = divmod(count, world_size)
     starts = [rank * share + min(rank, rest) for rank in range(world_size + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def spread_aligned(width: int, world_size: int, granule: int = 8) -> list[Range]:
-    """Like `spread`, in multiples of `granule` columns where the width allows: grouped matrix products refuse rows that are
-    not a multiple of 16 bytes, and tensor cores are slower on them."""
+    """Like `spread`, in multiples of `granule` columns where the width allows: grouped matrix products refuse rows
+    that are not a multiple of 16 bytes, and tensor cores are slower on them."""
     granule = math.gcd(width, granule)
     return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size)]
 

@@ -1,7 +1,7 @@
 """The ShardPlan: for every tensor of a model, which slices of it each rank holds.
 
-Pure data. It is built by `builder.py` from a policy, a skeleton and a world size; hand-over, loading, saving, gathering,
-the memory report and the injector read it, and none of them computes a slice again.
+Pure data. It is built by `builder.py` from a policy, a skeleton and a world size; hand-over, loading, saving,
+gathering, the memory report and the injector read it, and none of them computes a slice again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 
 from parallelformers_ng.sharding.partition import Range
 
-LayerKind = Literal[
-    "column", "gathered_column", "row", "reduced", "vocabulary_embedding", "vocabulary_head", "heads"
-]
+LayerKind = Literal["column", "gathered_column", "row", "reduced", "vocabulary_embedding", "vocabulary_head", "heads"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ class ShardPlan:
         return self.table()
 
     def __repr__(self) -> str:
-        return f"ShardPlan({self.model_class}, world_size={self.world_size}, policy={self.policy!r}, source={self.source!r})"
+        return f"ShardPlan({self.model_class}, world_size={self.world_size}, {self.policy!r}, source={self.source!r})"
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Unit = Literal["", "query", "key", "column"]
-"""What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module with a
-`Heads` rule and "column" elsewhere."""
+"""What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module
+with a `Heads` rule and "column" elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Experts(Rule):
     """Cut every expert of a mixture by width: gate and up by columns, down by rows, the outputs summed.
 
     For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Their geometry
-    (transposed, gate and up side by side or interleaved, biases) comes from the attributes of transformers' experts interface.
+    (transposed, gate and up side by side or interleaved, biases) comes from the attributes of transformers' experts
+    interface.
     """
 
 

@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -91,7 +92,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 def _check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
     if custom is None:
         return ()
-    listed = list(custom) if isinstance(custom, (list, tuple, set)) else [custom]
+    listed: list[Any] = list(custom) if isinstance(custom, (list, tuple, set)) else [custom]
     for policy in listed:
         if not (isinstance(policy, type) and issubclass(policy, Policy)):
             raise PolicyError(f"custom_policies takes Policy classes, alone or in a list, not {policy!r}")

@@ -26,9 +26,14 @@ def render(plan: ShardPlan) -> str:
     for (pattern, shape, rule), tensors in rows.items():
         shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
         ranks = "whole" if tensors[0].is_replicated else " ".join(str(shape) for shape in shapes)
-        lines.append((pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks))
+        lines.append(
+            (pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks)
+        )
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + "  " + line[4] for line in lines]
+    body = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + "  " + line[4]
+        for line in lines
+    ]
     body.insert(1, "-" * max(len(line) for line in body))
     per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(plan.bytes_per_rank))
     whole_everywhere = sum(plan.replicated.values())

@@ -85,7 +85,9 @@ def vit(heads: int = 6) -> PreTrainedModel:
     return build(tf.ViTForImageClassification, config)
 
 
-def decoder(family: str, heads: int = 6, key_heads: int = 3, tied: bool = False, width: int = 74, **options: Any) -> PreTrainedModel:
+def decoder(
+    family: str, heads: int = 6, key_heads: int = 3, tied: bool = False, width: int = 74, **options: Any
+) -> PreTrainedModel:
     """A Llama-shaped decoder of `family` ("Llama", "Mistral", …)."""
     config = getattr(tf, f"{family}Config")(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=width, num_hidden_layers=2, num_attention_heads=heads,
@@ -102,9 +104,19 @@ CASES = [
     Case("t5-gated-untied", lambda: t5(gated=True, tied=False), seq2seq_inputs, generates=True),
     Case("vit", vit, image_inputs),
     Case("llama", lambda: decoder("Llama"), text_inputs, generates=True),
-    Case("llama-tied-biased", lambda: decoder("Llama", tied=True, attention_bias=True, mlp_bias=True), text_inputs, True),
+    Case(
+        "llama-tied-biased",
+        lambda: decoder("Llama", tied=True, attention_bias=True, mlp_bias=True),
+        text_inputs,
+        generates=True,
+    ),
     Case("llama-8q-2kv", lambda: decoder("Llama", heads=8, key_heads=2), text_inputs, generates=True),
     Case("mistral", lambda: decoder("Mistral", sliding_window=4), text_inputs, generates=True),
     Case("qwen3", lambda: decoder("Qwen3"), text_inputs, generates=True),
-    Case("mixtral", lambda: decoder("Mixtral", width=80, num_local_experts=4, num_experts_per_tok=2), text_inputs, generates=True),
-]  # fmt: skip
+    Case(
+        "mixtral",
+        lambda: decoder("Mixtral", width=80, num_local_experts=4, num_experts_per_tok=2),
+        text_inputs,
+        generates=True,
+    ),
+]
