@@ -20,3 +20,10 @@ class BertPolicy(Policy):
         "output.dense": Row(),
     }
     optional = ("crossattention",)
+
+
+class BertHeadPolicy(Policy):
+    """The layers in front of the heads: the masked-language one's transform and the pooler of the first token."""
+
+    block = ("BertPredictionHeadTransform", "BertPooler")
+    plan = {"dense": Column(gather=True)}

@@ -1,0 +1,64 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class BartPolicy(Policy):
+    """Encoder and decoder layers; the decoder's add cross-attention, where it has an encoder."""
+
+    block = ("BartEncoderLayer", "BartDecoderLayer")
+    plan = {
+        "self_attn": Heads("num_heads", scaled=("embed_dim",)),
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column(),
+        "self_attn.v_proj": Column(),
+        "self_attn.out_proj": Row(),
+        "encoder_attn": Heads("num_heads", scaled=("embed_dim",)),
+        "encoder_attn.q_proj": Column(),
+        "encoder_attn.k_proj": Column(),
+        "encoder_attn.v_proj": Column(),
+        "encoder_attn.out_proj": Row(),
+        "fc1": Column(),
+        "fc2": Row(),
+    }
+    optional = ("encoder_attn",)
+
+
+class MBartPolicy(BartPolicy):
+    """BART's layers with the norms in front."""
+
+    block = ("MBartEncoderLayer", "MBartDecoderLayer")
+
+
+class PegasusPolicy(BartPolicy):
+    """BART's layers with the norms in front and sinusoidal positions."""
+
+    block = ("PegasusEncoderLayer", "PegasusDecoderLayer")
+
+
+class MarianPolicy(BartPolicy):
+    """BART's layers with sinusoidal positions; the vocabularies of encoder and decoder may differ."""
+
+    block = ("MarianEncoderLayer", "MarianDecoderLayer")
+
+
+class BlenderbotPolicy(BartPolicy):
+    """BART's layers with the norms in front."""
+
+    block = ("BlenderbotEncoderLayer", "BlenderbotDecoderLayer")
+
+
+class BlenderbotSmallPolicy(BartPolicy):
+    """BART's layers."""
+
+    block = ("BlenderbotSmallEncoderLayer", "BlenderbotSmallDecoderLayer")
+
+
+class M2M100Policy(BartPolicy):
+    """BART's layers with the norms in front and sinusoidal positions."""
+
+    block = ("M2M100EncoderLayer", "M2M100DecoderLayer")
+
+
+class PLBartPolicy(BartPolicy):
+    """BART's layers over programming languages."""
+
+    block = ("PLBartEncoderLayer", "PLBartDecoderLayer")

@@ -1,0 +1,24 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class OPTPolicy(Policy):
+    """Views its projections as `(batch, -1, num_heads, head_dim)`: with the whole count, `-1` would swallow the sequence."""
+
+    block = "OPTDecoderLayer"
+    plan = {
+        "self_attn": Heads("num_heads", scaled=("embed_dim",)),
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column(),
+        "self_attn.v_proj": Column(),
+        "self_attn.out_proj": Row(),
+        "fc1": Column(),
+        "fc2": Row(),
+    }
+
+
+class OPTProjectionPolicy(Policy):
+    """The projections of OPT-350m between the width of the embeddings and that of the blocks."""
+
+    block = "OPTDecoder"
+    plan = {"project_in": Column(gather=True), "project_out": Column(gather=True)}
+    optional = ("project_in", "project_out")

@@ -1,0 +1,20 @@
+from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+
+
+class RobertaPolicy(BertPolicy):
+    """BERT's block under the names of RoBERTa and its successors."""
+
+    block = ("RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "RobertaPreLayerNormLayer", "Data2VecTextLayer")
+
+
+class RobertaHeadPolicy(BertHeadPolicy):
+    """The layers in front of the heads: masked-language, classification and pooler."""
+
+    block = (
+        "RobertaLMHead", "RobertaPooler", "RobertaClassificationHead",
+        "XLMRobertaLMHead", "XLMRobertaPooler", "XLMRobertaClassificationHead",
+        "XLMRobertaXLLMHead", "XLMRobertaXLPooler", "XLMRobertaXLClassificationHead",
+        "CamembertLMHead", "CamembertPooler", "CamembertClassificationHead",
+        "RobertaPreLayerNormLMHead", "RobertaPreLayerNormPooler", "RobertaPreLayerNormClassificationHead",
+        "Data2VecTextLMHead", "Data2VecTextPooler", "Data2VecTextClassificationHead",
+    )  # fmt: skip
