@@ -214,7 +214,7 @@ def random_value(source: random.Random, depth: int):
         ]
         return source.choice([*leaves, "".join(source.choices(string.printable, k=9)), torch.int8, range(3)])
     parts = [random_value(source, depth - 1) for _ in range(source.randrange(5))]
-    return source.choice([list, tuple, lambda items: {index: item for index, item in enumerate(items)}])(parts)
+    return source.choice([list, tuple, lambda items: dict(enumerate(items))])(parts)
 
 
 def test_random_trees_come_back_equal():

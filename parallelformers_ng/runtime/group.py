@@ -171,7 +171,7 @@ class WorkerGroup:
         Returns:
             Each rank's value. Raises what `call` raises.
         """
-        arguments = [(tuple(args), {}) for args in per_rank]
+        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(tuple(args), {}) for args in per_rank]
         if len(arguments) != self.world_size:
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
         return self._request(method, arguments, Flag.EACH, timeout, None)
