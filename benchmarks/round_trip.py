@@ -52,7 +52,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}, Python {platform.python_version()}")
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,), daemon=True)
     process.start()
 
     def pipe() -> None:

@@ -25,6 +25,8 @@ class Target:
         self.communicator = communicator
         self.emit = emit
         self.world_size = world_size
+        self.resets = 0
+        self._reset, communicator.reset = communicator.reset, self._counted_reset
 
     def echo(self, value: Any = None, **more: Any) -> Any:
         return (value, more) if more else value
@@ -93,8 +95,12 @@ class Target:
             time.sleep(0.001)
         return limit
 
-    def secret(self) -> str:
-        return self._private()
+    def _counted_reset(self) -> None:
+        self.resets += 1
+        self._reset()
+
+    def reset_count(self) -> int:
+        return self.resets
 
     def _private(self) -> str:
         return "private"

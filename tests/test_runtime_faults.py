@@ -145,12 +145,15 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
         try:
             group.call("echo", 1)
         except WrongProcessError as error:
-            os.write(write, str(error).encode())
+            closed = all(worker.channel.fileno() == worker.pidfd == -1 for worker in group._processes.workers)
+            os.write(write, f"{error} closed={closed}".encode())
         finally:
             os._exit(0)
     os.close(write)
     os.waitpid(child, 0)
-    assert b"must parallelize the model itself" in os.read(read, 1000)
+    answer = os.read(read, 1000)
+    assert b"must parallelize the model itself" in answer
+    assert b"closed=True" in answer
     os.close(read)
     assert group.call("sum_of_ranks", 1.0) == 3.0
 

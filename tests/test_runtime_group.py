@@ -86,6 +86,7 @@ def test_an_exception_on_all_ranks_has_its_own_type_and_the_group_goes_on(group)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_frees_its_peers_from_the_collective(group, rank):
+    resets = group.call("reset_count")
     start = time.monotonic()
     with pytest.raises(ValueError, match="a bad value") as caught:
         group.call("raise_value_error", [rank])
@@ -93,6 +94,7 @@ def test_an_exception_on_one_rank_frees_its_peers_from_the_collective(group, ran
     assert caught.value.rank == rank
     for _ in range(3):
         assert group.call("sum_of_ranks", 1.0) == 3.0
+    assert group.call_each("reset_count", [(), ()]) == [resets + 1] * 2
 
 
 def test_exceptions_that_cannot_be_named_or_built_stay_readable(group):

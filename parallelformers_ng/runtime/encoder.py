@@ -31,6 +31,8 @@ from parallelformers_ng.runtime.leaves import (
 
 Replace = Callable[[Any], Any]
 
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
@@ -63,7 +65,7 @@ def encode(obj: Any, key: bytes | None, replace: Replace | None = None) -> Encod
     """
     encoder = Encoder(key, replace)
     tree = encoder.node(obj)
-    header = json.dumps([tree, encoder.table], separators=(",", ":"), check_circular=False).encode("ascii")
+    header = _to_json([tree, encoder.table]).encode("ascii")
     if len(header) > MAX_HEADER_BYTES:
         raise NotPortableError(
             f"a message of {len(header)} bytes besides tensors exceeds {MAX_HEADER_BYTES}; put bulk data in tensors"
@@ -152,8 +154,9 @@ class Encoder:
     def _pairs(self, obj: Mapping[Any, Any]) -> list[Any]:
         nodes = []
         for key, value in obj.items():
-            step = f"[{key!r}]" if self._path or not isinstance(key, str) else key
-            nodes += [self._nested(f"{step} (the key)", key), self._nested(step, value)]
+            step = key if not self._path and type(key) is str else f"[{key!r}]"
+            nodes.append(key if type(key) in _PLAIN else self._nested(f"{step} (the key)", key))
+            nodes.append(value if type(value) in _PLAIN else self._nested(step, value))
         return nodes
 
     def _bytes(self, data: bytes) -> Any:

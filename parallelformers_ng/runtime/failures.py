@@ -88,7 +88,8 @@ def _find(module: str, qualname: str) -> Any:
 def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
     if not isinstance(cls, type) or not issubclass(cls, Exception):
         return None
-    combined = _combined(cls)  # type: ignore[arg-type]
+    named: Any = cls
+    combined = _combined(named)
     if combined is None:
         return None
     arguments = tuple(args) if isinstance(args, list) else (message,)

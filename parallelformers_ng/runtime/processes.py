@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -101,6 +102,7 @@ class Processes:
     def __init__(self, arena: Any) -> None:
         self.workers: list[WorkerProcess] = []
         self.arena = arena
+        self.rendezvous: str | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
         _live.add(self)
@@ -125,6 +127,8 @@ class Processes:
         for worker in self.workers:
             worker.reap()
         self.close()
+        if self.rendezvous is not None:
+            shutil.rmtree(os.path.dirname(self.rendezvous))
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""

@@ -7,6 +7,7 @@ import select
 import time
 from typing import Any, NoReturn
 
+from parallelformers_ng import collectives
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError, StartupError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.leaves import FileDescriptor
@@ -56,7 +57,7 @@ def start(
         "threads": threads,
         "path": module_path(),
         "pythonpath": os.environ.get("PYTHONPATH"),
-        "rendezvous": None,
+        "rendezvous": _rendezvous(processes, backend, device_names[0]),
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(2),
     }
@@ -69,6 +70,15 @@ def start(
         worker.channel.key = key
     _await_ready(processes, deadline, start_timeout)
     _pass_on_logs(processes)
+
+
+def _rendezvous(processes: Processes, backend: str, device_name: str) -> str | None:
+    """A private path for backends whose ranks meet through a file; shared memory needs none, and no file is made."""
+    auto = "shared_memory" if device_name == "cpu" and collectives.available_kernels() else "process group"
+    if (auto if backend == "auto" else backend) == "shared_memory":
+        return None
+    processes.rendezvous = collectives.create_rendezvous()
+    return processes.rendezvous
 
 
 def _await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""A worker process: receive, run, answer.
+"""The entry point of a worker process.
 
 Started as `python -m parallelformers_ng.runtime.worker CONTROL PARENT`, where CONTROL is the descriptor of an
 inherited socket and PARENT the process id at its other end. All else comes in the first message.
@@ -7,17 +7,12 @@ inherited socket and PARENT the process id at its other end. All else comes in t
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
 
 from parallelformers_ng.runtime import watch
-
-if TYPE_CHECKING:
-    from parallelformers_ng.runtime.transport import Channel, Frame
 
 
 def main() -> None:
@@ -27,146 +22,20 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    # torch comes with the next import, after the watch has begun.
+    # torch comes with these imports, after the watch has begun.
+    from parallelformers_ng.runtime import service
     from parallelformers_ng.runtime.transport import Channel
 
     channel = Channel(socket.socket(fileno=control))
     _, _, boot = channel.recv()
     channel.key = boot["key"]
-    service = _start(channel, boot)
-    if service is not None:
-        service.serve()
-        service.communicator.close()
+    worker = service.start(channel, boot)
+    if worker is not None:
+        worker.serve()
+        worker.communicator.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # tearing down torch would cost most of a second, for memory that the kernel takes back anyway
-
-
-class Emitter:
-    """Sends values to the caller while a request runs. Only rank 0 does; on other ranks a call has no effect.
-
-    Attributes:
-        sequence: number of the request being served, the one that `Arena.request_cancel` names.
-    """
-
-    def __init__(self, channel: Channel, rank: int) -> None:
-        self._channel = channel
-        self._rank = rank
-        self.sequence = 0
-
-    def __call__(self, value: Any) -> None:
-        """Send one value, which the caller's `on_event` receives. Call it from the thread that runs the method."""
-        if self._rank == 0:
-            from parallelformers_ng.runtime.transport import Kind
-
-            self._channel.send(Kind.EVENT, self.sequence, {"event": value})
-
-
-class Service:
-    """Runs the parent's requests on the target, one after another."""
-
-    def __init__(self, channel: Channel, target: Any, communicator: Any, rank: int, emit: Emitter) -> None:
-        self.channel = channel
-        self.target = target
-        self.communicator = communicator
-        self.rank = rank
-        self.emit = emit
-
-    def serve(self) -> None:
-        """The loop of a worker."""
-        from parallelformers_ng.runtime.transport import Kind
-
-        while (frame := self.channel.receive()).kind is not Kind.GOODBYE:
-            self._check_order(frame)
-            try:
-                self.channel.send(Kind.RESULT, frame.sequence, {"result": self._run(frame)})
-            except Exception as error:  # everything that a request raises belongs to the caller
-                self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
-                self._answer_error(frame.sequence, error)
-
-    def _check_order(self, frame: Frame) -> None:
-        from parallelformers_ng.errors import ProtocolError
-        from parallelformers_ng.runtime.transport import Kind
-
-        if frame.kind is not Kind.REQUEST or frame.sequence != self.emit.sequence + 1:
-            due = self.emit.sequence + 1
-            raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
-        self.emit.sequence = frame.sequence
-
-    def _run(self, frame: Frame) -> Any:
-        from parallelformers_ng.errors import GroupError
-        from parallelformers_ng.runtime.transport import Flag
-
-        if frame.flags & Flag.RESET:
-            self.communicator.reset()
-        request = self.channel.decode(frame)
-        method = request["method"]
-        if method.startswith("_"):
-            raise GroupError(f"the method {method!r} is private to the worker; call a public one")
-        value = getattr(self.target, method)(*request["args"], **request["kwargs"])
-        return value if self.rank == 0 or frame.flags & Flag.EACH else None
-
-    def _answer_error(self, sequence: int, error: Exception) -> None:
-        from parallelformers_ng.runtime import failures
-        from parallelformers_ng.runtime.transport import Kind
-
-        self.channel.send(Kind.ERROR, sequence, failures.describe(error))
-
-
-def _start(channel: Channel, boot: dict[str, Any]) -> Service | None:
-    """Join the group and build the target; on failure, tell the parent why and return None."""
-    import torch
-
-    from parallelformers_ng.runtime import failures
-    from parallelformers_ng.runtime.transport import Kind
-
-    try:
-        sys.path[:] = boot["path"]
-        _restore_environment("PYTHONPATH", boot["pythonpath"])
-        torch.set_num_threads(boot["threads"])
-        channel.send(Kind.EVENT, 0, f"importing {boot['target']}")
-        module, _, name = boot["target"].partition(":")
-        cls = getattr(importlib.import_module(module), name)
-
-        channel.send(Kind.EVENT, 0, "connecting to its peers")
-        from parallelformers_ng import collectives
-
-        rank, world_size, device = boot["rank"], boot["world_size"], torch.device(boot["device"])
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        communicator = collectives.connect(
-            boot["backend"],
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            arena_fd=boot["arena"].fd,
-            rendezvous=boot["rendezvous"],
-            timeout=boot["timeout"],
-        )
-        boot["arena"].close()
-
-        channel.send(Kind.EVENT, 0, f"building {name}")
-        emit = Emitter(channel, rank)
-        target = cls(rank, world_size, device, communicator, emit)
-        channel.replace = getattr(target, "replace", None)
-        channel.restore = getattr(target, "restore", None)
-    except Exception as error:  # whatever stops a worker from starting is for the caller to see
-        channel.send(Kind.ERROR, 0, failures.describe(error))
-        return None
-
-    # Until here standard error was kept for a StartupError; from now on it is the parent's.
-    sys.stderr.flush()
-    os.dup2(boot["stderr"].fd, 2)
-    boot["stderr"].close()
-    channel.send(Kind.READY, 0, None)
-    return Service(channel, target, communicator, rank, emit)
-
-
-def _restore_environment(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""What a worker does for its group: join it, then receive, run, answer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+
+from parallelformers_ng import collectives
+from parallelformers_ng.errors import GroupError, ProtocolError
+from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.transport import Channel, Flag, Frame, Kind
+
+
+class Emitter:
+    """Sends values to the caller while a request runs. Only rank 0 does; on other ranks a call has no effect.
+
+    Attributes:
+        sequence: number of the request being served, the one that `Arena.request_cancel` names.
+    """
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self.sequence = 0
+
+    def __call__(self, value: Any) -> None:
+        """Send one value, which the caller's `on_event` receives. Call it from the thread that runs the method."""
+        if self._rank == 0:
+            self._channel.send(Kind.EVENT, self.sequence, {"event": value})
+
+
+class Service:
+    """Runs the parent's requests on the target, one after another."""
+
+    def __init__(self, channel: Channel, target: Any, communicator: Any, rank: int, emit: Emitter) -> None:
+        self.channel = channel
+        self.target = target
+        self.communicator = communicator
+        self.rank = rank
+        self.emit = emit
+
+    def serve(self) -> None:
+        """The loop of a worker."""
+        while (frame := self.channel.receive()).kind is not Kind.GOODBYE:
+            self._check_order(frame)
+            try:
+                self.channel.send(Kind.RESULT, frame.sequence, {"result": self._run(frame)})
+            except Exception as error:  # everything that a request raises belongs to the caller
+                self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
+                self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error))
+
+    def _check_order(self, frame: Frame) -> None:
+        if frame.kind is not Kind.REQUEST or frame.sequence != self.emit.sequence + 1:
+            due = self.emit.sequence + 1
+            raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
+        self.emit.sequence = frame.sequence
+
+    def _run(self, frame: Frame) -> Any:
+        if frame.flags & Flag.RESET:
+            self.communicator.reset()
+        request = self.channel.decode(frame)
+        method = request["method"]
+        if method.startswith("_"):
+            raise GroupError(f"the method {method!r} is private to the worker; call a public one")
+        value = getattr(self.target, method)(*request["args"], **request["kwargs"])
+        return value if self.rank == 0 or frame.flags & Flag.EACH else None
+
+
+def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
+    """Join the group and build the target; on failure, tell the parent why and return None."""
+    try:
+        sys.path[:] = boot["path"]
+        _restore_environment("PYTHONPATH", boot["pythonpath"])
+        torch.set_num_threads(boot["threads"])
+        channel.send(Kind.EVENT, 0, f"importing {boot['target']}")
+        module, _, name = boot["target"].partition(":")
+        cls = getattr(importlib.import_module(module), name)
+
+        channel.send(Kind.EVENT, 0, "connecting to its peers")
+
+        rank, world_size, device = boot["rank"], boot["world_size"], torch.device(boot["device"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        communicator = collectives.connect(
+            boot["backend"],
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            arena_fd=boot["arena"].fd,
+            rendezvous=boot["rendezvous"],
+            timeout=boot["timeout"],
+        )
+        boot["arena"].close()
+
+        channel.send(Kind.EVENT, 0, f"building {name}")
+        emit = Emitter(channel, rank)
+        target = cls(rank, world_size, device, communicator, emit)
+        channel.replace = getattr(target, "replace", None)
+        channel.restore = getattr(target, "restore", None)
+    except Exception as error:  # whatever stops a worker from starting is for the caller to see
+        channel.send(Kind.ERROR, 0, failures.describe(error))
+        return None
+
+    # Until here standard error was kept for a StartupError; from now on it is the parent's.
+    sys.stderr.flush()
+    os.dup2(boot["stderr"].fd, 2)
+    boot["stderr"].close()
+    channel.send(Kind.READY, 0, None)
+    return Service(channel, target, communicator, rank, emit)
+
+
+def _restore_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
