@@ -19,6 +19,9 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "vocabulary_embedding": layers.VocabularyParallelEmbedding,
     "vocabulary_head": layers.VocabularyParallelHead,
     "heads": layers.HeadParallel,
+    "biased_heads": layers.BiasedHeadParallel,
+    "norm": layers.RMSNormParallel,
+    "head_norms": layers.HeadNormsParallel,
 }
 
 

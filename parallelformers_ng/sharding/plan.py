@@ -15,8 +15,9 @@ import torch
 from parallelformers_ng.sharding.partition import Range
 
 LayerKind = Literal[
-    "column", "gathered_column", "row", "reduced", "vocabulary_embedding", "vocabulary_head", "heads"
-]
+    "column", "gathered_column", "row", "reduced", "norm", "head_norms",
+    "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
