@@ -13,3 +13,10 @@ class SiglipPoolingPolicy(Policy):
 
     block = "SiglipMultiheadAttentionPoolingHead"
     plan = {"mlp.fc1": Column(), "mlp.fc2": Row()}
+
+
+class SiglipProjectionPolicy(Policy):
+    """From the text tower into the space that both towers share."""
+
+    block = ("SiglipTextModel", "SiglipTextTransformer")
+    plan = {"head": Column(gather=True)}
