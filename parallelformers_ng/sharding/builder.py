@@ -159,8 +159,11 @@ class _Builder:
                 attributes[rule.groups] = share.groups
             attributes["head_sizes"] = tuple(0 if share.idle else len(share.query) for share in shares)
             if rule.biases:
-                attributes.update(bias_names=rule.biases, head_indices=share.query, head_count=query)
-        self._layer(path, "biased_heads" if rule.biases else "heads", local)
+                attributes.update(bias_names=rule.biases, head_count=query)
+            if rule.biases or rule.layer:
+                attributes["head_indices"] = share.query
+        kind: LayerKind = rule.layer or ("biased_heads" if rule.biases else "heads")
+        self._layer(path, kind, local)
 
     def _norm(self, rule: Norm, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
         names = dict(module.named_parameters(recurse=False))
@@ -218,7 +221,8 @@ class _Builder:
             raise PolicyError(f"{self.who}: has {tensor.ndim} dimensions, so there is no dimension {rule.dim}")
         dim = rule.dim % tensor.ndim
         ranges = self._ranges(tensor.shape[dim], rule.unit, rule.fused, heads)
-        self._cut(target, [Shard(dim, held) for held in ranges])
+        idle = [rule.partial and share.idle for share in heads] or [False] * self.world_size
+        self._cut(target, [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
         return True
 
     def cut_vocabulary(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.sharding import layers
+from parallelformers_ng.sharding import attention, layers
 from parallelformers_ng.sharding.plan import LayerKind, ShardPlan
 
 _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
@@ -20,6 +20,8 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "vocabulary_head": layers.VocabularyParallelHead,
     "heads": layers.HeadParallel,
     "biased_heads": layers.BiasedHeadParallel,
+    "wavlm_attention": attention.WavLMAttentionParallel,
+    "xlnet_attention": attention.XLNetAttentionParallel,
     "norm": layers.RMSNormParallel,
     "head_norms": layers.HeadNormsParallel,
 }

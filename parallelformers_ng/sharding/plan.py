@@ -16,7 +16,7 @@ from parallelformers_ng.sharding.partition import Range
 
 LayerKind = Literal[
     "column", "gathered_column", "row", "reduced", "norm", "head_norms",
-    "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads",
+    "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads", "wavlm_attention", "xlnet_attention",
 ]  # fmt: skip
 
 

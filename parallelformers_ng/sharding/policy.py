@@ -79,6 +79,8 @@ class Heads(Rule):
         scaled_key: the same for attributes proportional to the key/value heads.
         biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
             (ALiBi). Each rank takes those of its heads: dimension 1 of four, or dimension 0 (batch × heads) of three.
+        layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the heads
+            as it is; "" for all others.
     """
 
     query: str
@@ -87,6 +89,7 @@ class Heads(Rule):
     scaled: tuple[str, ...] = ()
     scaled_key: tuple[str, ...] = ()
     biases: tuple[str, ...] = ()
+    layer: Literal["", "wavlm_attention", "xlnet_attention"] = ""
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,14 @@ class Slice(Rule):
         unit: what that dimension is counted in, as in `Column`.
         fused: parts packed along it, as in `Column`.
         heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+        partial: its products are summed over the ranks, so a rank without heads holds zeros.
     """
 
     dim: int
     unit: Unit = ""
     fused: int | tuple[Unit, ...] = 1
     heads: str | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True)

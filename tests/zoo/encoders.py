@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
@@ -27,6 +28,15 @@ def distilbert(head: str = "ForMaskedLM", heads: int = 6) -> PreTrainedModel:
         vocab_size=VOCABULARY, dim=8 * heads, n_layers=2, n_heads=heads, hidden_dim=74, max_position_embeddings=64,
     )  # fmt: skip
     return build(getattr(tf, "DistilBert" + head), config)
+
+
+def xlnet(head: str = "LMHeadModel", heads: int = 6, **options: Any) -> PreTrainedModel:
+    config = tf.XLNetConfig(vocab_size=VOCABULARY, d_model=8 * heads, n_layer=2, n_head=heads, d_inner=74, **options)
+    return build(getattr(tf, "XLNet" + head), config, attention="eager")
+
+
+def segmented_inputs() -> dict[str, Any]:
+    return {**text_inputs(), "token_type_ids": torch.tensor([[0, 0, 0, 0, 1, 1, 2]] * 2)}
 
 
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "attention": "eager", "position_biased_input": False}
@@ -56,6 +66,8 @@ CASES = [
     Case("albert-classifier", lambda: encoder("Albert", "ForSequenceClassification", embedding_size=20), text_inputs),
     Case("mpnet", lambda: encoder("MPNet", attention="eager"), text_inputs),
     Case("mpnet-classifier", lambda: encoder("MPNet", "ForSequenceClassification", attention="eager"), text_inputs),
+    Case("xlnet", xlnet, segmented_inputs),
+    Case("xlnet-classifier", lambda: xlnet("ForSequenceClassification", num_labels=5), text_inputs),
     Case("deberta", lambda: encoder("Deberta", **DISENTANGLED), text_inputs),
     Case("deberta-absolute", lambda: encoder("Deberta", relative_attention=False, attention="eager"), text_inputs),
     Case("deberta-v2", lambda: encoder("DebertaV2", **DISENTANGLED), text_inputs),

@@ -73,13 +73,13 @@ def whisper() -> PreTrainedModel:
     return build(tf.WhisperForConditionalGeneration, config)
 
 
-def wav2vec2(family: str = "Wav2Vec2", **options: Any) -> PreTrainedModel:
+def wav2vec2(family: str = "Wav2Vec2", attention: str = "sdpa", **options: Any) -> PreTrainedModel:
     """An encoder over raw samples of `family` ("Wav2Vec2", "Hubert", …)."""
     config = getattr(tf, f"{family}Config")(
         vocab_size=VOCABULARY, conv_dim=(16, 20), conv_kernel=(10, 4), conv_stride=(5, 4), num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=4, num_feat_extract_layers=2, **TOWER, **options,
     )  # fmt: skip
-    return build(getattr(tf, f"{family}ForCTC"), config)
+    return build(getattr(tf, f"{family}ForCTC"), config, attention=attention)
 
 
 CASES = [
@@ -91,6 +91,8 @@ CASES = [
     Case("wav2vec2", wav2vec2, sound_inputs),
     Case("wav2vec2-stable", lambda: wav2vec2(do_stable_layer_norm=True, feat_extract_norm="layer", adapter_attn_dim=6), sound_inputs),
     Case("hubert", lambda: wav2vec2("Hubert"), sound_inputs),
+    Case("wavlm", lambda: wav2vec2("WavLM", attention="eager"), sound_inputs),
+    Case("wavlm-stable", lambda: wav2vec2("WavLM", attention="eager", do_stable_layer_norm=True), sound_inputs),
     Case("unispeech", lambda: wav2vec2("UniSpeech"), sound_inputs),
     Case("unispeech-sat", lambda: wav2vec2("UniSpeechSat"), sound_inputs),
     Case("data2vec-audio", lambda: wav2vec2("Data2VecAudio"), sound_inputs),
