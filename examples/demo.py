@@ -27,7 +27,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--model", default=str(DEMO_MODEL), help="a folder or an id of the Hugging Face hub")
 parser.add_argument("--num-gpus", type=int, default=2, help="workers: one per GPU, CPU processes without GPUs")
 parser.add_argument("--max-new-tokens", type=int, default=60)
-parser.add_argument("--prompt", default="Once upon a time there lived a king who had three daughters.")
+parser.add_argument("--prompt", default="And it came to pass in those days, that the king")
 parser.add_argument(
     "--dtype",
     default="float32",

@@ -1,7 +1,7 @@
-"""Train the small English model in `examples/demo_model` from the fairy tales stored beside this script.
+"""Train the small English model in `examples/demo_model` from the King James Bible stored beside this script.
 
 A Llama of two million parameters, with grouped-query attention (six query heads over two key/value heads), learns to
-tell fairy tales in a quarter of an hour on one CPU core. Everything it needs is in the repository; nothing is
+write its English in a quarter of an hour on one CPU core. Everything it needs is in the repository; nothing is
 downloaded.
 
 The hidden matrices are trained with Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/); the
@@ -23,33 +23,33 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 HERE = Path(__file__).resolve().parent
-TALES = HERE / "fairy_tales.txt.xz"
-END_OF_TALE, PAD = "<|end|>", "<|pad|>"
+TEXT = HERE / "king_james_bible.txt.xz"
+END_OF_CHAPTER, PAD = "<|end|>", "<|pad|>"
 CONTEXT = 256  # tokens in a training window, and the positions that the model is good for
-HELD_OUT_EVERY = 20  # one tale in so many is kept for validation
+HELD_OUT_EVERY = 20  # one chapter in so many is kept for validation
 
 
-def read_tales() -> list[str]:
-    """The tales: one paragraph per line, an empty line between two tales."""
-    return lzma.decompress(TALES.read_bytes()).decode("ascii").strip().split("\n\n")
+def read_chapters() -> list[str]:
+    """The chapters: one verse per line, an empty line between two chapters."""
+    return lzma.decompress(TEXT.read_bytes()).decode("ascii").strip().split("\n\n")
 
 
-def train_tokenizer(tales: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(chapters: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: any prompt can be encoded, known words are short."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TALE, PAD],
+        special_tokens=[END_OF_CHAPTER, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(tales, trainer)
+    tokenizer.train_from_iterator(chapters, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=END_OF_TALE,
-        eos_token=END_OF_TALE,
+        bos_token=END_OF_CHAPTER,
+        eos_token=END_OF_CHAPTER,
         pad_token=PAD,
         padding_side="left",
         model_max_length=CONTEXT,
@@ -81,11 +81,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def encode(tales: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """All tales as one row of token ids `[tokens]`, an end-of-tale token before each."""
+def encode(chapters: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """All chapters as one row of token ids `[tokens]`, an end-of-chapter token before each."""
     ids: list[int] = []
-    for tale in tales:
-        ids += [tokenizer.eos_token_id, *tokenizer.backend_tokenizer.encode(tale).ids]
+    for chapter in chapters:
+        ids += [tokenizer.eos_token_id, *tokenizer.backend_tokenizer.encode(chapter).ids]
     return torch.tensor([*ids, tokenizer.eos_token_id])
 
 
@@ -105,7 +105,7 @@ def windows(tokens: torch.Tensor, batch: int, generator: torch.Generator) -> Ite
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
-    """Mean cross-entropy in nats per token over the held-out tales."""
+    """Mean cross-entropy in nats per token over the held-out chapters."""
     model.eval()
     cuts = cut(tokens)
     losses = [model(input_ids=chunk, labels=chunk).loss.item() * len(chunk) for chunk in cuts.split(32)]
@@ -182,19 +182,19 @@ def main() -> None:
     torch.manual_seed(options.seed)
     disable_progress_bar()  # of saving and loading: a bar inside the bar of the training
 
-    tales = read_tales()
-    tokenizer = train_tokenizer(tales, options.vocab)
+    chapters = read_chapters()
+    tokenizer = train_tokenizer(chapters, options.vocab)
     tokenizer.save_pretrained(options.out)
-    held_out = encode(tales[::HELD_OUT_EVERY], tokenizer)
-    train_tokens = encode([tale for i, tale in enumerate(tales) if i % HELD_OUT_EVERY], tokenizer)
+    held_out = encode(chapters[::HELD_OUT_EVERY], tokenizer)
+    train_tokens = encode([chapter for i, chapter in enumerate(chapters) if i % HELD_OUT_EVERY], tokenizer)
     model = build_model(tokenizer)
-    print(f"{len(tales)} tales, {len(train_tokens):,} tokens to train on; {model.num_parameters():,} parameters")
+    print(f"{len(chapters)} chapters, {len(train_tokens):,} tokens to train on; {model.num_parameters():,} parameters")
 
     loss = train(model, train_tokens, held_out, options)
     print(f"held-out loss {loss:.3f} nats per token, perplexity {math.exp(loss):.1f}; stored in {options.out}")
 
     model = LlamaForCausalLM.from_pretrained(options.out)
-    for prompt in ("Once upon a time", "The princess"):
+    for prompt in ("And it came to pass", "The king"):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         tokens = model.generate(**inputs, max_new_tokens=60, do_sample=True, temperature=0.7)
         print(f"\n{tokenizer.decode(tokens[0], skip_special_tokens=True)}")

@@ -1,7 +1,27 @@
-"""Run a Hugging Face model that is too big or too slow for one GPU, with one line of Python."""
+"""Run a Hugging Face model that is too big or too slow for one GPU, with one line of Python.
 
-from parallelformers_ng.parallelize import parallelize, plan, start_group
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row, Slice
+The names load on first use: a worker imports this package too, and must be watching its parent before torch has loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallelformers_ng.entry import parallelize, plan, start_group
+    from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row, Slice
 
 __all__ = ["Column", "Experts", "Heads", "Policy", "Reduce", "Row", "Slice", "parallelize", "plan", "start_group"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "entry" if name in ("parallelize", "plan", "start_group") else "sharding.policy"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

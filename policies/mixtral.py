@@ -1,5 +1,4 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-
 from parallelformers_ng.sharding.policy import Experts
 
 

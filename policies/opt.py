@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class OPTPolicy(Policy):
-    """Views its projections as `(batch, -1, num_heads, head_dim)`: with the whole count, `-1` would swallow the sequence."""
+    """Views its projections as `(batch, -1, num_heads, head_dim)`: with the whole count, `-1` would swallow the
+    sequence."""
 
     block = "OPTDecoderLayer"
     plan = {

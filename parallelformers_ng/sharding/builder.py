@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,9 +12,30 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
-from parallelformers_ng.sharding.partition import HeadShare, Range, cut_width, join, share_heads, spread_aligned
+from parallelformers_ng.sharding.partition import (
+    HeadShare,
+    Range,
+    count_once,
+    cut_interleaved,
+    cut_width,
+    join,
+    share_heads,
+    spread_aligned,
+)  # fmt: skip
 from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerKind, LayerPlan, Shard, ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row, Rule, Slice, Unit
+from parallelformers_ng.sharding.policy import (
+    Column,
+    Experts,
+    HeadNorms,
+    Heads,
+    Norm,
+    Policy,
+    Reduce,
+    Row,
+    Rule,
+    Slice,
+    Unit,
+)
 from parallelformers_ng.sharding.registry import Selection, is_block
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
@@ -55,6 +77,7 @@ class _Builder:
         self.blocks += [path for path, _ in blocks]
         unmatched = set(policy.plan)
         for path, block in blocks:
+            self._check_requirements(policy, path, block)
             heads = self._head_shares(policy, path, block)
             for rule_path, rule in policy.plan.items():
                 target = _join(path, rule_path)
@@ -66,6 +89,14 @@ class _Builder:
         for rule_path in sorted(unmatched):
             if not any(rule_path == path or rule_path.startswith(path + ".") for path in policy.optional):
                 raise PolicyError(_no_match(policy, rule_path, blocks))
+
+    def _check_requirements(self, policy: type[Policy], path: str, block: nn.Module) -> None:
+        for name, wanted in policy.requires.items():
+            value = attrgetter(name)(block)
+            if value != wanted:
+                raise PolicyError(
+                    f"{policy.__name__}: {_join(path, name)} is {value!r}, but it holds for {wanted!r} alone"
+                )
 
     def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
         shares = {}
@@ -93,6 +124,11 @@ class _Builder:
             self._row(rule, target, module, heads)
         elif isinstance(rule, Experts):
             self._experts(target, module)
+        elif isinstance(rule, Norm):
+            self._norm(rule, target, module, heads)
+        elif isinstance(rule, HeadNorms):
+            indices = [share.key if rule.unit == "key" else share.query for share in heads]
+            self._layer(target, "head_norms", [{"head_indices": mine} for mine in indices])
         elif isinstance(rule, Reduce):
             self._layer(target, "reduced", [{} for _ in range(self.world_size)])
         else:
@@ -103,13 +139,17 @@ class _Builder:
 
     def _column(self, rule: Column, path: str, module: Any, heads: list[HeadShare]) -> None:
         dim, size_name = _output_geometry(self.who, module)
-        ranges = self._ranges(module.weight.shape[dim], rule.unit, rule.fused, heads)
+        size = module.weight.shape[dim]
+        if rule.interleaved:
+            ranges = self._interleaved(size, rule.interleaved, heads)
+        else:
+            ranges = self._ranges(size, rule.unit, rule.fused, heads)
         self._cut(f"{path}.weight", [Shard(dim, held) for held in ranges])
         if getattr(module, "bias", None) is not None:
             self._cut(f"{path}.bias", [Shard(0, held) for held in ranges])
         widths = [_width(held) for held in ranges]
         if rule.gather:
-            if any(share.idle for share in heads) or sum(widths) != module.weight.shape[dim]:
+            if any(share.idle for share in heads) or sum(widths) != size:
                 raise PolicyError(f"{self.who}: outputs that ranks hold twice cannot be gathered")
             attributes = [{size_name: width, "gathered_sizes": tuple(widths)} for width in widths]
             self._layer(path, "gathered_column", attributes)
@@ -133,17 +173,30 @@ class _Builder:
         local: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
         for attributes, share in zip(local, shares, strict=True):
             mine, mine_key = len(share.query), len(share.key)
-            for name in (rule.query, *rule.scaled):
-                if name != rule.query or not name.startswith("config."):
-                    attributes[name] = self._scale(module, name, mine, query)
-            for name in (rule.key, *rule.scaled_key):
-                if name and (name != rule.key or not name.startswith("config.")) and name not in attributes:
+            for name in _local_names(rule.query, rule.scaled):
+                attributes[name] = self._scale(module, name, mine, query)
+            for name in _local_names(rule.key, rule.scaled_key):
+                if name not in attributes:
                     attributes[name] = self._scale(module, name, mine_key, key)
             if rule.groups:
                 attributes[rule.groups] = share.groups
             attributes["head_sizes"] = tuple(0 if share.idle else len(share.query) for share in shares)
             attributes["weights_index"] = rule.weights
-        self._layer(path, "heads", local)
+            if rule.biases:
+                attributes.update(bias_names=rule.biases, head_count=query)
+            if rule.biases or rule.layer:
+                attributes["head_indices"] = share.query
+        kind: LayerKind = rule.layer or ("biased_heads" if rule.biases else "heads")
+        self._layer(path, kind, local)
+
+    def _norm(self, rule: Norm, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
+        names = dict(module.named_parameters(recurse=False))
+        if list(names) != ["weight"] or names["weight"].ndim != 1 or not hasattr(module, "variance_epsilon"):
+            raise PolicyError(f"{self.who}: a {type(module).__name__} has not one `weight` and a `variance_epsilon`")
+        width = names["weight"].shape[0]
+        ranges = self._ranges(width, rule.unit, 1, heads)
+        self._cut(f"{path}.weight", [Shard(0, held) for held in ranges])
+        self._layer(path, "norm", [{"width": width, "counted": counted} for counted in count_once(ranges)])
 
     def _experts(self, path: str, module: nn.Module) -> None:
         """Geometry from the attributes that transformers' experts interface sets on the module."""
@@ -192,7 +245,8 @@ class _Builder:
             raise PolicyError(f"{self.who}: has {tensor.ndim} dimensions, so there is no dimension {rule.dim}")
         dim = rule.dim % tensor.ndim
         ranges = self._ranges(tensor.shape[dim], rule.unit, rule.fused, heads)
-        self._cut(target, [Shard(dim, held) for held in ranges])
+        idle = [rule.partial and share.idle for share in heads] or [False] * self.world_size
+        self._cut(target, [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
         return True
 
     def cut_vocabulary(self) -> None:
@@ -221,6 +275,14 @@ class _Builder:
             raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
         try:
             return cut_width(size, resolved, heads, self.world_size)
+        except PolicyError as error:
+            raise PolicyError(f"{self.who}: {error}") from None
+
+    def _interleaved(self, size: int, parts: tuple[Unit, ...], heads: list[HeadShare]) -> list[tuple[Range, ...]]:
+        if not heads:
+            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
+        try:
+            return cut_interleaved(size, parts, heads)
         except PolicyError as error:
             raise PolicyError(f"{self.who}: {error}") from None
 
@@ -321,6 +383,12 @@ def _width(ranges: Sequence[Range]) -> int:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
+
+
+def _local_names(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
+    """The attributes to set per rank. A count in the configuration is set only where the policy says that the forward
+    reads it."""
+    return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)
 
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.sharding import layers
+from parallelformers_ng.sharding import attention, layers
 from parallelformers_ng.sharding.plan import LayerKind, ShardPlan
 
 _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
@@ -19,6 +19,11 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "vocabulary_embedding": layers.VocabularyParallelEmbedding,
     "vocabulary_head": layers.VocabularyParallelHead,
     "heads": layers.HeadParallel,
+    "biased_heads": layers.BiasedHeadParallel,
+    "wavlm_attention": attention.WavLMAttentionParallel,
+    "xlnet_attention": attention.XLNetAttentionParallel,
+    "norm": layers.RMSNormParallel,
+    "head_norms": layers.HeadNormsParallel,
 }
 
 
@@ -36,7 +41,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
         if layer.kind in _CLASSES:
             module.__class__ = layers.parallel_class(_CLASSES[layer.kind], type(module))  # type: ignore[arg-type]
             module.communicator = communicator
-        if layer.kind == "heads":
+        if isinstance(module, layers.HeadParallel):
             module.recording = recording
         for name, value in layer.attributes[rank].items():
             set_attribute(module, name, value)

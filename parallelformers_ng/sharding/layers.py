@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.errors import PolicyError
 
 
 class ParallelLayer(nn.Module):
@@ -29,6 +30,10 @@ class ParallelLayer(nn.Module):
     """
 
     communicator: Communicator
+
+    if TYPE_CHECKING:
+        # It is mixed into a layer and has whatever that has: `weight`, `norms`, ….
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class RowParallel(ParallelLayer):
@@ -139,6 +144,74 @@ class HeadParallel(ParallelLayer):
         own = weights.narrow(1, 0, self.head_sizes[self.communicator.rank])
         whole = self.communicator.all_gather(own, dim=1, sizes=self.head_sizes)
         return (*output[: self.weights_index], whole, *output[self.weights_index + 1 :])
+
+
+class BiasedHeadParallel(HeadParallel):
+    """Attention over this rank's heads where the model makes a bias for all heads outside: b ↦ b[heads of this rank].
+
+    Attributes:
+        bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` or
+            `[batch · heads, …, keys]`.
+        head_indices: this rank's heads.
+        head_count: heads of the whole model.
+    """
+
+    bias_names: Sequence[str]
+    head_indices: Sequence[int]
+    head_count: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name in self.bias_names:
+            if name not in kwargs:
+                raise PolicyError(
+                    f"{type(self).__name__}: bias {name!r} is not among the keyword arguments {sorted(kwargs)}"
+                )
+            if kwargs[name] is not None:
+                kwargs[name] = self._own_part(kwargs[name])
+        return super().forward(*args, **kwargs)
+
+    def _own_part(self, bias: torch.Tensor) -> torch.Tensor:
+        heads = torch.tensor(self.head_indices, device=bias.device)
+        if bias.ndim == 4:
+            return bias if bias.shape[1] == 1 else bias.index_select(1, heads)
+        return bias.unflatten(0, (-1, self.head_count)).index_select(1, heads).flatten(0, 1)
+
+
+class RMSNormParallel(ParallelLayer):
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over a width that is cut:
+
+        y = w ⊙ x / √(ε + Σᵣ ‖xᵣ‖² / N)
+
+    Attributes:
+        width: N, columns of the whole model.
+        counted: this rank's columns whose squares it adds; those that an earlier rank holds too are left to that rank.
+    """
+
+    width: int
+    counted: Sequence[tuple[int, int]]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inputs = hidden_states.to(torch.float32)
+        squares = inputs.new_zeros(*inputs.shape[:-1], 1)
+        for start, stop in self.counted:
+            squares = squares + inputs[..., start:stop].pow(2).sum(-1, keepdim=True)
+        mean = self.communicator.all_reduce(squares) / self.width
+        normalised = inputs * torch.rsqrt(mean + self.variance_epsilon)
+        return (self.weight * normalised).to(hidden_states.dtype)
+
+
+class HeadNormsParallel(ParallelLayer):
+    """A norm for each head, yₕ = normₕ(xₕ), over this rank's heads: dimension 1 of the input.
+
+    Attributes:
+        head_indices: this rank's heads, which choose from the list `norms`.
+    """
+
+    head_indices: Sequence[int]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        heads = hidden_states.split(1, dim=1)
+        return torch.cat([self.norms[index](head) for index, head in zip(self.head_indices, heads, strict=True)], dim=1)
 
 
 @cache

@@ -133,6 +133,61 @@ def cut_width(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], worl
     return [join(ranges) for ranges in per_rank]
 
 
+def cut_interleaved(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare]) -> list[tuple[Range, ...]]:
+    """Cut a dimension of `size` in which each key/value head's group lies together: `q q k v | q q k v | …`.
+
+    Args:
+        size: length of the dimension.
+        parts: the parts of one group: "query" stands for all its query heads, "key" for one key or value head.
+        heads: the head shares of the surrounding attention.
+
+    Returns:
+        For each rank the ranges it holds, in order.
+
+    Raises:
+        PolicyError: the groups do not fit the size.
+    """
+    groups = _total(heads, "key")
+    ratio = _total(heads, "query") // groups
+    units = sum(ratio if part == "query" else 1 for part in parts) * groups
+    if size % units:
+        raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
+    head = size // units
+    per_rank = []
+    for share in heads:
+        ranges: list[Range] = []
+        for index, group in enumerate(share.key):
+            start = size // groups * group
+            for part in parts:
+                mine = share.query[index * share.groups : (index + 1) * share.groups] if part == "query" else (0,)
+                ranges += [(start + query % ratio * head, start + (query % ratio + 1) * head) for query in mine]
+                start += head * (ratio if part == "query" else 1)
+        per_rank.append(join(ranges))
+    return per_rank
+
+
+def count_once(per_rank: Sequence[Sequence[Range]]) -> list[tuple[Range, ...]]:
+    """Give each column to the first that holds it.
+
+    Returns:
+        For each rank the ranges, in its own columns, that it answers for.
+
+    >>> count_once([[(0, 4)], [(2, 6), (2, 4)]])
+    [((0, 4),), ((2, 4),)]
+    """
+    seen: set[int] = set()
+    counted = []
+    for ranges in per_rank:
+        own: list[Range] = []
+        columns = [column for start, stop in ranges for column in range(start, stop)]
+        for index, column in enumerate(columns):
+            if column not in seen:
+                seen.add(column)
+                own.append((index, index + 1))
+        counted.append(join(own))
+    return counted
+
+
 def _total(heads: Sequence[HeadShare], unit: str) -> int:
     """Heads of the whole model: one more than the highest index any rank holds."""
     return 1 + max((max(share.query if unit == "query" else share.key) for share in heads), default=0)

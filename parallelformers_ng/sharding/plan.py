@@ -14,7 +14,10 @@ import torch
 
 from parallelformers_ng.sharding.partition import Range
 
-LayerKind = Literal["column", "gathered_column", "row", "reduced", "vocabulary_embedding", "vocabulary_head", "heads"]
+LayerKind = Literal[
+    "column", "gathered_column", "row", "reduced", "norm", "head_norms",
+    "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads", "wavlm_attention", "xlnet_attention",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,15 @@ class Column(Rule):
         fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
             `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
             Each part is cut on its own. Projections interleaved *per head* (Bloom) are one part: a head is contiguous.
+        interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
+            group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
         heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
         gather: put the cut outputs together again, for a layer whose reader needs all of them.
     """
 
     unit: Unit = ""
     fused: int | tuple[Unit, ...] = 1
+    interleaved: tuple[Unit, ...] = ()
     heads: str | None = None
     gather: bool = False
 
@@ -65,7 +68,8 @@ class Row(Rule):
 class Heads(Rule):
     """Says that a module is attention: layers beneath it are cut by whole heads.
 
-    Attribute names are relative to the module; `config.x` is read from the module's configuration.
+    Attribute names are relative to the module; `config.x` is read from the module's configuration. A count read there
+    is left as it is unless it is also among the scaled ones: most forwards do not look at it again.
 
     Args:
         query: attribute that holds the number of query heads.
@@ -74,6 +78,10 @@ class Heads(Rule):
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: the same for attributes proportional to the key/value heads.
         weights: place of the attention weights `[batch, heads, …]` among the module's outputs.
+        biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
+            (ALiBi). Each rank takes those of its heads: dimension 1 of four, or dimension 0 (batch × heads) of three.
+        layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the
+            heads as it is; "" for all others.
     """
 
     query: str
@@ -82,6 +90,8 @@ class Heads(Rule):
     scaled: tuple[str, ...] = ()
     scaled_key: tuple[str, ...] = ()
     weights: int = 1
+    biases: tuple[str, ...] = ()
+    layer: Literal["", "wavlm_attention", "xlnet_attention"] = ""
 
 
 @dataclass(frozen=True)
@@ -103,17 +113,47 @@ class Slice(Rule):
         unit: what that dimension is counted in, as in `Column`.
         fused: parts packed along it, as in `Column`.
         heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+        partial: its products are summed over the ranks, so a rank without heads holds zeros.
     """
 
     dim: int
     unit: Unit = ""
     fused: int | tuple[Unit, ...] = 1
     heads: str | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True)
 class Reduce(Rule):
     """Sum a module's output over the ranks, for one whose cut layers or parameters leave partial sums."""
+
+
+@dataclass(frozen=True)
+class Norm(Rule):
+    """Normalise cut outputs by the root mean square of all of them, as the whole model does; the ranks sum their
+    squares.
+
+    A norm per head needs no rule: its width is not cut.
+
+    Args:
+        unit: what the width is counted in, as in `Column`.
+        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+    """
+
+    unit: Unit = ""
+    heads: str | None = None
+
+
+@dataclass(frozen=True)
+class HeadNorms(Rule):
+    """Apply to each head its own norm, for a module that keeps one per head in a list `norms`. All ranks hold all of
+    them.
+
+    Args:
+        unit: "query" or "key": which heads they are.
+    """
+
+    unit: Unit = "query"
 
 
 class Policy:
@@ -124,11 +164,14 @@ class Policy:
         plan: path beneath the block → rule. "" is the block itself. A path matches in every block of the model where
             it exists and must match in at least one.
         optional: paths (each with all that lies beneath) that a configuration may leave out, e.g. cross-attention.
+        requires: attribute path beneath the block → the value for which the plan is right, for settings that change how
+            the forward computes. A model with another value is refused.
     """
 
     block: ClassVar[str | tuple[str, ...]] = ()
     plan: ClassVar[dict[str, Rule]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[dict[str, object]] = {}
 
     @classmethod
     def blocks(cls) -> tuple[str, ...]:

@@ -1,0 +1,24 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class DistilBertPolicy(Policy):
+    """BERT's block, half as many of them, under names of its own."""
+
+    block = "TransformerBlock"
+    plan = {
+        "attention": Heads("n_heads", scaled=("dim",)),
+        "attention.q_lin": Column(),
+        "attention.k_lin": Column(),
+        "attention.v_lin": Column(),
+        "attention.out_lin": Row(),
+        "ffn.lin1": Column(),
+        "ffn.lin2": Row(),
+    }
+
+
+class DistilBertHeadPolicy(Policy):
+    """The layers in front of the heads for masked language, classification and multiple choice."""
+
+    block = ("DistilBertForMaskedLM", "DistilBertForSequenceClassification", "DistilBertForMultipleChoice")
+    plan = {"vocab_transform": Column(gather=True), "pre_classifier": Column(gather=True)}
+    optional = ("vocab_transform", "pre_classifier")

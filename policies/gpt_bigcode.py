@@ -1,0 +1,21 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class GPTBigCodePolicy(Policy):
+    """`c_attn` holds all query heads and one k and v, or q, k and v of one head after the other where not
+    multi-query."""
+
+    block = "GPTBigCodeBlock"
+    plan = {
+        "attn": Heads(
+            "num_heads",
+            "kv_heads",
+            groups="num_key_value_groups",
+            scaled=("embed_dim", "split_size"),
+            scaled_key=("kv_dim",),
+        ),
+        "attn.c_attn": Column(interleaved=("query", "key", "key")),
+        "attn.c_proj": Row(),
+        "mlp.c_fc": Column(),
+        "mlp.c_proj": Row(),
+    }

@@ -1,0 +1,30 @@
+from parallelformers_ng.policies.bert import BertHeadPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class MPNetPolicy(Policy):
+    """BERT's block with q, k, v and o in one module."""
+
+    block = "MPNetLayer"
+    plan = {
+        "attention.attn": Heads("num_attention_heads", scaled=("all_head_size",)),
+        "attention.attn.q": Column(),
+        "attention.attn.k": Column(),
+        "attention.attn.v": Column(),
+        "attention.attn.o": Row(),
+        "intermediate.dense": Column(),
+        "output.dense": Row(),
+    }
+
+
+class MPNetBiasPolicy(Policy):
+    """The encoder makes the relative position bias of all its layers, from a table with a column per head."""
+
+    block = "MPNetEncoder"
+    plan = {"": Heads("n_heads"), "relative_attention_bias": Column()}
+
+
+class MPNetHeadPolicy(BertHeadPolicy):
+    """The layers in front of the heads."""
+
+    block = ("MPNetLMHead", "MPNetPooler", "MPNetClassificationHead")

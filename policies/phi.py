@@ -1,0 +1,17 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class PhiPolicy(Policy):
+    """Llama's attention with a biased output `dense`, beside an ungated MLP; q and k may have a norm that all heads
+    share."""
+
+    block = "PhiDecoderLayer"
+    plan = {
+        "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column("key"),
+        "self_attn.v_proj": Column("key"),
+        "self_attn.dense": Row(),
+        "mlp.fc1": Column(),
+        "mlp.fc2": Row(),
+    }

@@ -1,0 +1,20 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class Phi3Policy(Policy):
+    """q, k and v side by side in one projection, gate and up in another; the forward slices the first by its
+    configuration."""
+
+    block = "Phi3DecoderLayer"
+    plan = {
+        "self_attn": Heads(
+            "config.num_attention_heads",
+            "num_key_value_heads",
+            groups="num_key_value_groups",
+            scaled=("config.num_attention_heads",),
+        ),
+        "self_attn.qkv_proj": Column(fused=("query", "key", "key")),
+        "self_attn.o_proj": Row(),
+        "mlp.gate_up_proj": Column(fused=2),
+        "mlp.down_proj": Row(),
+    }

@@ -1,0 +1,60 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class Wav2Vec2Policy(Policy):
+    """The encoder layers that most models over raw sound share, with the norms behind or in front ("stable").
+
+    The adapter is that of the massively multilingual checkpoints. The convolutions in front stay whole.
+    """
+
+    block = (
+        "Wav2Vec2EncoderLayer", "Wav2Vec2EncoderLayerStableLayerNorm",
+        "HubertEncoderLayer", "HubertEncoderLayerStableLayerNorm",
+        "UniSpeechEncoderLayer", "UniSpeechEncoderLayerStableLayerNorm",
+        "UniSpeechSatEncoderLayer", "UniSpeechSatEncoderLayerStableLayerNorm",
+        "Data2VecAudioEncoderLayer", "SEWEncoderLayer",
+    )  # fmt: skip
+    plan = {
+        "attention": Heads("num_heads", scaled=("embed_dim",)),
+        "attention.q_proj": Column(),
+        "attention.k_proj": Column(),
+        "attention.v_proj": Column(),
+        "attention.out_proj": Row(),
+        "feed_forward.intermediate_dense": Column(),
+        "feed_forward.output_dense": Row(),
+        "adapter_layer.linear_1": Column(),
+        "adapter_layer.linear_2": Row(),
+    }
+    optional = ("adapter_layer",)
+
+
+class Wav2Vec2ProjectionPolicy(Policy):
+    """From the width of the convolutions to that of the encoder."""
+
+    block = (
+        "Wav2Vec2FeatureProjection", "HubertFeatureProjection", "UniSpeechFeatureProjection",
+        "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection",
+    )  # fmt: skip
+    plan = {"projection": Column(gather=True)}
+
+
+class CTCHeadPolicy(Policy):
+    """The head over characters, which these models do not name as their output embeddings."""
+
+    block = (
+        "Wav2Vec2ForCTC",
+        "HubertForCTC",
+        "UniSpeechForCTC",
+        "UniSpeechSatForCTC",
+        "Data2VecAudioForCTC",
+        "SEWForCTC",
+    )
+    plan = {"lm_head": Column(gather=True)}
+
+
+class SEWProjectionPolicy(Policy):
+    """The projections around SEW's encoder, which runs on squeezed time steps."""
+
+    block = ("SEWModel", "SEWUpsampling")
+    plan = {"feature_projection": Column(gather=True), "projection": Column(gather=True)}
+    optional = ("feature_projection",)

@@ -1,0 +1,29 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+
+
+class XLNetPolicy(Policy):
+    """Projections are bare parameters `[d_model, heads, d_head]`, positions (`r`) and segments have heads as well."""
+
+    block = "XLNetLayer"
+    plan = {
+        "rel_attn": Heads("n_head", layer="xlnet_attention"),
+        "rel_attn.q": Slice(1),
+        "rel_attn.k": Slice(1),
+        "rel_attn.v": Slice(1),
+        "rel_attn.r": Slice(1),
+        "rel_attn.o": Slice(1, partial=True),
+        "rel_attn.r_r_bias": Slice(0),
+        "rel_attn.r_s_bias": Slice(0),
+        "rel_attn.r_w_bias": Slice(0),
+        "rel_attn.seg_embed": Slice(1),
+        "ff.layer_1": Column(),
+        "ff.layer_2": Row(),
+    }
+
+
+class XLNetSummaryPolicy(Policy):
+    """The summary of a sequence in front of the classifiers."""
+
+    block = "XLNetSequenceSummary"
+    plan = {"summary": Column(gather=True)}
+    optional = ("summary",)
