@@ -4,7 +4,10 @@ from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 class RobertaPolicy(BertPolicy):
     """BERT's block under the names of RoBERTa and its successors."""
 
-    block = ("RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "RobertaPreLayerNormLayer", "Data2VecTextLayer")
+    block = (
+        "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "RobertaPreLayerNormLayer",
+        "Data2VecTextLayer",
+    )  # fmt: skip
 
 
 class RobertaHeadPolicy(BertHeadPolicy):

@@ -13,8 +13,15 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.partition import (
-    HeadShare, Range, count_once, cut_interleaved, cut_width, join, share_heads, spread_aligned,
-)  # fmt: skip
+    HeadShare,
+    Range,
+    count_once,
+    cut_interleaved,
+    cut_width,
+    join,
+    share_heads,
+    spread_aligned,
+)
 from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerKind, LayerPlan, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Column, Experts, HeadNorms, Heads, Norm, Policy, Reduce, Row, Rule, Slice, Unit
 from parallelformers_ng.sharding.registry import Selection, is_block
@@ -73,7 +80,9 @@ class _Builder:
         for name, wanted in policy.requires.items():
             value = attrgetter(name)(block)
             if value != wanted:
-                raise PolicyError(f"{policy.__name__}: {_join(path, name)} is {value!r}, this policy is right for {wanted!r} alone")
+                raise PolicyError(
+                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy is right for {wanted!r} alone"
+                )
 
     def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
         shares = {}
@@ -168,7 +177,8 @@ class _Builder:
     def _norm(self, rule: Norm, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
         names = dict(module.named_parameters(recurse=False))
         if list(names) != ["weight"] or names["weight"].ndim != 1 or not hasattr(module, "variance_epsilon"):
-            raise PolicyError(f"{self.who}: a {type(module).__name__} is no norm with one `weight` and a `variance_epsilon`")
+            what = type(module).__name__
+            raise PolicyError(f"{self.who}: a {what} is no norm with one `weight` and a `variance_epsilon`")
         width = names["weight"].shape[0]
         ranges = self._ranges(width, rule.unit, 1, heads)
         self._cut(f"{path}.weight", [Shard(0, held) for held in ranges])
@@ -234,7 +244,9 @@ class _Builder:
                 self._cut(name, [Shard(0, held) for held in ranges], rule="vocabulary")
             bounds = [held[0] if held else (0, 0) for held in ranges]
             sizes = tuple(stop - start for start, stop in bounds)
-            attributes = [{"first_row": start, "row_count": stop - start, "gathered_sizes": sizes} for start, stop in bounds]
+            attributes = [
+                {"first_row": start, "row_count": stop - start, "gathered_sizes": sizes} for start, stop in bounds
+            ]
             self._layer(layer.path, layer.kind, attributes)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
@@ -357,7 +369,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _local_names(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """The attributes to set per rank. A count in the configuration is set only where the policy says that the forward reads it."""
+    """The attributes to set per rank. A count in the configuration is set only where the policy lists it as scaled."""
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)
 
 

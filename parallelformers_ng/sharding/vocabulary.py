@@ -29,8 +29,8 @@ class VocabularyLayer:
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
     """The embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one of these.
 
-    A weight that is also used by any other layer stays whole, with all its owners: cutting only some of them would change
-    what the others read.
+    A weight that is also used by any other layer stays whole, with all its owners: cutting only some of them would
+    change what the others read.
 
     Args:
         taken: names of tensors that a policy cut already; their layers are left alone.
