@@ -1,10 +1,12 @@
+from typing import ClassVar
+
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class BertPolicy(Policy):
     """The encoder block that most encoders of 2018 to 2021 share; as a decoder it may have cross-attention."""
 
-    block = "BertLayer"
+    block: ClassVar[str | tuple[str, ...]] = "BertLayer"
     plan = {
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
         "attention.self.query": Column(),
@@ -25,5 +27,5 @@ class BertPolicy(Policy):
 class BertHeadPolicy(Policy):
     """The layers in front of the heads: the masked-language one's transform and the pooler of the first token."""
 
-    block = ("BertPredictionHeadTransform", "BertPooler")
+    block: ClassVar[str | tuple[str, ...]] = ("BertPredictionHeadTransform", "BertPooler")
     plan = {"dense": Column(gather=True)}

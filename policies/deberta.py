@@ -3,8 +3,7 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
 
 
 class DebertaPolicy(Policy):
-    """Disentangled attention: `in_proj` is interleaved per head, and the relative positions have projections of their
-    own.
+    """Disentangled attention: `in_proj` is interleaved per head; relative positions have projections of their own.
 
     Talking heads mix the scores of all heads, which no rank has.
     """

@@ -2,8 +2,7 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class GPTBigCodePolicy(Policy):
-    """`c_attn` holds all query heads and one k and v, or q, k and v of one head after the other where not
-    multi-query."""
+    """`c_attn` holds all query heads, one k and one v; if not multi-query, q, k and v of each head in turn."""
 
     block = "GPTBigCodeBlock"
     plan = {

@@ -2,8 +2,7 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class OPTPolicy(Policy):
-    """Views its projections as `(batch, -1, num_heads, head_dim)`: with the whole count, `-1` would swallow the
-    sequence."""
+    """The forward views q as `(batch, -1, num_heads, head_dim)`: a whole count lets `-1` swallow the sequence."""
 
     block = "OPTDecoderLayer"
     plan = {

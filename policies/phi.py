@@ -2,8 +2,7 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class PhiPolicy(Policy):
-    """Llama's attention with a biased output `dense`, beside an ungated MLP; q and k may have a norm that all heads
-    share."""
+    """Llama's attention with a biased output `dense`, beside an ungated MLP; all heads share a norm on q and on k."""
 
     block = "PhiDecoderLayer"
     plan = {

@@ -2,8 +2,7 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class Phi3Policy(Policy):
-    """q, k and v side by side in one projection, gate and up in another; the forward slices the first by its
-    configuration."""
+    """q, k and v side by side in one projection, gate and up in another. The forward slices by its configuration."""
 
     block = "Phi3DecoderLayer"
     plan = {

@@ -5,13 +5,9 @@ class RobertaPolicy(BertPolicy):
     """BERT's block under the names of RoBERTa and its successors."""
 
     block = (
-        "RobertaLayer",
-        "XLMRobertaLayer",
-        "XLMRobertaXLLayer",
-        "CamembertLayer",
-        "RobertaPreLayerNormLayer",
+        "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "RobertaPreLayerNormLayer",
         "Data2VecTextLayer",
-    )
+    )  # fmt: skip
 
 
 class RobertaHeadPolicy(BertHeadPolicy):

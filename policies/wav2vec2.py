@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
@@ -7,7 +9,7 @@ class Wav2Vec2Policy(Policy):
     The adapter is that of the massively multilingual checkpoints. The convolutions in front stay whole.
     """
 
-    block = (
+    block: ClassVar[str | tuple[str, ...]] = (
         "Wav2Vec2EncoderLayer", "Wav2Vec2EncoderLayerStableLayerNorm",
         "HubertEncoderLayer", "HubertEncoderLayerStableLayerNorm",
         "UniSpeechEncoderLayer", "UniSpeechEncoderLayerStableLayerNorm",
@@ -31,7 +33,7 @@ class Wav2Vec2Policy(Policy):
 class Wav2Vec2ProjectionPolicy(Policy):
     """From the width of the convolutions to that of the encoder."""
 
-    block = (
+    block: ClassVar[str | tuple[str, ...]] = (
         "Wav2Vec2FeatureProjection", "HubertFeatureProjection", "UniSpeechFeatureProjection",
         "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection",
     )  # fmt: skip
@@ -41,14 +43,9 @@ class Wav2Vec2ProjectionPolicy(Policy):
 class CTCHeadPolicy(Policy):
     """The head over characters, which these models do not name as their output embeddings."""
 
-    block = (
-        "Wav2Vec2ForCTC",
-        "HubertForCTC",
-        "UniSpeechForCTC",
-        "UniSpeechSatForCTC",
-        "Data2VecAudioForCTC",
-        "SEWForCTC",
-    )
+    block: ClassVar[str | tuple[str, ...]] = (
+        "Wav2Vec2ForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC", "Data2VecAudioForCTC", "SEWForCTC",
+    )  # fmt: skip
     plan = {"lm_head": Column(gather=True)}
 
 

@@ -3,17 +3,15 @@ from parallelformers_ng.sharding.policy import Column, Heads, Slice
 
 
 class WavLMPolicy(Wav2Vec2Policy):
-    """Wav2Vec2's layers with a relative position bias that each head gates for itself; the first layer's goes on to
-    all."""
+    """Wav2Vec2's layers with a relative position bias that each head gates; the first layer's goes on to all."""
 
     block = ("WavLMEncoderLayer", "WavLMEncoderLayerStableLayerNorm")
     plan = {
-        **{path: rule for path, rule in Wav2Vec2Policy.plan.items() if not path.startswith("adapter_layer")},
+        **Wav2Vec2Policy.plan,
         "attention": Heads("num_heads", scaled=("embed_dim",), layer="wavlm_attention"),
         "attention.gru_rel_pos_const": Slice(1),
         "attention.rel_attn_embed": Column(),
     }
-    optional = ()
 
 
 class WavLMProjectionPolicy(Wav2Vec2ProjectionPolicy):

@@ -1,12 +1,12 @@
-"""Attention that cannot run on a share of its heads as it is written, computed anew. Names are those of the modelling
-code."""
+"""Attention that cannot run on a share of its heads as it is written, computed anew. Names are the modelling code's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallelformers_ng.sharding.layers import HeadParallel
 
@@ -16,6 +16,10 @@ class XLNetAttentionParallel(HeadParallel):
 
     z = norm(h + Σᵣ Σ_{heads n of r} aₙ Oₙᵀ)
     """
+
+    o: torch.Tensor
+    dropout: nn.Dropout
+    layer_norm: nn.LayerNorm
 
     def post_attention(self, h: torch.Tensor, attn_vec: torch.Tensor, residual: bool = True) -> torch.Tensor:
         partial = torch.einsum("ibnd,hnd->ibh", attn_vec, self.o)
@@ -37,6 +41,15 @@ class WavLMAttentionParallel(HeadParallel):
     """
 
     head_indices: Sequence[int]
+    head_dim: int
+    scaling: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+    gru_rel_pos_linear: nn.Linear
+    gru_rel_pos_const: torch.Tensor
+    compute_bias: Callable[[int, int], torch.Tensor]
 
     def forward(
         self,

@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.partition import (
     join,
     share_heads,
     spread_aligned,
-)  # fmt: skip
+)
 from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerKind, LayerPlan, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import (
     Column,
@@ -95,7 +95,7 @@ class _Builder:
             value = attrgetter(name)(block)
             if value != wanted:
                 raise PolicyError(
-                    f"{policy.__name__}: {_join(path, name)} is {value!r}, but it holds for {wanted!r} alone"
+                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy is right for {wanted!r} alone"
                 )
 
     def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
@@ -192,7 +192,8 @@ class _Builder:
     def _norm(self, rule: Norm, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
         names = dict(module.named_parameters(recurse=False))
         if list(names) != ["weight"] or names["weight"].ndim != 1 or not hasattr(module, "variance_epsilon"):
-            raise PolicyError(f"{self.who}: a {type(module).__name__} has not one `weight` and a `variance_epsilon`")
+            what = type(module).__name__
+            raise PolicyError(f"{self.who}: a {what} is no norm with one `weight` and a `variance_epsilon`")
         width = names["weight"].shape[0]
         ranges = self._ranges(width, rule.unit, 1, heads)
         self._cut(f"{path}.weight", [Shard(0, held) for held in ranges])
@@ -386,8 +387,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _local_names(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """The attributes to set per rank. A count in the configuration is set only where the policy says that the forward
-    reads it."""
+    """The attributes to set per rank. A count in the configuration is set only where the policy lists it as scaled."""
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)
 
 

@@ -163,9 +163,7 @@ class BiasedHeadParallel(HeadParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for name in self.bias_names:
             if name not in kwargs:
-                raise PolicyError(
-                    f"{type(self).__name__}: bias {name!r} is not among the keyword arguments {sorted(kwargs)}"
-                )
+                raise PolicyError(f"{type(self).__name__}: bias {name!r} is not among the arguments {sorted(kwargs)}")
             if kwargs[name] is not None:
                 kwargs[name] = self._own_part(kwargs[name])
         return super().forward(*args, **kwargs)
@@ -187,6 +185,8 @@ class RMSNormParallel(ParallelLayer):
         counted: this rank's columns whose squares it adds; those that an earlier rank holds too are left to that rank.
     """
 
+    weight: torch.Tensor
+    variance_epsilon: float
     width: int
     counted: Sequence[tuple[int, int]]
 
@@ -207,6 +207,7 @@ class HeadNormsParallel(ParallelLayer):
         head_indices: this rank's heads, which choose from the list `norms`.
     """
 
+    norms: nn.ModuleList
     head_indices: Sequence[int]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -53,8 +53,10 @@ def gpt_neox(heads: int = 6, **options: Any) -> PreTrainedModel:
     return build(tf.GPTNeoXForCausalLM, config)
 
 
-def bloom(heads: int = 6) -> PreTrainedModel:
-    config = tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=8 * heads, n_layer=2, n_head=heads, **SPECIAL_IDS)
+def bloom(heads: int = 6, **options: Any) -> PreTrainedModel:
+    config = tf.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=8 * heads, n_layer=2, n_head=heads, **SPECIAL_IDS, **options
+    )
     return build(tf.BloomForCausalLM, config, attention="eager")
 
 
@@ -93,69 +95,57 @@ def decoder(
 
 
 MIXTURE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 44,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 44,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LAYERS = ["sliding_attention", "full_attention"]
 GEMMA3 = {"layer_types": LAYERS, "sliding_window": 3, "query_pre_attn_scalar": 8}
 
 CASES = [
-    Case("gpt2", gpt2, text_inputs, generates=True),
-    Case("gpt-neo", gpt_neo, text_inputs, generates=True),
-    Case("gptj", gptj, text_inputs, generates=True),
-    Case("opt", opt, text_inputs, generates=True),
-    Case("opt-350m", lambda: opt(embedding=20, do_layer_norm_before=False), text_inputs, generates=True),
-    Case("opt-unbiased-untied", lambda: opt(enable_bias=False, tie_word_embeddings=False), text_inputs, generates=True),
-    Case("llama", lambda: decoder("Llama"), text_inputs, generates=True),
-    Case(
-        "llama-tied-biased", lambda: decoder("Llama", tied=True, attention_bias=True, mlp_bias=True), text_inputs, True
-    ),
-    Case("llama-8q-2kv", lambda: decoder("Llama", heads=8, key_heads=2), text_inputs, generates=True),
-    Case("mistral", lambda: decoder("Mistral", sliding_window=4), text_inputs, generates=True),
-    Case("qwen3", lambda: decoder("Qwen3"), text_inputs, generates=True),
-    Case("gemma", lambda: decoder("Gemma", tied=True), text_inputs, generates=True),
-    Case("gemma2", lambda: decoder("Gemma2", tied=True, attention="eager", **GEMMA3), text_inputs, generates=True),
-    Case("gemma3", lambda: decoder("Gemma3Text", tied=True, **GEMMA3), text_inputs, generates=True),
-    Case("qwen2", lambda: decoder("Qwen2"), text_inputs, generates=True),
-    Case("qwen2-tied", lambda: decoder("Qwen2", tied=True, key_heads=1), text_inputs, generates=True),
-    Case("qwen2-moe", lambda: decoder("Qwen2Moe", **MIXTURE), text_inputs, generates=True),
-    Case(
-        "qwen2-moe-mlp-layer", lambda: decoder("Qwen2Moe", mlp_only_layers=[0], **MIXTURE), text_inputs, generates=True
-    ),
-    Case("qwen3-moe", lambda: decoder("Qwen3Moe", **MIXTURE), text_inputs, generates=True),
-    Case("phi3", lambda: decoder("Phi3"), text_inputs, generates=True),
-    Case("phi3-8q-2kv", lambda: decoder("Phi3", heads=8, key_heads=2), text_inputs, generates=True),
-    Case("phi", lambda: decoder("Phi"), text_inputs, generates=True),
-    Case("phi-norms", lambda: decoder("Phi", qk_layernorm=True), text_inputs, generates=True),
-    Case("gpt-neox", gpt_neox, text_inputs, generates=True),
-    Case("gpt-neox-sequential", lambda: gpt_neox(use_parallel_residual=False), text_inputs, generates=True),
-    Case("bloom", bloom, text_inputs, generates=True),
-    Case("falcon", falcon, text_inputs, generates=True),
-    Case("falcon-per-head", lambda: falcon(multi_query=False, bias=True), text_inputs, generates=True),
-    Case("falcon-grouped", lambda: falcon(new_decoder_architecture=True, num_kv_heads=3), text_inputs, generates=True),
-    Case("falcon-alibi", lambda: falcon(alibi=True, parallel_attn=False), text_inputs, generates=True),
-    Case(
-        "falcon-alibi-eager",
-        lambda: falcon(alibi=True, multi_query=False, attention="eager"),
-        text_inputs,
-        generates=True,
-    ),
-    Case("gpt-bigcode", gpt_bigcode, text_inputs, generates=True),
-    Case("gpt-bigcode-per-head", lambda: gpt_bigcode(multi_query=False), text_inputs, generates=True),
-    Case("olmo", lambda: decoder("Olmo", clip_qkv=1.0), text_inputs, generates=True),
-    Case("olmo2", lambda: decoder("Olmo2"), text_inputs, generates=True),
-    Case("olmo3", lambda: decoder("Olmo3", sliding_window=3, layer_types=LAYERS), text_inputs, generates=True),
-    Case("stablelm", lambda: decoder("StableLm", use_qkv_bias=True), text_inputs, generates=True),
-    Case(
-        "stablelm-norms", lambda: decoder("StableLm", qk_layernorm=True, use_parallel_residual=True), text_inputs, True
-    ),
-    Case("cohere", lambda: decoder("Cohere", tied=True), text_inputs, generates=True),
-    Case("cohere-norms", lambda: decoder("Cohere", tied=True, use_qk_norm=True), text_inputs, generates=True),
-    Case("cohere2", lambda: decoder("Cohere2", tied=True, sliding_window=3, layer_types=LAYERS), text_inputs, True),
-    Case("starcoder2", lambda: decoder("Starcoder2"), text_inputs, generates=True),
-    Case(
-        "mixtral", lambda: decoder("Mixtral", width=80, num_local_experts=4, num_experts_per_tok=2), text_inputs, True
-    ),
+    Case(name, make, text_inputs, generates=True)
+    for name, make in {
+        "gpt2": gpt2,
+        "gpt-neo": gpt_neo,
+        "gptj": gptj,
+        "opt": opt,
+        "opt-350m": lambda: opt(embedding=20, do_layer_norm_before=False),
+        "opt-unbiased-untied": lambda: opt(enable_bias=False, tie_word_embeddings=False),
+        "llama": lambda: decoder("Llama"),
+        "llama-tied-biased": lambda: decoder("Llama", tied=True, attention_bias=True, mlp_bias=True),
+        "llama-8q-2kv": lambda: decoder("Llama", heads=8, key_heads=2),
+        "mistral": lambda: decoder("Mistral", sliding_window=4),
+        "qwen3": lambda: decoder("Qwen3"),
+        "gemma": lambda: decoder("Gemma", tied=True),
+        "gemma2": lambda: decoder("Gemma2", tied=True, attention="eager", **GEMMA3),
+        "gemma3": lambda: decoder("Gemma3Text", tied=True, **GEMMA3),
+        "qwen2": lambda: decoder("Qwen2"),
+        "qwen2-tied": lambda: decoder("Qwen2", tied=True, key_heads=1),
+        "qwen2-moe": lambda: decoder("Qwen2Moe", **MIXTURE),
+        "qwen2-moe-mlp-layer": lambda: decoder("Qwen2Moe", mlp_only_layers=[0], **MIXTURE),
+        "qwen3-moe": lambda: decoder("Qwen3Moe", **MIXTURE),
+        "phi3": lambda: decoder("Phi3"),
+        "phi3-8q-2kv": lambda: decoder("Phi3", heads=8, key_heads=2),
+        "phi": lambda: decoder("Phi"),
+        "phi-norms": lambda: decoder("Phi", qk_layernorm=True),
+        "gpt-neox": gpt_neox,
+        "gpt-neox-sequential": lambda: gpt_neox(use_parallel_residual=False),
+        "bloom": bloom,
+        "falcon": falcon,
+        "falcon-per-head": lambda: falcon(multi_query=False, bias=True),
+        "falcon-grouped": lambda: falcon(new_decoder_architecture=True, num_kv_heads=3),
+        "falcon-alibi": lambda: falcon(alibi=True, parallel_attn=False),
+        "falcon-alibi-eager": lambda: falcon(alibi=True, multi_query=False, attention="eager"),
+        "gpt-bigcode": gpt_bigcode,
+        "gpt-bigcode-per-head": lambda: gpt_bigcode(multi_query=False),
+        "olmo": lambda: decoder("Olmo", clip_qkv=1.0),
+        "olmo2": lambda: decoder("Olmo2"),
+        "olmo3": lambda: decoder("Olmo3", sliding_window=3, layer_types=LAYERS),
+        "stablelm": lambda: decoder("StableLm", use_qkv_bias=True),
+        "stablelm-norms": lambda: decoder("StableLm", qk_layernorm=True, use_parallel_residual=True),
+        "cohere": lambda: decoder("Cohere", tied=True),
+        "cohere-norms": lambda: decoder("Cohere", tied=True, use_qk_norm=True),
+        "cohere2": lambda: decoder("Cohere2", tied=True, sliding_window=3, layer_types=LAYERS),
+        "starcoder2": lambda: decoder("Starcoder2"),
+        "mixtral": lambda: decoder("Mixtral", width=80, **EXPERTS),
+    }.items()
 ]

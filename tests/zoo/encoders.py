@@ -40,11 +40,8 @@ def segmented_inputs() -> dict[str, Any]:
 
 
 DISENTANGLED = {
-    "relative_attention": True,
-    "pos_att_type": ["c2p", "p2c"],
-    "attention": "eager",
-    "position_biased_input": False,
-}
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False, "attention": "eager",
+}  # fmt: skip
 SHARED_KEYS = {"share_att_key": True, "position_buckets": 4, "conv_kernel_size": 3, "norm_rel_ebd": "layer_norm"}
 
 
@@ -77,7 +74,6 @@ CASES = [
     Case("deberta-absolute", lambda: encoder("Deberta", relative_attention=False, attention="eager"), text_inputs),
     Case("deberta-v2", lambda: encoder("DebertaV2", **DISENTANGLED), text_inputs),
     Case("deberta-v3", lambda: encoder("DebertaV2", **DISENTANGLED, **SHARED_KEYS), text_inputs),
-    Case(
-        "deberta-v2-classifier", lambda: encoder("DebertaV2", "ForSequenceClassification", **DISENTANGLED), text_inputs
-    ),
+    Case("deberta-classifier", lambda: encoder("Deberta", "ForSequenceClassification", **DISENTANGLED), text_inputs),
+    Case("deberta-v2-qa", lambda: encoder("DebertaV2", "ForQuestionAnswering", **DISENTANGLED), text_inputs),
 ]

@@ -20,13 +20,11 @@ def t5(heads: int = 6, gated: bool = False, tied: bool = True) -> PreTrainedMode
     return build(tf.T5ForConditionalGeneration, config)
 
 
-def bart(
-    family: str = "Bart", head: str = "ForConditionalGeneration", decoder_heads: int = 4, **options: Any
-) -> PreTrainedModel:
+def bart(family: str = "Bart", head: str = "ForConditionalGeneration", **options: Any) -> PreTrainedModel:
     """A BART-shaped model of `family` ("Bart", "Pegasus", …) whose encoder and decoder differ in heads and width."""
     settings = {
         "vocab_size": VOCABULARY, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
-        "decoder_attention_heads": decoder_heads, "encoder_ffn_dim": 74, "decoder_ffn_dim": 70,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 74, "decoder_ffn_dim": 70,
         "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "decoder_start_token_id": 2, "forced_eos_token_id": None, **options,
     }  # fmt: skip
