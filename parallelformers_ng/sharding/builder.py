@@ -95,7 +95,7 @@ class _Builder:
             value = attrgetter(name)(block)
             if value != wanted:
                 raise PolicyError(
-                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy is right for {wanted!r} alone"
+                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
                 )
 
     def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
