@@ -17,7 +17,7 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import Progress, ShardSource, ShardStore, hand_over, take_back
-from parallelformers_ng.errors import GroupClosedError, GroupError
+from parallelformers_ng.errors import GroupClosedError, GroupError, PlacementError
 from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.memory import RankMemory
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -79,6 +79,9 @@ class Deployment:
         self._cache_numbers = itertools.count(-1, -1)  # the workers count upwards for the caches that they make
         self._skeleton = Skeleton.of(model, plan)
         self._group = group if group is not None else self._start_group()
+        if self._group.in_use:
+            raise PlacementError("the group given serves another model; end that one first, or start another group")
+        self._group.in_use = True
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
@@ -186,6 +189,7 @@ class Deployment:
     def _leave_group(self) -> None:
         if self._borrowed and not self._closed and self._group.alive:
             self._group.call("drop")
+            self._group.in_use = False
         elif not self._borrowed:
             self._group.close()
         self._closed = True

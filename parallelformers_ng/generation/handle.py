@@ -162,8 +162,10 @@ def is_empty(cache: Cache) -> bool:
         if isinstance(cache, EncoderDecoderCache)
         else (cache,)
     )
-    return not any(_holds_tensor(layer) for half in halves for layer in half.layers)
+    return not any(_is_filled(layer) for half in halves for layer in half.layers)
 
 
-def _holds_tensor(layer: Any) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.numel() > 0 for value in vars(layer).values())
+def _is_filled(layer: Any) -> bool:
+    """A layer takes its tensors, `[batch, …]` with two more dimensions or three, on its first update. Counters may be
+    there before."""
+    return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

@@ -79,6 +79,7 @@ class WorkerGroup:
         self.world_size = world_size
         self.device_names = _device_names(world_size, device, device_ids)
         self.timeout = timeout
+        self.in_use = False  # by a model; for those who hand one group to several models in turn
         self._turns = Turns()
         self._sequence = 0
         self._needs_reset = False

@@ -105,6 +105,10 @@ class Replica:
             result = self.caches.run(number, method, args, kwargs)
         return result, facts_of(self.caches.get(number))
 
+    def cache_count(self) -> int:
+        """How many caches this rank holds."""
+        return len(self.caches)
+
     def _prepare(self, call: Call) -> None:
         self.caches.free(call.freed_caches)
         if self.model.training != call.training:
