@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, StaticCache, pipeline
 from transformers.cache_utils import EncoderDecoderCache
 
-from parallelformers_ng import parallelize
-from parallelformers_ng.errors import NotParallelizedError, ParallelError
+from parallelformers_ng import parallelize, plan
+from parallelformers_ng.errors import NotParallelizedError, ParallelError, PolicyError
 from parallelformers_ng.methods import REFUSED, place_of, public_methods
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model import deployment_of, is_parallelized
 from tests.test_generate import FAMILIES, Pair, assert_same
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs
@@ -190,9 +193,11 @@ def test_32_threads_get_what_they_would_have_got_alone(llama: Pair) -> None:
 
     alone = [ask(number) for number in range(32)]
     together: list[Any] = [None] * 32
-    threads = [
-        threading.Thread(target=lambda n=n: together.__setitem__(n, [ask(n) for _ in range(3)])) for n in range(32)
-    ]
+
+    def ask_thrice(number: int) -> None:
+        together[number] = [ask(number) for _ in range(3)]
+
+    threads = [threading.Thread(target=ask_thrice, args=(number,)) for number in range(32)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -278,3 +283,33 @@ def test_the_end_of_it(groups) -> None:
     assert type(model).__mro__[0] is type(decoder("Llama"))
     with pytest.raises(NotParallelizedError):
         deployment_of(model)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {f"w{number}": number for number in range(3, 131)} | {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w3"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def test_a_pipeline_runs_on_the_workers_and_leaves_the_model_parallelized(llama: Pair) -> None:
+    options = {"task": "text-generation", "tokenizer": word_tokenizer()}
+    prompt, how = "w9 w17 w30", {"max_new_tokens": 6, "do_sample": False}
+    want = pipeline(model=llama.whole, **options)(prompt, **how)
+    assert pipeline(model=llama.parallel, **options)(prompt, **how) == want
+    assert is_parallelized(llama.parallel)
+
+
+class Adapter(torch.nn.Module):
+    """What an adapter library puts in a layer's place."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_an_adapter_is_refused_in_words() -> None:
+    model = decoder("Llama")
+    model.model.layers[1].mlp.up_proj = Adapter(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(PolicyError, match=r"layers\.1\.mlp\.up_proj: .* holds an adapter; merge"):
+        plan(model)

@@ -158,7 +158,7 @@ class _Builder:
 
     def _row(self, rule: Row, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
         if not isinstance(module, (nn.Linear, Conv1D)):
-            raise PolicyError(f"{self.who}: a {type(module).__name__} cannot be cut by rows (a Linear or Conv1D can)")
+            raise PolicyError(_cannot_cut(self.who, module, "rows (a Linear or Conv1D can)"))
         dim, size_name = (1, "in_features") if isinstance(module, nn.Linear) else (0, "nx")
         ranges = self._ranges(module.weight.shape[dim], rule.unit, rule.fused, heads)
         idle = [share.idle for share in heads] or [False] * self.world_size
@@ -375,7 +375,13 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, str]:
         return 1, "nf"
     if isinstance(module, nn.Embedding):
         return 1, "embedding_dim"
-    raise PolicyError(f"{who}: a {type(module).__name__} cannot be cut by columns (a Linear, Conv1D or Embedding can)")
+    raise PolicyError(_cannot_cut(who, module, "columns (a Linear, Conv1D or Embedding can)"))
+
+
+def _cannot_cut(who: str, module: nn.Module, how: str) -> str:
+    if hasattr(module, "base_layer"):
+        return f"{who}: a {type(module).__name__} holds an adapter; merge it into the weights first (merge_and_unload)"
+    return f"{who}: a {type(module).__name__} cannot be cut by {how}"
 
 
 def _width(ranges: Sequence[Range]) -> int:
