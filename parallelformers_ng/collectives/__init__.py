@@ -11,6 +11,7 @@ from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.collectives.nccl import NcclCommunicator
 from parallelformers_ng.collectives.process_group import create_rendezvous, open_store
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.staged import StagedCommunicator
 
 __all__ = ["BACKENDS", "Arena", "Communicator", "SingleCommunicator", "connect", "create_rendezvous"]
 
@@ -51,16 +52,18 @@ def connect(
     if backend == "auto":
         on_cpu = "shared_memory" if available_kernels() else "gloo"
         backend = "nccl" if device.type == "cuda" else on_cpu
-    if (backend == "nccl") != (device.type == "cuda") or device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda")):
         raise ValueError(
-            f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, the others for the CPU"
+            f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, gloo for the CPU, and"
+            " shared memory for both"
         )
     if world_size == 1:
         return SingleCommunicator(None if arena_fd is None else ArenaMap(arena_fd, 1))
     if backend == "shared_memory":
         if arena_fd is None:
             raise ValueError("connect: shared memory needs the arena's file descriptor, arena_fd is None")
-        return SharedMemoryCommunicator(arena_fd, rank, world_size, timeout)
+        shared = SharedMemoryCommunicator(arena_fd, rank, world_size, timeout)
+        return shared if device.type == "cpu" else StagedCommunicator(shared)
     if rendezvous is None:
         raise ValueError(f"connect: backend {backend!r} needs a rendezvous path: take one from create_rendezvous()")
     arena = None if arena_fd is None else ArenaMap(arena_fd, world_size)
