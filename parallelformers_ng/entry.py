@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.collectives import BACKENDS
-from parallelformers_ng.deployment import REPLICA, Deployment, RestartLimit
+from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
     ParallelError,
@@ -22,7 +22,9 @@ from parallelformers_ng.errors import (
     UnsupportedPlatformError,
 )
 from parallelformers_ng.model import enter, is_parallelized
+from parallelformers_ng.runtime.deadline import checked_seconds
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
@@ -171,9 +173,8 @@ def _group_maker(
     world_size, kind = _placement(num_gpus, device, device_ids)
     if backend not in BACKENDS:
         raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
-    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
-        if not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    checked_seconds(timeout, "timeout")
+    checked_seconds(start_timeout, "start_timeout")
     return functools.partial(
         WorkerGroup,
         world_size,

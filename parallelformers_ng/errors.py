@@ -67,6 +67,10 @@ class WorkerDiedError(GroupError):
         self.exit_code = exit_code
 
 
+class RestartLimitError(GroupError):
+    """The workers died too often, or could not be started again, and stay down for good."""
+
+
 class RequestTimeoutError(GroupError, TimeoutError):
     """A request did not finish before its deadline."""
 

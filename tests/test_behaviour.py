@@ -179,7 +179,9 @@ def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
         llama.parallel(**llama.inputs)
     gc.collect()
     llama.parallel(**llama.inputs, use_cache=False)
-    assert deployment_of(llama.parallel).call("cache_count") <= 1
+    deployment = deployment_of(llama.parallel)
+    group, _ = deployment.ready(deployment.deadline_of(None))
+    assert group.call("cache_count") <= 1
 
 
 # -- threads -----------------------------------------------------------------------------------------------------

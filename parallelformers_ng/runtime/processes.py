@@ -21,6 +21,7 @@ from parallelformers_ng.runtime.transport import Channel
 # is seen even if it is killed right after.
 _COMMAND = (sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker")
 _TAIL_BYTES = 8192
+_LAST_WORDS_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
 _REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver holds it
 
 
@@ -62,10 +63,11 @@ class WorkerProcess:
 
     def has_ended(self, timeout: float = 0.0) -> bool:
         """True once the process is gone, waiting for that up to `timeout` seconds."""
-        if self.pidfd < 0:
+        pidfd = self.pidfd  # read once: another thread may be closing it
+        if pidfd < 0:
             return True
         poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(max(timeout, 0.0) * 1000))
 
     def kill(self) -> None:
@@ -76,6 +78,13 @@ class WorkerProcess:
     def reap(self) -> int | None:
         """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
         return self.process.wait(_REAP_SECONDS) if self.has_ended(_REAP_SECONDS) else None
+
+    def end_of_life(self) -> tuple[int | None, int | None]:
+        """(signal, exit code) of a worker that ended, one of them None. One that lingers is killed."""
+        if not self.has_ended(_LAST_WORDS_SECONDS):
+            self.kill()
+        code = self.reap()
+        return (-code, None) if code is not None and code < 0 else (None, code)
 
     def startup_log(self) -> str:
         """The end of what the worker wrote to standard error before it was ready."""
@@ -105,13 +114,17 @@ class Processes:
         self.rendezvous: str | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
+        self._descriptors = threading.Lock()  # held while they are used from a thread that did not open them, or closed
+        self._closed = False
         _live.add(self)
 
     def kill(self) -> None:
         """Kill every worker, and leave the rest to whoever waits for them."""
-        self.arena.abort()
-        for worker in self.workers:
-            worker.kill()
+        with self._descriptors:
+            if not self._closed:
+                self.arena.abort()
+                for worker in self.workers:
+                    worker.kill()
 
     def end(self, patience: float = 0.0) -> None:
         """End every worker and close everything. Does nothing the second time, or in a forked child.
@@ -126,12 +139,14 @@ class Processes:
             self.kill()
         for worker in self.workers:
             worker.reap()
-        self.close()
+        with self._descriptors:
+            self.close()
         if self.rendezvous is not None:
             shutil.rmtree(os.path.dirname(self.rendezvous))
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""
+        self._closed = True
         for worker in self.workers:
             worker.close()
         self.arena.close()

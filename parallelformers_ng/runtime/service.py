@@ -12,7 +12,8 @@ import torch
 from parallelformers_ng import collectives
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.runtime.transport import Channel, Flag, Frame, Kind
+from parallelformers_ng.runtime.frames import Flag, Frame, Kind
+from parallelformers_ng.runtime.transport import Channel
 
 
 class Emitter:

@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 from parallelformers_ng import collectives
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError, StartupError
 from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.frames import Kind
 from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
-from parallelformers_ng.runtime.transport import Kind
 
-_LAST_WORDS_SECONDS = 1.0
 _FIRST_PHASE = "importing torch"
 
 
@@ -113,10 +112,8 @@ def _await_ready(processes: Processes, deadline: float, start_timeout: float) ->
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
-    if not worker.has_ended(_LAST_WORDS_SECONDS):
-        worker.kill()
-    code = worker.reap()
-    manner = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+    signal, code = worker.end_of_life()
+    manner = f"by signal {signal}" if signal else f"with exit code {code}"
     raise StartupError(f"rank {worker.rank} ended {manner} while {phase}{_tail(worker)}")
 
 
