@@ -181,7 +181,7 @@ class _Builder:
             if rule.groups:
                 attributes[rule.groups] = share.groups
             attributes["head_sizes"] = tuple(0 if share.idle else len(share.query) for share in shares)
-            attributes["weights_index"] = rule.weights
+            attributes.update(weights_index=rule.weights, weights_dim=rule.weights_dim)
             if rule.biases:
                 attributes.update(bias_names=rule.biases, head_count=query)
             if rule.biases or rule.layer:
