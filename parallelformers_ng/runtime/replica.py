@@ -106,6 +106,10 @@ class Replica:
             result = self.caches.run(number, method, args, kwargs)
         return result, facts_of(self.caches.get(number))
 
+    def held_caches(self) -> int:
+        """How many caches this rank holds."""
+        return len(self.caches)
+
     def _prepare(self, call: Call) -> None:
         self.caches.free(call.freed_caches)
         self.caches.number_from(call.cache_block)
