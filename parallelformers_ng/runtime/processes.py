@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -111,7 +110,7 @@ class Processes:
     def __init__(self, arena: Any) -> None:
         self.workers: list[WorkerProcess] = []
         self.arena = arena
-        self.rendezvous: str | None = None
+        self.rendezvous: int | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
         self._descriptors = threading.Lock()  # held while they are used from a thread that did not open them, or closed
@@ -141,12 +140,13 @@ class Processes:
             worker.reap()
         with self._descriptors:
             self.close()
-        if self.rendezvous is not None:
-            shutil.rmtree(os.path.dirname(self.rendezvous))
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""
         self._closed = True
+        if self.rendezvous is not None:
+            os.close(self.rendezvous)
+            self.rendezvous = None
         for worker in self.workers:
             worker.close()
         self.arena.close()

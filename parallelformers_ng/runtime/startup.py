@@ -56,10 +56,13 @@ def start(
         "threads": threads,
         "path": module_path(),
         "pythonpath": os.environ.get("PYTHONPATH"),
-        "rendezvous": _rendezvous(processes, backend, device_names[0]),
+        "rendezvous": None,
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(2),
     }
+    if _needs_rendezvous(backend, device_names[0]):
+        processes.rendezvous = collectives.create_rendezvous()
+        common["rendezvous"] = FileDescriptor(processes.rendezvous)
     for worker in processes.workers:
         try:
             boot = {**common, "rank": worker.rank, "device": device_names[worker.rank]}
@@ -71,13 +74,10 @@ def start(
     _pass_on_logs(processes)
 
 
-def _rendezvous(processes: Processes, backend: str, device_name: str) -> str | None:
-    """A private path for backends whose ranks meet through a file; shared memory needs none, and no file is made."""
+def _needs_rendezvous(backend: str, device_name: str) -> bool:
+    """Whether the ranks meet through a file; those of shared memory meet in the arena."""
     auto = "shared_memory" if device_name == "cpu" and collectives.available_kernels() else "process group"
-    if (auto if backend == "auto" else backend) == "shared_memory":
-        return None
-    processes.rendezvous = collectives.create_rendezvous()
-    return processes.rendezvous
+    return (auto if backend == "auto" else backend) != "shared_memory"
 
 
 def _await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
