@@ -133,7 +133,7 @@ def test_sizes_are_bounded_before_memory_is_set_aside(offset, form, value):
 
 # Where bytes may become code, and why that is safe. One more place needs a reason here and in SECURITY.md.
 PICKLES = {
-    "runtime/by_value.py",  # after its signature was checked
+    "runtime/decoder.py",  # after its signature was checked
     "checkpoint/skeleton.py",  # inside a signed pickle
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -81,8 +82,8 @@ class WorkerGroup:
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
         self._replace = replace
         self._processes = Processes(collectives.Arena.create(world_size))
-        # At interpreter exit, and when the group is dropped without being closed.
-        self._finalizer = weakref.finalize(self, self._processes.end)
+        # Also at interpreter exit, and when the group is dropped without being closed.
+        self._finalizer = weakref.finalize(self, _finish, self._processes, self._turns)
         try:
             startup.start(
                 self._processes,
@@ -287,6 +288,10 @@ class WorkerGroup:
         self.check_process()
         if self._fault is not None:
             raise self._fault()
+        if not self._finalizer.alive:
+            if threading.current_thread().daemon:
+                threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
+            raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def _death_of(self, rank: int) -> Callable[[], GroupError]:
         worker = self._processes.workers[rank]
@@ -314,6 +319,13 @@ class WorkerGroup:
         if self._fault is None:
             self._fault = fault
         self._finalizer()
+
+
+def _finish(processes: Processes, turns: Turns) -> None:
+    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
+    up to an error; the workers end by themselves, with this process."""
+    if turns.is_mine() or turns.acquire(timeout=0.0):
+        processes.end()
 
 
 def _device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
