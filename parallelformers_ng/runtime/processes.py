@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -11,9 +12,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from parallelformers_ng.errors import StartupError
+from parallelformers_ng.errors import StartupError, WorkerDiedError
 from parallelformers_ng.runtime.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
@@ -84,6 +86,17 @@ class WorkerProcess:
             self.kill()
         code = self.reap()
         return (-code, None) if code is not None and code < 0 else (None, code)
+
+    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
+        """What to raise, once or often, about a worker that ended."""
+        signal, code = self.end_of_life()
+        manner = f"signal {signal}" if signal else f"exit code {code}"
+        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
+        text = (
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
+            "tensor-parallel ranks live and die together, so its group has ended"
+        )
+        return functools.partial(WorkerDiedError, text, self.rank, signal, code)
 
     def startup_log(self) -> str:
         """The end of what the worker wrote to standard error before it was ready."""

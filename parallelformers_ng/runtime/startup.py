@@ -5,16 +5,39 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from parallelformers_ng import collectives
-from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError, StartupError
+from parallelformers_ng.errors import (
+    ChannelClosedError,
+    PlacementError,
+    ProtocolError,
+    RequestTimeoutError,
+    StartupError,
+)
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.frames import Kind
 from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
 
 _FIRST_PHASE = "importing torch"
+
+
+def device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
+    """The device of each rank: "cpu:0", "cuda:3", ….
+
+    Raises:
+        PlacementError: `world_size`, `device` or `device_ids` make no group.
+    """
+    if world_size < 1:
+        raise PlacementError(f"a group of {world_size} workers: at least one is needed")
+    if device not in ("cpu", "cuda"):
+        raise PlacementError(f"device {device!r} is neither 'cpu' nor 'cuda'; pass CUDA devices as device_ids")
+    ids = list(range(world_size)) if device_ids is None else list(device_ids)
+    if len(ids) != world_size:
+        raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
+    return [f"{device}:{index}" for index in ids]
 
 
 def start(
