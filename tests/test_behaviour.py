@@ -181,7 +181,7 @@ def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
     llama.parallel(**llama.inputs, use_cache=False)
     deployment = deployment_of(llama.parallel)
     group, _ = deployment.ready(deployment.deadline_of(None))
-    assert group.call("cache_count") <= 1
+    assert group.call("held_caches") <= 1
 
 
 # -- threads -----------------------------------------------------------------------------------------------------

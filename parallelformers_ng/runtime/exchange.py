@@ -43,6 +43,7 @@ class Exchange:
         self._restore = restore
         self._sequence = 0
         self._needs_reset = False
+        self.in_event = False  # a caller's on_event is running
         self._answers: dict[int, Frame] = {}
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -161,17 +162,24 @@ class Exchange:
                 if frame.kind is Kind.EVENT and rank == 0:
                     event = self._read_event(frame)
                     if on_event is not None and failure is None:
-                        try:
-                            on_event(event)
-                        except Exception as error:  # whatever it is, the ranks must finish before it goes on
-                            failure = error
-                            self._processes.arena.request_cancel(self._sequence)
+                        failure = self._deliver(event, on_event)
                 elif frame.kind in (Kind.RESULT, Kind.ERROR) and rank not in self._answers:
                     self._answers[rank] = frame
                 else:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
         return failure
+
+    def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
+        self.in_event = True
+        try:
+            on_event(event)
+        except Exception as error:  # whatever it is, the ranks must finish before it goes on
+            self._processes.arena.request_cancel(self._sequence)
+            return error
+        finally:
+            self.in_event = False
+        return None
 
     def _receive(self, rank: int, deadline: float) -> Frame:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +16,8 @@ from parallelformers_ng.errors import (
     ChannelClosedError,
     GroupClosedError,
     GroupError,
-    PlacementError,
     ProtocolError,
     RequestTimeoutError,
-    WorkerDiedError,
     WrongProcessError,
 )
 from parallelformers_ng.runtime import startup
@@ -72,7 +71,7 @@ class WorkerGroup:
         restore: Restore | None = None,
     ) -> None:
         self.world_size = world_size
-        self.device_names = _device_names(world_size, device, device_ids)
+        self.device_names = startup.device_names(world_size, device, device_ids)
         self.timeout = timeout
         self.in_use = False  # by a model; for those who hand one group to several models in turn
         self._turns = Turns()
@@ -82,8 +81,8 @@ class WorkerGroup:
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
         self._replace = replace
         self._processes = Processes(collectives.Arena.create(world_size))
-        # At interpreter exit, and when the group is dropped without being closed.
-        self._finalizer = weakref.finalize(self, self._processes.end)
+        # Also at interpreter exit, and when the group is dropped without being closed.
+        self._finalizer = weakref.finalize(self, _finish, self._processes, self._turns)
         try:
             startup.start(
                 self._processes,
@@ -172,10 +171,10 @@ class WorkerGroup:
             self._fault = functools.partial(
                 GroupClosedError, "the worker group was closed; parallelize the model again to use it"
             )
-        if self._turns.is_mine():  # from on_event: the request that is in flight ends the group
+        if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
-        polite = self._turns.acquire(timeout=0.0)
+        polite = self._turns.is_mine() or self._turns.acquire(timeout=0.0)
         if not polite:
             self._processes.kill()
         if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
@@ -233,13 +232,14 @@ class WorkerGroup:
         ]
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        if self._turns.is_mine():
+        if self._turns.is_mine() and self._exchange.in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
-        if not self._turns.acquire(limit):
-            raise RequestTimeoutError(
-                f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
-            )
         try:
+            # The turn is this thread's already where Ctrl-C struck just before it was passed on.
+            if not self._turns.is_mine() and not self._turns.acquire(limit):
+                raise RequestTimeoutError(
+                    f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
+                )
             self._check_usable()
             packed = self._exchange.pack(messages, flags)
             try:
@@ -248,7 +248,8 @@ class WorkerGroup:
                 for frame in packed:
                     frame.close()
         finally:
-            self._turns.release()
+            if self._turns.is_mine():
+                self._turns.release()
 
     def _run(
         self, packed: list[Packed], method: str, limit: float, deadline: float, on_event: OnEvent | None
@@ -288,17 +289,13 @@ class WorkerGroup:
         self.check_process()
         if self._fault is not None:
             raise self._fault()
+        if not self._finalizer.alive:
+            if threading.current_thread().daemon:
+                threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
+            raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def _death_of(self, rank: int) -> Callable[[], GroupError]:
-        worker = self._processes.workers[rank]
-        signal, code = worker.end_of_life()
-        manner = f"signal {signal}" if signal else f"exit code {code}"
-        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
-        text = (
-            f"the worker of rank {rank} (pid {worker.pid}, {self.device_names[rank]}) died: {manner}{hint}; "
-            "tensor-parallel ranks live and die together, so its group has ended"
-        )
-        return functools.partial(WorkerDiedError, text, rank, signal, code)
+        return self._processes.workers[rank].death(self.device_names[rank])
 
     def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
         text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"
@@ -317,12 +314,8 @@ class WorkerGroup:
         self._finalizer()
 
 
-def _device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
-    if world_size < 1:
-        raise PlacementError(f"a group of {world_size} workers: at least one is needed")
-    if device not in ("cpu", "cuda"):
-        raise PlacementError(f"device {device!r} is neither 'cpu' nor 'cuda'; pass CUDA devices as device_ids")
-    ids = list(range(world_size)) if device_ids is None else list(device_ids)
-    if len(ids) != world_size:
-        raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
-    return [f"{device}:{index}" for index in ids]
+def _finish(processes: Processes, turns: Turns) -> None:
+    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
+    up to an error; the workers end by themselves, with this process."""
+    if turns.is_mine() or turns.acquire(timeout=0.0):
+        processes.end()

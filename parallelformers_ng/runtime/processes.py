@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from parallelformers_ng.errors import StartupError
+from parallelformers_ng.errors import StartupError, WorkerDiedError
 from parallelformers_ng.runtime.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
@@ -86,6 +87,17 @@ class WorkerProcess:
         code = self.reap()
         return (-code, None) if code is not None and code < 0 else (None, code)
 
+    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
+        """What to raise, once or often, about a worker that ended."""
+        signal, code = self.end_of_life()
+        manner = f"signal {signal}" if signal else f"exit code {code}"
+        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
+        text = (
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
+            "tensor-parallel ranks live and die together, so its group has ended"
+        )
+        return functools.partial(WorkerDiedError, text, self.rank, signal, code)
+
     def startup_log(self) -> str:
         """The end of what the worker wrote to standard error before it was ready."""
         size = os.fstat(self.log).st_size
@@ -111,7 +123,7 @@ class Processes:
     def __init__(self, arena: Any) -> None:
         self.workers: list[WorkerProcess] = []
         self.arena = arena
-        self.rendezvous: str | None = None
+        self.rendezvous: int | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
         self._descriptors = threading.Lock()  # held while they are used from a thread that did not open them, or closed
@@ -141,12 +153,13 @@ class Processes:
             worker.reap()
         with self._descriptors:
             self.close()
-        if self.rendezvous is not None:
-            shutil.rmtree(os.path.dirname(self.rendezvous))
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""
         self._closed = True
+        if self.rendezvous is not None:
+            os.close(self.rendezvous)
+            self.rendezvous = None
         for worker in self.workers:
             worker.close()
         self.arena.close()

@@ -106,7 +106,7 @@ class Replica:
             result = self.caches.run(number, method, args, kwargs)
         return result, facts_of(self.caches.get(number))
 
-    def cache_count(self) -> int:
+    def held_caches(self) -> int:
         """How many caches this rank holds."""
         return len(self.caches)
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallelformers_ng.errors import GroupClosedError, GroupError, RequestTimeoutError, RestartLimitError
+from parallelformers_ng.errors import GroupError, RequestTimeoutError, RestartLimitError
 from parallelformers_ng.runtime.group import WorkerGroup
 
 log = logging.getLogger("parallelformers_ng")
@@ -84,7 +84,7 @@ class Supervisor:
         Raises:
             RequestTimeoutError: no group was ready before the deadline.
             RestartLimitError: the workers died too often, or cannot be started; for good.
-            GroupClosedError, WrongProcessError: the supervisor was stopped, or this is a forked process.
+            WrongProcessError: this is a forked process.
         """
         current = self._current
         current[0].check_process()
@@ -95,7 +95,7 @@ class Supervisor:
                 if self._given_up is not None:
                     raise self._given_up()
                 if self._stopped:
-                    raise GroupClosedError("the model is no longer parallelized: its workers were stopped")
+                    return self._current  # its group says why it cannot be used
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     raise RequestTimeoutError("the workers died, and new ones were not ready before the deadline")
