@@ -73,6 +73,17 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int) -> Proof:
     return found
 
 
+def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
+    """Prove policies that were written: "" where a twin gives, cut by them, what it gives whole, else what it gave.
+
+    Raises:
+        UnsupportedModelError: no twin could be made.
+    """
+    twin = make_twin(type(model), model.config, getattr(model.config, "_attn_implementation", None))
+    search = _Search(twin, selection, world_size)
+    return "" if search.holds([], selection.vocabulary) else search.last
+
+
 def _find(
     model: PreTrainedModel, base: Selection, world_size: int, attention: str | None
 ) -> Proof | UnsupportedModelError:

@@ -34,13 +34,16 @@ _TINY = 128
 VOCABULARY = 131
 
 
-def shrink(config: PreTrainedConfig, spare: int = 0, keep_vocabulary: bool = False) -> PreTrainedConfig:
+def shrink(
+    config: PreTrainedConfig, spare: int = 0, keep_vocabulary: bool = False, keep_images: bool = False
+) -> PreTrainedConfig:
     """A small copy of `config`; one that is small already comes back as it is.
 
     Args:
         spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
             their own (norms over 32 groups, say).
         keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
+        keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
     """
     small = copy.deepcopy(config)
     parts = list(_parts(small))
@@ -49,6 +52,8 @@ def shrink(config: PreTrainedConfig, spare: int = 0, keep_vocabulary: bool = Fal
     for part in parts:
         _shrink_layers(part)
         _shrink_experts(part)
+        if not keep_images:
+            _shrink_images(part)
         for name, value in list(_own(part)):
             if factor < 1 and _WIDTH.search(name) and not _NOT_WIDTH.search(name):
                 _set(part, name, _scale(value, factor))
@@ -160,6 +165,23 @@ def _shrink_layers(config: Any) -> None:
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := getattr(config, name, None), (list, tuple)):
             _set(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
+
+
+def _shrink_images(config: Any) -> None:
+    """Four patches a side, or 64 pixels where there are no patches of one size."""
+    patch = getattr(config, "patch_size", None)
+    side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
+    for name in ("image_size", "img_size"):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size > side:
+            _set(config, name, side)
+        elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
+            _set(config, name, type(size)(side for _ in size))
+    for name in ("num_frames", "max_source_positions", "max_length"):
+        count = getattr(config, name, None)
+        most = {"num_frames": 4, "max_source_positions": 40, "max_length": 128}[name]
+        if isinstance(count, int) and count > most:
+            _set(config, name, most)
 
 
 def _shrink_experts(config: Any) -> None:

@@ -18,7 +18,14 @@ from parallelformers_ng.sharding.shrink import shrink
 from parallelformers_ng.sharding.structure import Trace, tensors
 
 _LARGEST = 120_000_000
-_SHRINKS: Sequence[tuple[int, bool]] = ((0, False), (1, False), (0, True), (2, True), (3, True))
+_SHRINKS: Sequence[tuple[int, bool, bool]] = (
+    (0, False, False),
+    (1, False, True),
+    (0, True, False),
+    (2, True, True),
+    (3, True, True),
+)
+"""What to spare, one after another: widths (powers of two), vocabulary, images."""
 
 
 @dataclass
@@ -75,9 +82,9 @@ def make_twin(
         UnsupportedModelError: it cannot be built small, or no inputs were found on which it runs.
     """
     failures: list[str] = []
-    for spare, keep_vocabulary in _SHRINKS:
+    for spare, keep_vocabulary, keep_images in _SHRINKS:
         try:
-            model = build_tiny(cls, shrink(config, spare, keep_vocabulary), attention, seed)
+            model = build_tiny(cls, shrink(config, spare, keep_vocabulary, keep_images), attention, seed)
             if model is None:
                 failures.append("still too large")
                 continue
