@@ -39,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"no such model types: {', '.join(unknown)}", file=sys.stderr)
         return 2
+    part, _, parts = options.part.partition("/")
+    types = types[int(part) - 1 :: int(parts)]
     verdicts = run(types, options.world_sizes, options.workers, options.timeout)
+    if options.json and options.part != "1/1" and Path(options.json).exists():
+        earlier = json.loads(Path(options.json).read_text())
+        verdicts = sorted([v for v in earlier if v["model_type"] not in types] + verdicts, key=_order)
     if options.json:
         Path(options.json).write_text(json.dumps(verdicts, indent=1) + "\n")
     if options.table:
@@ -88,7 +93,11 @@ def run(types: Sequence[str], world_sizes: str, workers: int, timeout: float) ->
         thread.start()
     for thread in threads:
         thread.join()
-    return sorted(verdicts, key=lambda verdict: (verdict["model_type"], verdict["world_size"]))
+    return sorted(verdicts, key=_order)
+
+
+def _order(verdict: dict[str, Any]) -> tuple[str, int]:
+    return verdict["model_type"], verdict["world_size"]
 
 
 class _Worker:
@@ -170,6 +179,7 @@ def coverage(verdicts: Sequence[dict[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--types", help="comma-separated model types (default: all)")
+    parser.add_argument("--part", default="1/1", help="the i-th of n parts of the types; adds to --json (default: 1/1)")
     parser.add_argument("--world-sizes", default="2", help="comma-separated numbers of ranks (default: 2)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one model type (default: 120)")

@@ -12,7 +12,9 @@ from torch import nn
 from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Rule, Slice, Unit
 from parallelformers_ng.sharding.structure import Layer, Place, places
 
-_QUERY = re.compile(r"^(q|query|queries|q_?b?_proj|query_proj|to_q|q_lin|wq|wq_b|q_linear|linear_q|fc_q|q_attn|q_up_proj)$")
+_QUERY = re.compile(
+    r"^(q|query|queries|q_?b?_proj|query_proj|to_q|q_lin|wq|wq_b|q_linear|linear_q|fc_q|q_attn|q_up_proj)$"
+)
 _KEY = re.compile(r"^(k|key|keys|k_proj|key_proj|to_k|k_lin|wk|k_linear|linear_k|fc_k)$")
 _VALUE = re.compile(r"^(v|value|values|v_proj|value_proj|to_v|v_lin|wv|v_linear|linear_v|fc_v)$")
 _LATENT = re.compile(r"^(kv_b_proj|kv_up_proj|wkv_b|k_b_proj|v_b_proj)$")
@@ -71,7 +73,10 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
     used: set[str] = set()
     for name, module in modules.items():
         if (experts := _experts(name, module, live)) is not None:
-            found.setdefault((where[name].block, where[name].path), Proposal(where[name].block, "experts", ({where[name].path: experts},)))
+            found.setdefault(
+                (where[name].block, where[name].path),
+                Proposal(where[name].block, "experts", ({where[name].path: experts},)),
+            )
         attention = _Attention.find(name, module, by_name)
         if attention is not None and not attention.names & used:
             used |= attention.names
@@ -157,7 +162,11 @@ class _Attention:
             key, key_heads = "", heads
             if self.keys and self.keys[0].outputs != self.queries[0].outputs:
                 head = self.queries[0].outputs // heads
-                matching = [c for c in _counts(self.module, _KEY_COUNTS, self.keys[0].outputs) if c[1] * head == self.keys[0].outputs]
+                matching = [
+                    c
+                    for c in _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
+                    if c[1] * head == self.keys[0].outputs
+                ]
                 if not matching:
                     continue
                 key, key_heads = matching[0]
@@ -201,7 +210,14 @@ class _Attention:
         return tuple(name for name, value in found if type(value) is int and value == width and name not in taken)
 
     def _rules(
-        self, place: Place, where: dict[str, Place], live: set[str], rule: Heads, packed: Rule | None, heads: int, key_heads: int
+        self,
+        place: Place,
+        where: dict[str, Place],
+        live: set[str],
+        rule: Heads,
+        packed: Rule | None,
+        heads: int,
+        key_heads: int,
     ) -> dict[str, Rule]:
         above = place.path
         rules: dict[str, Rule] = {above: rule}
@@ -220,7 +236,9 @@ class _Attention:
             weight = getattr(child, "weight", None)
             if "Norm" in type(child).__name__ and weight is not None and weight.ndim == 1 and self.queries:
                 if weight.shape[0] == self.queries[0].outputs and heads > 1:
-                    rules[_join(above, key)] = Norm("query") if key.startswith("q") or key_heads == heads else Norm("key")
+                    rules[_join(above, key)] = (
+                        Norm("query") if key.startswith("q") or key_heads == heads else Norm("key")
+                    )
                 elif self.keys and weight.shape[0] == self.keys[0].outputs and key_heads > 1:
                     rules[_join(above, key)] = Norm("key")
         for key, tensor in self.module._parameters.items():

@@ -24,7 +24,12 @@ _NOT_WIDTH = re.compile(
     r"|max_size|depth_|input_size|cardinality|num_input|in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
 )
 _LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
-_NOT_LAYERS = re.compile(r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window")
+_NOT_LAYERS = re.compile(
+    r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window"
+)
+_LAYER_NUMBERS = re.compile(
+    r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
+)
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
 _WINDOW = re.compile(r"^(sliding_window|window_size|attention_window|local_window|attention_chunk_size)$")
 _EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
@@ -57,6 +62,8 @@ def shrink(
         for name, value in list(_own(part)):
             if factor < 1 and _WIDTH.search(name) and not _NOT_WIDTH.search(name):
                 _set(part, name, _scale(value, factor))
+            elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+                _set(part, name, _scale_sections(part, value, factor))
             elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
                 _set(part, name, 256)
             elif _WINDOW.match(name) and isinstance(value, int) and value > 64:
@@ -104,10 +111,6 @@ def _width_factor(parts: list[Any]) -> float:
         for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv"):
             if isinstance(value := getattr(part, name, None), int):
                 heads_dims.append(value)
-        rope = getattr(part, "rope_parameters", None) or {}
-        if isinstance(rope, dict) and "mrope_section" in rope:
-            # Its sections must stay whole and even out to half a head.
-            heads_dims.append(8 * math.gcd(*rope["mrope_section"]))
     if not mains or max(mains) <= _TINY:
         return 1.0
     factor = 1.0
@@ -125,13 +128,27 @@ def _scale(value: Any, factor: float) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, list, tuple, dict)):
         return value
     if isinstance(value, dict):
-        return value
+        return {key: _scale(item, factor) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_scale(item, factor) for item in value)
     if value < 16:
         return value
     scaled = value * factor
     return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)
+
+
+def _scale_sections(config: Any, rope: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The sections of a head that rotate by time, height and width still fill half a head.
+
+    Some modelling code has a default of its own, for heads 128 wide.
+    """
+    sees = re.search(r"vl|omni|4v|_5|ocr|ernie", str(getattr(config, "model_type", "")))
+    sections = rope.get("mrope_section") or ([16, 24, 24] if sees else None)
+    if not sections or factor == 1:
+        return rope
+    scaled = [int(section * factor) for section in sections]
+    scaled[0] += int(sum(sections) * factor) - sum(scaled)
+    return {**rope, "mrope_section": scaled}
 
 
 def _shrink_layers(config: Any) -> None:
@@ -151,7 +168,12 @@ def _shrink_layers(config: Any) -> None:
                 first = [list(pattern).index(kind) for kind in kinds]
                 if len(kinds) <= 6:
                     kept = max(kept, max(first) + 1)
-        for period in ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers"):
+        for period in (
+            "full_attention_interval",
+            "attn_layer_period",
+            "sliding_window_pattern",
+            "global_attn_every_n_layers",
+        ):
             if isinstance(every := getattr(config, period, None), int):
                 kept = max(kept, every)
         first_dense = getattr(config, "first_k_dense_replace", 0)
@@ -162,6 +184,10 @@ def _shrink_layers(config: Any) -> None:
         for other, value in list(_own(config)):
             if isinstance(value, (list, tuple)) and len(value) == count and count > 3:
                 _set(config, other, type(value)(value[:kept]))
+            elif isinstance(value, (list, tuple)) and value and _LAYER_NUMBERS.search(other):
+                if all(type(item) is int for item in value):
+                    inside = [item for item in value if -kept <= item < kept] or [kept - 1]
+                    _set(config, other, type(value)(inside))
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := getattr(config, name, None), (list, tuple)):
             _set(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))

@@ -160,24 +160,27 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Find probes in float64, where nothing but a wrong cut makes a difference, else in float32."""
-    refusals: list[str] = []
-    for dtype in (torch.float64, torch.float32):
-        model = model.to(dtype)
-        calls: dict[str, int] = {}
-        gradients: dict[str, torch.Tensor] = {}
-        probes: list[Probe] = []
-        refusal = _probe(model, "", seed, probes, calls, gradients)
-        if refusal:
-            refusals.append(refusal)
-        for path, part in model.named_modules():
-            if path and isinstance(part, PreTrainedModel) and not _reached(part, path, gradients):
-                note = _probe(part, path, seed, probes, calls, gradients)
-                if note:
-                    refusals.append(f"{path}: {note}")
-        if probes:
-            return Twin(model, probes, calls, gradients, "; ".join(refusals))
-    raise UnsupportedModelError(f"no inputs found on which {type(model).__name__} runs: {refusals[0]}")
+    """Find probes in float64, where nothing but a wrong cut makes a difference; in float32 where that reaches more."""
+    exact = _probe_all(model.to(torch.float64), seed)
+    if exact.probes and not exact.probes[0].path:
+        return exact
+    plain = _probe_all(copy.deepcopy(model).to(torch.float32), seed)
+    best = exact if len(exact.gradients) > len(plain.gradients) else plain
+    if not best.probes:
+        raise UnsupportedModelError(f"no inputs found on which {type(model).__name__} runs: {plain.untold[:300]}")
+    return best
+
+
+def _probe_all(model: PreTrainedModel, seed: int) -> Twin:
+    """Probe the model, and those of its parts that this does not reach."""
+    twin = Twin(model, [], {}, {})
+    refusals = [_probe(model, "", seed, twin.probes, twin.calls, twin.gradients)]
+    for path, part in model.named_modules():
+        if path and isinstance(part, PreTrainedModel) and not _reached(part, path, twin.gradients):
+            refusal = _probe(part, path, seed, twin.probes, twin.calls, twin.gradients)
+            refusals.append(f"{path}: {refusal}" if refusal else "")
+    twin.untold = "; ".join(refusal for refusal in refusals if refusal)
+    return twin
 
 
 def _reached(part: nn.Module, path: str, gradients: dict[str, torch.Tensor]) -> bool:

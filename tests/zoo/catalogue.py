@@ -31,7 +31,11 @@ def model_classes() -> dict[str, tuple[str, str]]:
     exported = set(dir(transformers))
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in _TASKS]
     for model_type, config_name in CONFIG_MAPPING_NAMES.items():
-        for mapping in (*mappings, modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES):
+        for mapping in (
+            *mappings,
+            modeling_auto.MODEL_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+        ):
             name = mapping.get(model_type)
             name = name[0] if isinstance(name, (list, tuple)) else name
             if name and name in exported:

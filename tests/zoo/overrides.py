@@ -18,6 +18,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 
