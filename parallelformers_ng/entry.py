@@ -200,7 +200,7 @@ def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype:
         )
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
-    return build_plan(model, world_size, select(model, custom), dtype)
+    return build_plan(model, world_size, select(model, custom, world_size), dtype)
 
 
 def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:

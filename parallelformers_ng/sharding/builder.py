@@ -36,7 +36,7 @@ from parallelformers_ng.sharding.policy import (
     Slice,
     Unit,
 )
-from parallelformers_ng.sharding.registry import Selection, is_block
+from parallelformers_ng.sharding.selection import Selection, is_block
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 
@@ -55,7 +55,8 @@ def build_plan(model: nn.Module, world_size: int, selection: Selection, dtype: t
     builder = _Builder(model, world_size)
     for policy in selection.policies:
         builder.apply(policy)
-    builder.cut_vocabulary()
+    if selection.vocabulary:
+        builder.cut_vocabulary()
     return builder.finish(selection, dtype)
 
 
