@@ -274,8 +274,9 @@ def input_figures(count: int, seed: int) -> list[Figure]:
         except (GroupError, ParallelError, ValueError, TypeError) as error:
             outcomes["error" if str(error) else "error without words"] += 1
             continue
-        except Exception as error:
-            outcomes[f"untyped {type(error).__name__}"] += 1
+        except Exception as error:  # clear enough where one process says the same
+            same = _error_of(whole, method, args, kwargs) == (type(error), str(error))
+            outcomes["error" if same else f"untyped {type(error).__name__}"] += 1
             continue
         with torch.no_grad():
             want = getattr(whole, method)(*args, **kwargs)
@@ -286,6 +287,14 @@ def input_figures(count: int, seed: int) -> list[Figure]:
     model.deparallelize()
     unclear = count - outcomes["error"] - outcomes["right"]
     return [Figure("unclear errors and wrong answers", unclear, 0), Figure("restarts", restarted, 0)]
+
+
+def _error_of(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[type, str] | None:
+    try:
+        getattr(model, method)(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+    return None
 
 
 # -- cycles -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
 import threading
@@ -22,6 +21,7 @@ from parallelformers_ng.generation.caches import CACHE_BLOCK
 from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.memory import RankMemory
 from parallelformers_ng.runtime.deadline import deadline_of
+from parallelformers_ng.runtime.frames import OUT_OF_MEMORY
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
@@ -100,7 +100,7 @@ class Deployment:
                 raise
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
                 needed = sum(self.plan.bytes_per_rank)
                 raise SharedMemoryError(
                     f"no memory for {needed} bytes of shards: {error.strerror}; the model is as it was. Raise the"

@@ -88,7 +88,7 @@ class NotPortableError(GroupError, TypeError):
 
 
 class SharedMemoryError(GroupError):
-    """The system had no memory for the tensors of a message. Nothing of the message was sent."""
+    """The system had no memory for shards, for the collectives, or for a message, of which nothing was sent."""
 
 
 class CollectiveAbortedError(GroupError):

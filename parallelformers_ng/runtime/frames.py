@@ -24,6 +24,7 @@ from parallelformers_ng.runtime.encoder import Encoded
 from parallelformers_ng.runtime.leaves import MAX_DESCRIPTORS, MAX_HEADER_BYTES, MAX_TENSOR_BYTES, aligned
 
 INLINE_TENSOR_BYTES = 64 << 10
+OUT_OF_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)  # what a memfd that cannot grow gives
 
 _MAGIC = b"pfng"
 _VERSION = 1
@@ -129,7 +130,7 @@ def _write_memfd(encoded: Encoded) -> int:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
     except BaseException as error:
         os.close(fd)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
             raise SharedMemoryError(
                 f"no memory for a message with {encoded.size} bytes of tensors: {error.strerror}; "
                 "send smaller batches, or raise the memory limit of the container"

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from parallelformers_ng import collectives
 from parallelformers_ng.errors import (
     ChannelClosedError,
     GroupClosedError,
@@ -53,6 +52,7 @@ class WorkerGroup:
 
     Raises:
         StartupError: a worker could not start; the message ends with what it wrote to standard error.
+        SharedMemoryError: the system has no memory for the collectives.
         PlacementError: `world_size`, `device` or `device_ids` make no group.
     """
 
@@ -80,7 +80,7 @@ class WorkerGroup:
         self._key = secrets.token_bytes(32)
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
         self._replace = replace
-        self._processes = Processes(collectives.Arena.create(world_size))
+        self._processes = Processes(startup.create_arena(world_size))
         # Also at interpreter exit, and when the group is dropped without being closed.
         self._finalizer = weakref.finalize(self, _finish, self._processes, self._turns)
         try:

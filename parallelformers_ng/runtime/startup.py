@@ -14,10 +14,11 @@ from parallelformers_ng.errors import (
     PlacementError,
     ProtocolError,
     RequestTimeoutError,
+    SharedMemoryError,
     StartupError,
 )
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.runtime.frames import Kind
+from parallelformers_ng.runtime.frames import OUT_OF_MEMORY, Kind
 from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
 
@@ -38,6 +39,19 @@ def device_names(world_size: int, device: str, device_ids: Sequence[int] | None)
     if len(ids) != world_size:
         raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
     return [f"{device}:{index}" for index in ids]
+
+
+def create_arena(world_size: int) -> collectives.Arena:
+    """The collectives' shared memory.
+
+    Raises:
+        SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
+    """
+    try:
+        return collectives.Arena.create(world_size)
+    except OSError as error:
+        kind = SharedMemoryError if error.errno in OUT_OF_MEMORY else StartupError
+        raise kind(f"the collectives of {world_size} workers cannot be set up: {error.strerror}") from error
 
 
 def start(

@@ -27,6 +27,7 @@ _HEAD_COUNTS = (
     "num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_query_heads", "h", "n_local_heads",
     "num_head", "attention_heads", "encoder_attention_heads", "decoder_attention_heads", "number_of_heads",
 )  # fmt: skip
+_ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
 
@@ -194,9 +195,10 @@ class _Attention:
     def _scaled(self, query: str, heads: int, width: int) -> list[tuple[str, ...]]:
         own = self._equal(width, {query})
         counts = tuple(
-            name for name, value in vars(self.module).items()
-            if value == heads and type(value) is int and name != query and "head" in name and "dim" not in name and "key" not in name and "kv" not in name
-        )  # fmt: skip
+            name
+            for name, value in vars(self.module).items()
+            if type(value) is int and value == heads and name != query and _ALSO_COUNTS.search(name)
+        )
         options = [own + counts]
         if query.startswith("config."):
             options.append(own + counts + (query,))
@@ -256,7 +258,7 @@ def _output(
 ) -> Layer | None:
     """The projection behind attention: beneath the module, or beside it."""
     parent = name.rpartition(".")[0]
-    nearby = [(key, layer) for key, layer in own.items()]
+    nearby = list(own.items())
     for above in (name, parent):
         prefix = f"{above}." if above else ""
         nearby += [(n[len(prefix) :], layer) for n, layer in by_name.items() if n.startswith(prefix)]

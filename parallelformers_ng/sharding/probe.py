@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import nn
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
 _SAMPLES = 4000
+_CROSS = re.compile(
+    r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
+)
 _FRAMES = 64
 
 
@@ -27,6 +31,8 @@ def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
     text = [name for name in ("input_ids",) if name in named]
     main = getattr(model, "main_input_name", "input_ids")
     main = main if main in named else next(iter(named), "")
+    if "encoder_hidden_states" in named and any(_CROSS.search(name) for name, _ in model.named_modules()):
+        yield maker.arguments({main, "encoder_hidden_states", *text, *maker.required}, "plain", True)
     for image in ("plain", "flat", "video", "wide"):
         for mask in (True, False):
             yield maker.arguments({main, *text, *maker.required}, image, mask)
@@ -73,7 +79,12 @@ class _Maker:
             return self.pixels(image if name != "pixel_values_videos" else "video", rows)
         if name in ("input_features", "input_values", "audio_values", "input_spectrogram", "spectrogram", "waveform"):
             return self.sound(name, image, rows)
-        if name in ("hidden_states", "inputs_embeds", "hidden_state", "encoder_hidden_states", "features", "x"):
+        if name == "encoder_hidden_states":
+            width = self.find(
+                "encoder_hidden_size", "cross_attention_dim", "hidden_size", "d_model", "n_embd", default=32
+            )
+            return self.randn(rows, LENGTH - 2, int(width))
+        if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
             return self.states(image, rows)
         if name in ("grid_thw", "image_grid_thw"):
             return torch.tensor([[1, 4, 4]])

@@ -24,10 +24,11 @@ from parallelformers_ng.sharding.inference import Proposal, policies_of, propose
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.native import native_proposals
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.policy import Policy, Rule
+from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.selection import Selection, written_places
 from parallelformers_ng.sharding.structure import called_layers
 from parallelformers_ng.sharding.twin import Twin, equal, make_twin, run
+from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 _TOKENS = 10
 _TRIALS = 60
@@ -66,7 +67,8 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int) -> Proof:
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     key = (type(model), shape, attention, transformers.__version__, world_size, base.policies)
     if key not in _CACHE:
-        _CACHE[key] = _find(model, base, world_size, attention)
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
+            _CACHE[key] = _find(model, base, world_size, attention)
     found = _CACHE[key]
     if isinstance(found, UnsupportedModelError):
         raise found
@@ -79,9 +81,10 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
     Raises:
         UnsupportedModelError: no twin could be made.
     """
-    twin = make_twin(type(model), model.config, getattr(model.config, "_attn_implementation", None))
-    search = _Search(twin, selection, world_size)
-    return "" if search.holds([], selection.vocabulary) else search.last
+    with torch.inference_mode(False), torch.enable_grad():
+        twin = make_twin(type(model), model.config, getattr(model.config, "_attn_implementation", None))
+        search = _Search(twin, selection, world_size)
+        return "" if search.holds([], selection.vocabulary) else search.last
 
 
 def _find(
@@ -110,11 +113,12 @@ class _Search:
     def result(self) -> Proof:
         covered = written_places(self.twin.model, self.base.policies)
         live = set(self.twin.gradients)
+        vocabulary_layers = self._vocabulary()
         layers = [
             layer
             for layer in called_layers(self.twin.model, self.twin.calls, live)
             if not any(layer.name == path or layer.name.startswith(path + ".") for path in covered)
-            and layer.name not in self._vocabulary()
+            and layer.name not in vocabulary_layers
         ]
         native = native_proposals(self.twin.model, layers)
         inferred = propose(self.twin.model, layers, live)
@@ -274,8 +278,6 @@ class _Search:
         return all(torch.equal(got, wanted) for got in results if isinstance(got, torch.Tensor))
 
     def _vocabulary(self) -> set[str]:
-        from parallelformers_ng.sharding.vocabulary import find_vocabulary
-
         return {layer.path for layer in find_vocabulary(self.twin.model, taken=set())}
 
 

@@ -35,6 +35,7 @@ _WINDOW = re.compile(r"^(sliding_window|window_size|attention_window|local_windo
 _EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
 _TINY = 128
 VOCABULARY = 131
 
@@ -108,9 +109,7 @@ def _width_factor(parts: list[Any]) -> float:
             heads_dims.append(head_dim)
         elif width and heads and width % heads == 0:
             heads_dims.append(width // heads)
-        for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv"):
-            if isinstance(value := getattr(part, name, None), int):
-                heads_dims.append(value)
+        heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := getattr(part, name, None), int)]
     if not mains or max(mains) <= _TINY:
         return 1.0
     factor = 1.0
@@ -184,10 +183,9 @@ def _shrink_layers(config: Any) -> None:
         for other, value in list(_own(config)):
             if isinstance(value, (list, tuple)) and len(value) == count and count > 3:
                 _set(config, other, type(value)(value[:kept]))
-            elif isinstance(value, (list, tuple)) and value and _LAYER_NUMBERS.search(other):
-                if all(type(item) is int for item in value):
-                    inside = [item for item in value if -kept <= item < kept] or [kept - 1]
-                    _set(config, other, type(value)(inside))
+            elif _LAYER_NUMBERS.search(other) and isinstance(value, (list, tuple)) and value:
+                inside = [item for item in value if type(item) is not int or -kept <= item < kept] or [kept - 1]
+                _set(config, other, type(value)(inside))
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := getattr(config, name, None), (list, tuple)):
             _set(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))

@@ -17,7 +17,7 @@ from parallelformers_ng.sharding.probe import candidates
 from parallelformers_ng.sharding.shrink import shrink
 from parallelformers_ng.sharding.structure import Trace, tensors
 
-_LARGEST = 120_000_000
+_LARGEST = 60_000_000
 _SHRINKS: Sequence[tuple[int, bool, bool]] = (
     (0, False, False),
     (1, False, True),

@@ -7,12 +7,12 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 _TASKS = (
-    "CAUSAL_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
     "IMAGE_TEXT_TO_TEXT",
     "MULTIMODAL_LM",
     "MASKED_LM",
+    "CAUSAL_LM",
     "CTC",
     "IMAGE_CLASSIFICATION",
     "OBJECT_DETECTION",
