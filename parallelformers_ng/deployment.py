@@ -8,25 +8,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node
+from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.store import Progress, ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.checkpoint.source import Checkpoint
+from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_over, take_back
 from parallelformers_ng.errors import GroupClosedError, GroupError
 from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.memory import RankMemory
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 
 log = logging.getLogger("parallelformers_ng")
 
 REPLICA = "parallelformers_ng.runtime.replica:Replica"
+_BATCH_BYTES = 256 << 20  # weights loaded with one request, so that a progress bar moves
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Deployment:
             it is a copy in host memory, without which a dead group cannot be replaced.
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
+        checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
+            again after a restart.
     """
 
     def __init__(
@@ -63,8 +69,11 @@ class Deployment:
         keep_weights: bool = True,
         restart: bool = True,
         limit: RestartLimit | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.plan = plan
+        self._checkpoint = checkpoint or Checkpoint({})
+        keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
         self._make_group = make_group
         self._keeps_weights = keep_weights
         self._restart = restart and group is None and keep_weights
@@ -88,12 +97,12 @@ class Deployment:
         """
         try:
             self._group.call("build", self._skeleton)
-            store = self._store = ShardStore(self.plan)
+            store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             hand_over(model, store, progress)
             try:
-                self._attach(store)
+                self._attach(store, progress)
             except BaseException:
-                take_back(model, self.plan, store)
+                take_back(model, store.plan, store)
                 raise
         except BaseException:
             self.close()
@@ -160,6 +169,14 @@ class Deployment:
         """One parameter or buffer, whole, on CPU."""
         return self._source().read(self.plan.tensors[name])
 
+    def node(self, name: str) -> Node:
+        """One parameter or buffer, to be read in parts from wherever it lies."""
+        tensor = self.plan.tensors[name]
+        if name in self._checkpoint.nodes:
+            return self._checkpoint.nodes[name]
+        tensor = self.plan.tensors[tensor.storage]
+        return self._store.node(tensor) if self._store is not None else WorkerShards(self.plan, self._group).node(tensor)
+
     def gather(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Put the weights back into the model, on CPU, and stop the workers."""
         with self._lock:
@@ -176,7 +193,8 @@ class Deployment:
             self._release_store()
 
     def _source(self) -> ShardSource:
-        return self._store if self._store is not None else WorkerShards(self.plan, self._group)
+        held = self._store if self._store is not None else WorkerShards(self.plan, self._group)
+        return FilesAnd(self._checkpoint, held)
 
     def _release_store(self) -> None:
         if self._store is not None:
@@ -223,9 +241,42 @@ class Deployment:
         assert self._make_group is not None, "a borrowed group is never replaced"
         return self._make_group()
 
-    def _attach(self, store: ShardStore) -> None:
+    def _attach(self, store: ShardStore, progress: Progress | None = None) -> None:
         ranks = range(self.plan.world_size)
-        self._group.call_each("attach", [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in ranks])
+        fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in ranks]
+        nodes = self._checkpoint.to_bytes()
+        self._group.call_each("attach", [(*pair, nodes) for pair in fds])
+        for names, size in self._batches():
+            self._group.call("load", names)
+            if progress is not None:
+                progress(size)
+        self._group.call("loaded")
+
+    def _batches(self) -> Iterator[tuple[list[str], int]]:
+        """Tensors to load with one request each, so that progress shows, and their bytes."""
+        names: list[str] = []
+        size = 0
+        for tensor in self.plan.stored():
+            if tensor.name in self._checkpoint.nodes:
+                names.append(tensor.name)
+                size += tensor.bytes_whole
+                if size >= _BATCH_BYTES:
+                    yield names, size
+                    names, size = [], 0
+        if names:
+            yield names, size
+
+
+class FilesAnd:
+    """Reads what a checkpoint holds from its files, and the rest from where the deployment keeps it."""
+
+    def __init__(self, checkpoint: Checkpoint, rest: ShardSource) -> None:
+        self._checkpoint = checkpoint
+        self._rest = rest
+
+    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
+        in_files = tensor.storage in self._checkpoint.nodes
+        return self._checkpoint.read(tensor) if in_files else self._rest.read(tensor, release)
 
 
 class WorkerShards:
@@ -236,8 +287,38 @@ class WorkerShards:
         self._group = group
 
     def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        parts = self._group.call_each("export", [([tensor.storage],)] * self._plan.world_size)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for shard, (part,) in zip(tensor.shards, parts, strict=True):
+        for shard, part in zip(tensor.shards, self.parts(tensor), strict=True):
             shard.put(part, whole)
         return whole
+
+    def parts(self, tensor: TensorPlan) -> list[torch.Tensor]:
+        """Every rank's part."""
+        exported = self._group.call_each("export", [([tensor.storage],)] * self._plan.world_size)
+        return [part for (part,) in exported]
+
+    def node(self, tensor: TensorPlan) -> Node:
+        """The same tensor to be read piece by piece; the parts are fetched once while the node lives."""
+        fetched: list[torch.Tensor] = []
+        ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
+        parts: dict[int, tuple[Shard, Node]] = {}
+        for rank in ranks:
+            shape = tensor.shards[rank].shape(tensor.shape)
+            parts[rank] = tensor.shards[rank], _WorkerLeaf(shape, tensor.dtype, self, tensor, rank, fetched)
+        return Assembled(tensor.shape, tensor.dtype, parts)
+
+
+@dataclass(eq=False)
+class _WorkerLeaf(Leaf):
+    shards: WorkerShards = field(repr=False)
+    plan: TensorPlan
+    rank: int
+    fetched: list[torch.Tensor] = field(repr=False)
+
+    def tensor(self) -> torch.Tensor:
+        if not self.fetched:
+            self.fetched += self.shards.parts(self.plan)
+        return self.fetched[self.rank]
+
+    def release(self) -> None:
+        self.fetched.clear()
