@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelformers_ng.entry import parallelize, plan, start_group
+    from parallelformers_ng.saving import save_sharded
     from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row, Slice
 
-__all__ = ["Column", "Experts", "Heads", "Policy", "Reduce", "Row", "Slice", "parallelize", "plan", "start_group"]
+__all__ = [
+    "Column", "Experts", "Heads", "Policy", "Reduce", "Row", "Slice", "parallelize", "plan", "save_sharded",
+    "start_group",
+]  # fmt: skip
+_HOMES = {"parallelize": "entry", "plan": "entry", "start_group": "entry", "save_sharded": "saving"}
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "entry" if name in ("parallelize", "plan", "start_group") else "sharding.policy"
+    home = _HOMES.get(name, "sharding.policy")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

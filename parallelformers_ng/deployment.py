@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupClosedError, GroupError
 from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.memory import RankMemory
@@ -177,6 +179,11 @@ class Deployment:
         tensor = self.plan.tensors[tensor.storage]
         return self._store.node(tensor) if self._store is not None else WorkerShards(self.plan, self._group).node(tensor)
 
+    def save(self, directory: Path, names: list[str], limit: int) -> list[list[WrittenFile]]:
+        """Every rank writes its files of a sharded directory. Returns what each wrote."""
+        group = self._living_group()
+        return group.call_each("save", [(str(directory), names, limit)] * group.world_size)
+
     def gather(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Put the weights back into the model, on CPU, and stop the workers."""
         with self._lock:
@@ -232,9 +239,13 @@ class Deployment:
         self._group = self._start_group()
         self.incarnation += 1
         self._caches.clear()
-        self._group.call("build", self._skeleton)
         assert self._store is not None, "a group is replaced only where the weights are kept"
-        self._attach(self._store)
+        try:
+            self._group.call("build", self._skeleton)
+            self._attach(self._store)
+        except BaseException:
+            self._group.close()  # it has no weights, so nobody may call it
+            raise
         log.warning("workers restarted in %.1f s", time.monotonic() - now)
 
     def _start_group(self) -> WorkerGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 
 def write_pretrained(
     model: PreTrainedModel,
-    nodes: dict[str, Node],
+    nodes: Mapping[str, Node],
     directory: Path,
     max_shard_size: int | str = "50GB",
     save_original_format: bool = True,

@@ -71,6 +71,7 @@ def write_index(
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
+    aliases = plan.aliases()
     tensors: dict[str, Any] = {}
     for name in names:
         tensor = plan.tensors[name]
@@ -81,8 +82,8 @@ def write_index(
                 continue
             parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
         dim = next((shard.dim for shard in tensor.shards if shard.dim is not None), None)
-        aliases = [alias for alias, other in plan.tensors.items() if other.storage == name]
-        tensors[name] = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts, "names": aliases}
+        facts = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
+        tensors[name] = {**facts, "names": aliases[name]}
     index = {
         "version": _VERSION,
         "model_class": plan.model_class,

@@ -44,6 +44,7 @@ class Replica:
         self.model: Any = None
         self.plan: ShardPlan | None = None
         self.checkpoint = Checkpoint({})
+        self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
         self.recording = Recording()
 
@@ -65,6 +66,7 @@ class Replica:
         """
         assert self.plan is not None, "build comes before attach"
         self.checkpoint = Checkpoint.from_bytes(nodes)
+        self.aliases = self.plan.aliases()
         plan = self.checkpoint.in_memory(self.plan)
         try:
             held = map_shards(plan, self.rank, own.fd, shared.fd)
@@ -86,9 +88,8 @@ class Replica:
             if self.device.type != "cpu":
                 part = part.to(self.device)
                 release(node)
-            for name, tensor in self.plan.tensors.items():
-                if tensor.storage == stored:
-                    set_tensor(self.model, name, part, tensor.is_buffer)
+            for name in self.aliases[stored]:
+                set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
     def loaded(self) -> None:
         """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
