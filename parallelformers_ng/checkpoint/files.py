@@ -7,10 +7,10 @@ import json
 import mmap
 import os
 import pickle
+import weakref
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -32,7 +32,10 @@ _MAP_NORESERVE = 0x4000
 
 
 class CheckpointFile:
-    """One file of a checkpoint. It crosses to the workers as its path; each process opens it when it first reads.
+    """One file of a checkpoint, held open by the process that found it.
+
+    The workers open it again through that process (`/proc/PID/fd`), now or after a restart, so that they read the same
+    file even where another has taken its name meanwhile: a save over the directory that the model came from, say.
 
     Args:
         path: where it is.
@@ -43,7 +46,13 @@ class CheckpointFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
-        self._identity = _identity(self.path)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._held = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._identity = _identity(self._held)
 
     def tensor(self, key: str) -> torch.Tensor:
         """One stored tensor, a view of the mapped file."""
@@ -53,10 +62,19 @@ class CheckpointFile:
         """Shape and data type of everything stored."""
         raise NotImplementedError
 
-    def check_unchanged(self) -> None:
-        """Raises CheckpointError where the file is no longer the one that was opened first."""
-        if _identity(self.path) != self._identity:
-            raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
+    def name_to_open(self) -> str:
+        """A path at which the file that was found can be opened.
+
+        Raises:
+            CheckpointError: it was written to since, or it is gone.
+        """
+        for name in (self._held, self.path):  # a container may forbid the first
+            if os.access(name, os.R_OK) and _identity(name) == self._identity:
+                return name
+        raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_close"}
 
 
 class SafetensorsFile(CheckpointFile):
@@ -110,15 +128,14 @@ class SafetensorsFile(CheckpointFile):
 
     def _map(self) -> mmap.mmap:
         if self._mapping is None:
-            with open(self.path, "rb") as file:
-                self.check_unchanged()
+            with open(self.name_to_open(), "rb") as file:
                 flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
                 self._mapping = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
             self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         return self._mapping
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapping": None, "_start": 0}
+        return {**super().__getstate__(), "_mapping": None, "_start": 0}
 
 
 class PickleFile(CheckpointFile):
@@ -139,13 +156,13 @@ class PickleFile(CheckpointFile):
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
-            self.check_unchanged()
             self._state = self._load()
         return self._state[key].detach()
 
     def _load(self) -> dict[str, torch.Tensor]:
+        name = self.name_to_open()
         try:
-            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(self.path))
+            state = torch.load(name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(name))
         except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path} is damaged or holds more than weights: {error}") from error
         if not isinstance(state, dict):
@@ -153,7 +170,7 @@ class PickleFile(CheckpointFile):
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_state": None}
+        return {**super().__getstate__(), "_state": None}
 
 
 @dataclass(eq=False)
@@ -191,10 +208,7 @@ def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    try:
-        status = Path(path).stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} is missing: {error.strerror}") from error
+    status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

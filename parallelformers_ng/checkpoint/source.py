@@ -25,6 +25,7 @@ from transformers.utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     cached_file,
+    logging,
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -139,10 +140,7 @@ def load_skeleton(
     cls = model_class or _class_of(config, location, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{location.path} is quantized; quantized weights cannot be cut yet")
-    state = lazy_state(location)
-    model = cls.from_pretrained(
-        None, config=config, state_dict=state, dtype="auto" if dtype is None else dtype, **(options or {})
-    )
+    model = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, options or {})
     model.config.name_or_path = model.name_or_path = location.path
     if model.can_generate():
         model.generation_config = _generation_config(location)
@@ -156,12 +154,8 @@ def fill_skeleton(model: PreTrainedModel, location: Location) -> None:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
     """
     _check_directory(location)
-    loaded = type(model).from_pretrained(
-        None, config=model.config, state_dict=lazy_state(location), dtype=model.dtype
-    )
-    tensors = {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers(remove_duplicate=False))}
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    for name, tensor in own.items():
+    tensors = _tensors(_from_pretrained(type(model), model.config, location, model.dtype, {}))
+    for name, tensor in _tensors(model).items():
         if tensor.device.type != "meta":
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
@@ -170,6 +164,28 @@ def fill_skeleton(model: PreTrainedModel, location: Location) -> None:
                 f"{location.path} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}"
             )
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
+
+
+def _from_pretrained(
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    location: Location,
+    dtype: torch.dtype | str,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
+    state = lazy_state(location)
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would count tensors of which none is read
+    try:
+        return cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def lazy_state(location: Location) -> dict[str, LazyTensor]:
