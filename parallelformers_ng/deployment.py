@@ -8,14 +8,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.store import Progress, ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.checkpoint.source import Checkpoint
+from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError
 from parallelformers_ng.generation.caches import CACHE_BLOCK
 from parallelformers_ng.generation.handle import CacheHandle, adopt
@@ -25,9 +30,11 @@ from parallelformers_ng.runtime.frames import OUT_OF_MEMORY
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.worker_shards import FilesAnd, WorkerShards
 
 REPLICA = "parallelformers_ng.runtime.replica:Replica"
+_BATCH_BYTES = 256 << 20  # weights loaded with one request, so that a progress bar moves
 
 
 class Deployment:
@@ -44,6 +51,8 @@ class Deployment:
             it is a copy in host memory, without which a dead group cannot be replaced.
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
+        checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
+            again after a restart.
     """
 
     def __init__(
@@ -56,8 +65,11 @@ class Deployment:
         keep_weights: bool = True,
         restart: bool = True,
         limit: RestartLimit | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.plan = plan
+        self._checkpoint = checkpoint or Checkpoint({})
+        keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
         self._make_group = make_group
         self._keeps_weights = keep_weights
         self._restart = restart and group is None and keep_weights
@@ -88,15 +100,17 @@ class Deployment:
         group = self._supervisor.group
         try:
             group.call("build", self._skeleton)
-            store = self._store = ShardStore(self.plan)
+            store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             hand_over(model, store, progress)
             try:
-                _attach(group, store)
+                _attach(group, self.plan, store, self._checkpoint, progress)
                 if self._restart and self._make_group is not None:
-                    revive = functools.partial(_revive, self._make_group, self._skeleton, store)
+                    revive = functools.partial(
+                        _revive, self._make_group, self._skeleton, self.plan, store, self._checkpoint
+                    )
                     self._supervisor = Supervisor(group, revive, self._limit)
             except BaseException:
-                take_back(model, self.plan, store)
+                take_back(model, store.plan, store)
                 raise
         except BaseException as error:
             self.close()
@@ -190,6 +204,23 @@ class Deployment:
         """One parameter or buffer, whole, on CPU."""
         return self._source().read(self.plan.tensors[name])
 
+    def node(self, name: str) -> Node:
+        """One parameter or buffer, to be read in parts from wherever it lies."""
+        tensor = self.plan.tensors[name]
+        if name in self._checkpoint.nodes:
+            return self._checkpoint.nodes[name]
+        tensor = self.plan.tensors[tensor.storage]
+        return (
+            self._store.node(tensor)
+            if self._store is not None
+            else WorkerShards(self.plan, self._supervisor.group).node(tensor)
+        )
+
+    def save(self, directory: Path, names: list[str], limit: int) -> list[list[WrittenFile]]:
+        """Every rank writes its files of a sharded directory. Returns what each wrote."""
+        group, _ = self.ready(self.deadline_of(None))
+        return group.call_each("save", [(str(directory), names, limit)] * group.world_size)
+
     def gather(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Put the weights back into the model, on CPU, and stop the workers.
 
@@ -212,7 +243,8 @@ class Deployment:
             self._release_store()
 
     def _source(self) -> ShardSource:
-        return self._store if self._store is not None else WorkerShards(self.plan, self._supervisor.group)
+        held = self._store if self._store is not None else WorkerShards(self.plan, self._supervisor.group)
+        return FilesAnd(self._checkpoint, held)
 
     def _release_store(self) -> None:
         if self._store is not None:
@@ -234,33 +266,48 @@ class Deployment:
         return self._make_group()
 
 
-def _attach(group: WorkerGroup, store: ShardStore) -> None:
-    ranks = range(store.plan.world_size)
-    group.call_each("attach", [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in ranks])
+def _attach(
+    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
+    nodes = checkpoint.to_bytes()
+    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
+    group.call_each("attach", [(*pair, nodes) for pair in fds])
+    for names, size in _batches(plan, checkpoint):
+        group.call("load", names)
+        if progress is not None:
+            progress(size)
+    group.call("loaded")
 
 
-def _revive(make_group: Callable[[], WorkerGroup], skeleton: Skeleton, store: ShardStore) -> WorkerGroup:
+def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
+    """Tensors to load with one request each, so that progress shows, and their bytes."""
+    names: list[str] = []
+    size = 0
+    for tensor in plan.stored():
+        if tensor.name in checkpoint.nodes:
+            names.append(tensor.name)
+            size += tensor.bytes_whole
+            if size >= _BATCH_BYTES:
+                yield names, size
+                names, size = [], 0
+    if names:
+        yield names, size
+
+
+def _revive(
+    make_group: Callable[[], WorkerGroup],
+    skeleton: Skeleton,
+    plan: ShardPlan,
+    store: ShardStore,
+    checkpoint: Checkpoint,
+) -> WorkerGroup:
     """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
     group = make_group()
     try:
         group.call("build", skeleton)
-        _attach(group, store)
+        _attach(group, plan, store, checkpoint)
     except BaseException:
         group.close()
         raise
     return group
-
-
-class WorkerShards:
-    """Reads tensors back from the ranks themselves: on CUDA the devices hold the only copy."""
-
-    def __init__(self, plan: ShardPlan, group: WorkerGroup) -> None:
-        self._plan = plan
-        self._group = group
-
-    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        parts = self._group.call_each("export", [([tensor.storage],)] * self._plan.world_size)
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for shard, (part,) in zip(tensor.shards, parts, strict=True):
-            shard.put(part, whole)
-        return whole

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.source import Checkpoint, Location, fill_skeleton, load_skeleton
 from parallelformers_ng.collectives import BACKENDS
 from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
@@ -38,10 +41,11 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 
 def parallelize(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | os.PathLike[str],
     num_gpus: int | None = None,
     fp16: bool = False,
     *,
+    weights: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     device: str = "auto",
     device_ids: Sequence[int] | None = None,
@@ -56,6 +60,14 @@ def parallelize(
     restart: bool = True,
     max_restarts: int = 3,
     restart_window: float = 60.0,
+    model_class: type[PreTrainedModel] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+    load_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
 ) -> Any:
     """Cut `model` over several devices, one worker process each, in place.
 
@@ -63,9 +75,11 @@ def parallelize(
     `.cpu()`, `.cuda()`, `.to()`) ends it and brings the weights back.
 
     Args:
-        model: a transformers model with its weights loaded.
+        model: a transformers model with its weights loaded; or a directory or model id of the hub, whose weights each
+            worker then reads its share of; or a model on `meta`, with `weights`.
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
         fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
+        weights: the directory or model id that has the weights of a model on `meta`.
         dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
         device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
         device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
@@ -81,12 +95,17 @@ def parallelize(
             memory is the shards, and is always kept.
         restart: start new workers when one died, where the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
+        model_class: the class to load a path as; by default the first of its configuration's `architectures`.
+        revision, token, cache_dir, local_files_only, trust_remote_code: as in `from_pretrained`.
+        load_options: its further arguments: `{"attn_implementation": "eager", "key_mapping": …}`.
+        progress: show a progress bar where standard error is a terminal.
 
     Returns:
-        The same model.
+        The same model, or the one that was loaded.
 
     Raises:
         UnsupportedModelError: not a transformers model, or no policy fits it.
+        CheckpointError: a file of the checkpoint is missing or damaged; it is named.
         AlreadyParallelizedError: the model is parallelized.
         PlacementError: there are not as many devices as asked for.
         PolicyError: a custom policy does not fit the model.
@@ -101,16 +120,35 @@ def parallelize(
         make_group, world_size, kind = None, group.world_size, group.device_names[0].partition(":")[0]
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
-    sharding = _make_plan(model, world_size, custom_policies, _target_dtype(fp16, dtype))
+    target = _target_dtype(fp16, dtype)
+    from_files = weights is not None or isinstance(model, (str, os.PathLike))
+    if from_files:
+        place = os.fspath(model if weights is None else weights)
+        cache = None if cache_dir is None else os.fspath(cache_dir)
+        location = Location(place, revision, token, cache, local_files_only)
+        loaded: Any = _open(model, location, model_class, target, trust_remote_code, load_options)
+    else:
+        loaded = model
+    sharding = _make_plan(loaded, world_size, custom_policies, target)
+    checkpoint = Checkpoint.take(loaded, sharding) if from_files else None
     limit = RestartLimit(max_restarts, restart_window)
     deployment = Deployment(
-        model, sharding, make_group, group=group, keep_weights=kind == "cpu" or host_copy, restart=restart, limit=limit
+        loaded,
+        sharding,
+        make_group,
+        group=group,
+        keep_weights=kind == "cpu" or host_copy,
+        restart=restart,
+        limit=limit,
+        checkpoint=checkpoint,
     )
-    deployment.start(model)
-    enter(model, deployment, seed)
+    what = "loading" if from_files else "cutting"
+    with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
+        deployment.start(loaded, advance)
+    enter(loaded, deployment, seed)
     if verbose is not None:
-        print(model.memory_summary(detail=verbose == "detail"))
-    return model
+        print(loaded.memory_summary(detail=verbose == "detail"))
+    return loaded
 
 
 def start_group(
@@ -158,6 +196,27 @@ def plan(
     """
     _check_count(num_gpus)
     return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
+
+
+def _open(
+    model: Any,
+    location: Location,
+    model_class: type[PreTrainedModel] | None,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    options: Mapping[str, Any] | None,
+) -> PreTrainedModel:
+    """A model whose weights have not been read yet."""
+    if isinstance(model, PreTrainedModel):
+        if is_parallelized(model):
+            raise AlreadyParallelizedError(
+                f"{type(model).__name__} is parallelized already; call deparallelize() first"
+            )
+        fill_skeleton(model, location)
+        return model
+    return load_skeleton(
+        location, model_class=model_class, dtype=dtype, trust_remote_code=trust_remote_code, options=options
+    )
 
 
 def _group_maker(

@@ -35,6 +35,10 @@ class NotParallelizedError(ParallelError):
     """The model is not (or no longer) parallelized, or its workers belong to another process."""
 
 
+class CheckpointError(ParallelError):
+    """A checkpoint is missing, incomplete, damaged or not of this model. The message names the file."""
+
+
 class GroupError(ParallelError):
     """Something about the worker group failed; the base of the errors below."""
 

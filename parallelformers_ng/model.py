@@ -4,13 +4,17 @@ workers."""
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.saving import write_pretrained
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import NotParallelizedError, ParallelError
@@ -87,6 +91,34 @@ class Parallelized:
                 whole[id(held)] = deployment.read(plain)
             listed[name] = whole[id(held)]
         return listed
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "50GB",
+        save_original_format: bool = True,
+        progress: bool = True,
+        **unsupported: Any,
+    ) -> None:
+        """Write an ordinary checkpoint, which `from_pretrained` reads; the whole model is never in memory here.
+
+        Args:
+            save_directory: where to; made if need be.
+            max_shard_size: bytes of a file, "5GB" or a number.
+            save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
+            progress: show a progress bar where standard error is a terminal.
+            unsupported: any other argument of the original is refused.
+
+        Raises:
+            CheckpointError: `max_shard_size` is no size.
+            OSError: the disk is full, or the directory cannot be written to.
+        """
+        if unsupported:
+            raise ParallelError(
+                _refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
+            )
+        nodes = _Nodes(deployment_of(self))
+        write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         raise ParallelError(_refusal(self, "casting or moving it", "its weights are with the workers"))
@@ -185,6 +217,22 @@ def _refused(name: str, original: Callable) -> Callable:
 
 def _refusal(model: Any, what: str, why: str) -> str:
     return f"{type(model).__name__} is parallelized, which rules out {what}: {why}. Call deparallelize() first"
+
+
+class _Nodes(Mapping[str, Node]):
+    """Where to read each tensor of a deployment, worked out when it is asked for."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+
+    def __getitem__(self, name: str) -> Node:
+        return self._deployment.node(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._deployment.plan.tensors)
+
+    def __len__(self) -> int:
+        return len(self._deployment.plan.tensors)
 
 
 class _SubmoduleForward:

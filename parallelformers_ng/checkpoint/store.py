@@ -10,20 +10,20 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.layout import lay_out
+from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node
+from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.sharding.inject import get_tensor, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
-
-Progress = Callable[[int], object]
-"""Called with the bytes that were just done."""
 
 
 class ShardStore:
@@ -90,9 +90,37 @@ class ShardStore:
                         mapping.madvise(mmap.MADV_REMOVE, 0, whole_pages)
         return whole
 
+    def node(self, tensor: TensorPlan) -> Node:
+        """The same tensor to be read piece by piece, where it lies."""
+        ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
+        shapes = {rank: tensor.shards[rank].shape(tensor.shape) for rank in ranks}
+        leaves = {rank: _StoreLeaf(shapes[rank], tensor.dtype, self, tensor, rank) for rank in ranks}
+        return Assembled(tensor.shape, tensor.dtype, {rank: (tensor.shards[rank], leaves[rank]) for rank in ranks})
+
+    def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
+        """One rank's part, mapped for as long as it is used."""
+        shape, size = tensor.shards[rank].shape(tensor.shape), tensor.bytes_on(rank)
+        if size == 0:
+            return torch.empty(shape, dtype=tensor.dtype)
+        region, offset = self.layout.offsets[tensor.storage][rank]
+        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(self.fds[region], skipped + size, access=mmap.ACCESS_COPY, offset=offset - skipped)
+        count = size // tensor.dtype.itemsize
+        return torch.frombuffer(mapping, dtype=tensor.dtype, count=count, offset=skipped).view(shape)
+
     def close(self) -> None:
         while self.fds:
             os.close(self.fds.pop())
+
+
+@dataclass(eq=False)
+class _StoreLeaf(Leaf):
+    store: ShardStore = field(repr=False)
+    plan: TensorPlan
+    rank: int
+
+    def tensor(self) -> torch.Tensor:
+        return self.store.part(self.plan, self.rank)
 
 
 def map_shards(plan: ShardPlan, rank: int, own_fd: int, shared_fd: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.checkpoint.nodes import read_shard, release
+from parallelformers_ng.checkpoint.sharded import write_rank
 from parallelformers_ng.checkpoint.skeleton import Skeleton
+from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.store import map_shards
+from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.generation.caches import CacheFacts, CacheTable, facts_of, map_caches, map_handles
 from parallelformers_ng.generation.lockstep import LockStep
@@ -24,7 +29,7 @@ from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
 from parallelformers_ng.sharding.layers import Recording
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 
 class Replica:
@@ -38,6 +43,8 @@ class Replica:
         self.emit = emit
         self.model: Any = None
         self.plan: ShardPlan | None = None
+        self.checkpoint = Checkpoint({})
+        self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
         self.recording = Recording()
 
@@ -51,18 +58,51 @@ class Replica:
         self.recording = inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 
-    def attach(self, own: FileDescriptor, shared: FileDescriptor) -> None:
-        """Take the weights: mapped on CPU, copied to the device on CUDA."""
+    def attach(self, own: FileDescriptor, shared: FileDescriptor, nodes: bytes) -> None:
+        """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
+
+        Args:
+            nodes: the weights that it does not hold, from `Checkpoint.to_bytes`; `load` takes those.
+        """
         assert self.plan is not None, "build comes before attach"
+        self.checkpoint = Checkpoint.from_bytes(nodes)
+        self.aliases = self.plan.aliases()
+        plan = self.checkpoint.in_memory(self.plan)
         try:
-            held = map_shards(self.plan, self.rank, own.fd, shared.fd)
+            held = map_shards(plan, self.rank, own.fd, shared.fd)
         finally:
             own.close()
             shared.close()
         if self.device.type != "cpu":
             held = {name: tensor.to(self.device) for name, tensor in held.items()}
-        for name, tensor in self.plan.tensors.items():
+        for name, tensor in plan.tensors.items():
             set_tensor(self.model, name, held[tensor.storage], tensor.is_buffer)
+
+    def load(self, names: list[str]) -> None:
+        """Take some stored tensors out of the checkpoint's files: mapped where they lie as this rank holds them, else
+        only this rank's part is copied."""
+        assert self.plan is not None
+        for stored in names:
+            node = self.checkpoint.nodes[stored]
+            part = read_shard(node, self.plan.tensors[stored].shards[self.rank], self.rank)
+            if self.device.type != "cpu":
+                part = part.to(self.device)
+                release(node)
+            for name in self.aliases[stored]:
+                set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
+
+    def loaded(self) -> None:
+        """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
+        self.checkpoint = Checkpoint({})
+
+    def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
+        """Write this rank's files of a sharded directory; the arguments are those of `write_rank`."""
+        assert self.plan is not None
+
+        def part(tensor: TensorPlan) -> torch.Tensor:
+            return get_tensor(self.model, tensor.name, tensor.is_buffer)
+
+        return write_rank(Path(directory), self.plan, names, self.rank, limit, part)
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
         """This rank's part of some stored tensors, on CPU."""
@@ -74,6 +114,7 @@ class Replica:
         """Let the model go; the worker is then ready for another."""
         self.model = None
         self.plan = None
+        self.checkpoint = Checkpoint({})
         self.caches = CacheTable()
 
     def run(self, call: Call) -> Answer:

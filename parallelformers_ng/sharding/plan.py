@@ -148,6 +148,13 @@ class ShardPlan:
         """Every tensor once, tied ones under the name that holds the bytes."""
         return (tensor for name, tensor in self.tensors.items() if tensor.storage == name)
 
+    def aliases(self) -> dict[str, list[str]]:
+        """Storage name → every name whose bytes are held under it."""
+        found: dict[str, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            found.setdefault(tensor.storage, []).append(name)
+        return found
+
     @property
     def bytes_whole(self) -> int:
         """Bytes of the whole model, after the cast."""

@@ -1,0 +1,221 @@
+"""Checkpoint files, opened by each process for itself: safetensors mapped privately, `.bin` through torch's mapping."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import pickle
+import weakref
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors
+import torch
+
+from parallelformers_ng.checkpoint.nodes import Leaf
+from parallelformers_ng.errors import CheckpointError
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+# Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
+_MAP_NORESERVE = 0x4000
+
+
+class CheckpointFile:
+    """One file of a checkpoint, held open by the process that found it.
+
+    The workers open it again through that process (`/proc/PID/fd`), now or after a restart, so that they read the same
+    file even where another has taken its name meanwhile: a save over the directory that the model came from, say.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._held = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._identity = _identity(self._held)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """One stored tensor, a view of the mapped file."""
+        raise NotImplementedError
+
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and data type of everything stored."""
+        raise NotImplementedError
+
+    def name_to_open(self) -> str:
+        """A path at which the file that was found can be opened.
+
+        Raises:
+            CheckpointError: it was written to since, or it is gone.
+        """
+        for name in (self._held, self.path):  # a container may forbid the first
+            if os.access(name, os.R_OK) and _identity(name) == self._identity:
+                return name
+        raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_close"}
+
+
+class SafetensorsFile(CheckpointFile):
+    """A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, the tensors."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        try:
+            # The reference reader checks that sizes, offsets and the length of the file agree.
+            with safetensors.safe_open(self.path, framework="pt"):
+                pass
+            with open(self.path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._entries = {
+                key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["data_offsets"][0] + 8 + length)
+                for key, entry in header.items()
+            }
+        except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
+        except KeyError as error:
+            raise CheckpointError(
+                f"{self.path} is damaged, or holds a data type this version cannot read: {error}"
+            ) from error
+        self._mapping: mmap.mmap | None = None
+        self._start = 0
+
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {key: (shape, dtype) for key, (shape, dtype, _) in self._entries.items()}
+
+    def tensor(self, key: str) -> torch.Tensor:
+        shape, dtype, offset = self._entries[key]
+        count = _count(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        mapping = self._map()
+        if offset % dtype.itemsize:
+            data = bytearray(mapping[offset : offset + count * dtype.itemsize])
+            return torch.frombuffer(data, dtype=dtype).view(shape)
+        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the mapped file."""
+        return self._mapping is not None and self._start <= tensor.data_ptr() < self._start + len(self._mapping)
+
+    def release(self, key: str) -> None:
+        """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
+        shape, dtype, offset = self._entries[key]
+        first = offset - offset % mmap.PAGESIZE
+        if self._mapping is not None and (length := offset + _count(shape) * dtype.itemsize - first):
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
+
+    def _map(self) -> mmap.mmap:
+        if self._mapping is None:
+            with open(self.name_to_open(), "rb") as file:
+                flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                self._mapping = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
+            self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        return self._mapping
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_mapping": None, "_start": 0}
+
+
+class PickleFile(CheckpointFile):
+    """A `.bin` file, read by torch with `weights_only=True`: nothing in it is executed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._state: dict[str, torch.Tensor] | None = None
+        self._entries = {
+            key: (tuple(tensor.shape), tensor.dtype)
+            for key, tensor in self._load().items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        self._state = None
+
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self._entries
+
+    def tensor(self, key: str) -> torch.Tensor:
+        if self._state is None:
+            self._state = self._load()
+        return self._state[key].detach()
+
+    def _load(self) -> dict[str, torch.Tensor]:
+        name = self.name_to_open()
+        try:
+            state = torch.load(name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(name))
+        except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.path} is damaged or holds more than weights: {error}") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.path} holds a {type(state).__name__}, not a dictionary of weights")
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_state": None}
+
+
+@dataclass(eq=False)
+class FileLeaf(Leaf):
+    """A tensor in a file.
+
+    Attributes:
+        file: the file.
+        key: its name there.
+    """
+
+    file: CheckpointFile = field(repr=False)
+    key: str
+
+    def tensor(self) -> torch.Tensor:
+        return self.file.tensor(self.key)
+
+    def release(self) -> None:
+        if isinstance(self.file, SafetensorsFile):
+            self.file.release(self.key)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return isinstance(self.file, SafetensorsFile) and self.file.holds(tensor)
+
+
+def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
+    """Open a file of either kind by its ending."""
+    return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
+
+
+def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
+    """Everything in a file."""
+    for key, (shape, dtype) in file.entries().items():
+        yield FileLeaf(shape, dtype, file, key)
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

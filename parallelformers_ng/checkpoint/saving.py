@@ -1,0 +1,162 @@
+"""Saving a parallelized model: an ordinary checkpoint, or one that is cut as the model is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.nodes import Node, leaves, read_shard, release
+from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
+from parallelformers_ng.checkpoint.source import Checkpoint
+from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
+from parallelformers_ng.sharding.inject import get_tensor
+from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
+
+
+def write_pretrained(
+    model: PreTrainedModel,
+    nodes: Mapping[str, Node],
+    directory: Path,
+    max_shard_size: int | str = "50GB",
+    save_original_format: bool = True,
+    progress: bool = True,
+) -> None:
+    """Write an ordinary checkpoint of a model whose weights are elsewhere, one tensor at a time.
+
+    Each file is complete before it takes its name, and the index comes last.
+
+    Args:
+        model: the model, on `meta`.
+        nodes: name of a parameter or buffer → where to read it.
+        max_shard_size, save_original_format: as in `PreTrainedModel.save_pretrained`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    state = torch.nn.Module.state_dict(model)
+    for ignored in model._keys_to_ignore_on_save or ():
+        state.pop(ignored, None)
+    state = remove_tied_weights_from_state_dict(state, model)
+    lazy: dict[str, Any] = {
+        name: LazyTensor(nodes[name]) if name in nodes else tensor for name, tensor in state.items()
+    }
+    if save_original_format:
+        lazy = revert_weight_conversion(model, lazy)
+    stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
+    split = split_state_dict_into_shards_factory(
+        lazy,
+        get_storage_size=lambda tensor: tensor.numel() * tensor.dtype.itemsize,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=parse_size(max_shard_size),
+    )
+    total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in lazy.values())
+    reader = _Reader()
+    with progress_bar(f"saving {type(model).__name__}", total, progress) as advance:
+        for name, keys in split.filename_to_tensors.items():
+            entries = {key: (tuple(lazy[key].shape), lazy[key].dtype) for key in _by_leaf(keys, lazy)}
+            partial = directory / f".{name}.partial"
+            try:
+                write_safetensors(partial, entries, lambda key: reader.value(lazy[key]), advance)
+                partial.replace(directory / name)
+            finally:
+                partial.unlink(missing_ok=True)
+    index_path = directory / SAFE_WEIGHTS_INDEX_NAME
+    if split.is_sharded:
+        index = {"metadata": {"total_size": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+        partial = directory / f".{index_path.name}.partial"
+        partial.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+        partial.replace(index_path)
+    else:
+        index_path.unlink(missing_ok=True)
+    _write_configs(model, directory)
+    for file in directory.glob(f"{stem}*.safetensors"):
+        # What an earlier save left would be read instead, or lie about unread.
+        if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
+            file.unlink()
+
+
+def shard_checkpoint(
+    model: PreTrainedModel,
+    plan: ShardPlan,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    progress: bool,
+) -> None:
+    """Cut a checkpoint into a sharded directory in this process, one tensor in memory at a time.
+
+    Args:
+        model: from `load_skeleton`.
+        plan: of the same model.
+    """
+    limit = parse_size(max_shard_size)
+    names = saved_names(model, plan)
+    checkpoint = Checkpoint.take(model, plan)
+    total = sum(plan.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
+    with (
+        replaced_directory(Path(directory), files_of) as partial,
+        progress_bar(f"cutting {type(model).__name__}", total, progress) as advance,
+    ):
+        written = []
+        reader = _Reader()
+        for rank in range(plan.world_size):
+
+            def part(tensor: TensorPlan, rank: int = rank) -> torch.Tensor:
+                node = checkpoint.nodes.get(tensor.name)
+                if node is not None:
+                    return reader.shard(node, tensor.shards[rank])
+                return tensor.shards[rank].of(get_tensor(model, tensor.name, tensor.is_buffer).detach())
+
+            written.append(write_rank(partial, plan, names, rank, limit, part, advance))
+        write_index(partial, model, plan, names, written)
+
+
+def _write_configs(model: PreTrainedModel, directory: Path) -> None:
+    """What `save_pretrained` writes besides weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, directory, config=model.config)
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+
+
+def _by_leaf(keys: list[str], tensors: dict[str, Any]) -> list[str]:
+    """Tensors that are made of the same stored one side by side, so that it is fetched once."""
+
+    def first(key: str) -> int:
+        node = getattr(tensors[key], "node", None)
+        return id(next(leaves(node), None)) if node is not None else 0
+
+    groups: dict[int, list[str]] = {}
+    for key in keys:
+        groups.setdefault(first(key), []).append(key)
+    return [key for group in groups.values() for key in group]
+
+
+class _Reader:
+    """Reads one tensor after another; the pages of the last one are let go before the next is read."""
+
+    def __init__(self) -> None:
+        self._last: Node | None = None
+
+    def shard(self, node: Node, shard: Shard) -> torch.Tensor:
+        if self._last is not None:
+            release(self._last)
+        self._last = node
+        return read_shard(node, shard)
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.shard(tensor.node, WHOLE) if isinstance(tensor, LazyTensor) else tensor

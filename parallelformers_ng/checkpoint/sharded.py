@@ -1,0 +1,226 @@
+"""A directory in which every rank has files of its own: what was cut is saved cut, and loaded without cutting.
+
+config.json  generation_config.json
+rank-00000-of-00002-00001.safetensors  …      a rank's shards, in files of at most `max_shard_size`
+shared-00001.safetensors  …                   what all ranks hold whole, once
+parallelformers_ng.index.json                 the plan: what of which tensor is where, and checksums of everything
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
+from parallelformers_ng.checkpoint.nodes import Assembled, Node
+from parallelformers_ng.checkpoint.progress import Progress
+from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, entry_bytes, write_safetensors
+from parallelformers_ng.errors import CheckpointError
+from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
+
+INDEX_NAME = "parallelformers_ng.index.json"
+_VERSION = 1
+
+Part = Callable[[TensorPlan], torch.Tensor]
+"""Gives a rank's part of a tensor."""
+
+
+def write_rank(
+    directory: Path,
+    plan: ShardPlan,
+    names: Iterable[str],
+    rank: int,
+    limit: int,
+    part: Part,
+    progress: Progress | None = None,
+) -> list[WrittenFile]:
+    """Write one rank's files; rank 0 writes the shared ones too.
+
+    Args:
+        names: stored tensors to save; see `saved_names`.
+        limit: bytes of tensors that a file takes, unless one tensor alone is larger.
+        part: gives the rank's part of each in turn.
+    """
+    written = []
+    for stem, wanted in _files_of(plan, names, rank, limit):
+        tensors = {tensor.name: tensor for tensor in wanted}
+        entries = {name: _entry(tensor, rank) for name, tensor in tensors.items()}
+        written.append(
+            write_safetensors(directory / stem, entries, lambda name, held=tensors: part(held[name]), progress)  # type: ignore[misc]
+        )
+    return written
+
+
+def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
+    """Storage names of what is saved: parameters and persistent buffers."""
+    persistent = torch.nn.Module.state_dict(model)
+    return list(dict.fromkeys(plan.tensors[name].storage for name in persistent if name in plan.tensors))
+
+
+def write_index(
+    directory: Path, model: PreTrainedModel, plan: ShardPlan, names: Iterable[str], ranks: Iterable[list[WrittenFile]]
+) -> None:
+    """Write the configuration and, last of all, the index.
+
+    Args:
+        ranks: for each rank what `write_rank` returned.
+    """
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
+    aliases = plan.aliases()
+    tensors: dict[str, Any] = {}
+    for name in names:
+        tensor = plan.tensors[name]
+        parts = {}
+        for rank, shard in enumerate(tensor.shards):
+            file = by_rank[0 if tensor.is_replicated else rank].get(name)
+            if file is None or (tensor.is_replicated and rank):
+                continue
+            parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
+        dim = next((shard.dim for shard in tensor.shards if shard.dim is not None), None)
+        facts = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
+        tensors[name] = {**facts, "names": aliases[name]}
+    index = {
+        "version": _VERSION,
+        "model_class": plan.model_class,
+        "world_size": plan.world_size,
+        "policy": plan.policy,
+        "files": {f.name: {"size": f.size, "header": f.header} for files in by_rank for f in files.values()},
+        "tensors": tensors,
+    }
+    text = json.dumps({**index, "checksum": _index_checksum(index)}, indent=1)
+    with open(directory / INDEX_NAME, "w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
+    return (Path(path) / INDEX_NAME).is_file()
+
+
+def files_of(path: Path) -> set[str] | None:
+    """Names of the files that belong to a sharded directory; None where it is none."""
+    if not is_sharded_directory(path):
+        return None
+    config = {"config.json", "generation_config.json", INDEX_NAME}
+    return config | {file.name for file in path.iterdir() if file.name.startswith(("rank-", "shared-"))}
+
+
+def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
+    """The tensors of a sharded directory by their names in the model; nothing but headers is read.
+
+    A rank that reads its own shard of one reads its own file alone, and gets a view of it.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not the one that was saved; it is named.
+    """
+    directory = Path(path)
+    index = _read_index(directory / INDEX_NAME)
+    files = {}
+    for name, facts in index["files"].items():
+        file = files[name] = SafetensorsFile(directory / name)
+        _check_header(file, facts)
+    nodes: dict[str, Node] = {}
+    for name, facts in index["tensors"].items():
+        shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"].removeprefix("torch."))
+        parts: dict[int, tuple[Shard, Node]] = {}
+        for rank, part in facts["parts"].items():
+            ranges = tuple((start, stop) for start, stop in part["ranges"])
+            shard = Shard(facts["dim"], ranges) if facts["dim"] is not None else Shard()
+            parts[int(rank)] = shard, _leaf(files[part["file"]], name, (shard.shape(shape), dtype), part["checksum"])
+        nodes.update(dict.fromkeys(facts["names"], Assembled(shape, dtype, parts)))
+    return nodes
+
+
+@dataclass(eq=False)
+class CheckedLeaf(FileLeaf):
+    """A tensor in a file whose bytes are compared with their checksum when a process first reads it.
+
+    Attributes:
+        checksum: what it must be.
+    """
+
+    checksum: int
+    checked: bool = False
+
+    def tensor(self) -> torch.Tensor:
+        tensor = super().tensor()
+        if not self.checked:
+            if checksum(tensor) != self.checksum:
+                raise CheckpointError(
+                    f"{self.file.path} is damaged: the bytes of {self.key} are not those that were saved. Save it again"
+                )
+            self.checked = True
+        return tensor
+
+
+def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> CheckedLeaf:
+    if file.entries().get(name) != entry:
+        raise CheckpointError(f"{file.path} is damaged: it holds {file.entries().get(name)} for {name}, not {entry}")
+    return CheckedLeaf(*entry, file, name, expected)
+
+
+def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> list[tuple[str, list[TensorPlan]]]:
+    """Which tensors a rank writes to which file."""
+    own = [plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero]
+    shared = [tensor for tensor in own if tensor.is_replicated] if rank == 0 else []
+    cut = [tensor for tensor in own if not tensor.is_replicated]
+    files = []
+    for stem, tensors in ((f"rank-{rank:05}-of-{plan.world_size:05}", cut), ("shared", shared)):
+        for number, group in enumerate(_grouped(tensors, rank, limit), start=1):
+            files.append((f"{stem}-{number:05}.safetensors", group))
+    return files
+
+
+def _grouped(tensors: list[TensorPlan], rank: int, limit: int) -> list[list[TensorPlan]]:
+    groups: list[list[TensorPlan]] = []
+    room = 0
+    for tensor in tensors:
+        size = entry_bytes(_entry(tensor, rank))
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(tensor)
+        room -= size
+    return groups
+
+
+def _entry(tensor: TensorPlan, rank: int) -> Entry:
+    return tensor.shards[rank].shape(tensor.shape), tensor.dtype
+
+
+def _index_checksum(index: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(index, sort_keys=True).encode())
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text("utf-8"))
+        expected = index.pop("checksum")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    if _index_checksum(index) != expected:
+        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was saved with")
+    if index["version"] != _VERSION:
+        raise CheckpointError(f"{path} has version {index['version']}; this library reads version {_VERSION}")
+    return index
+
+
+def _check_header(file: SafetensorsFile, facts: dict[str, int]) -> None:
+    with open(file.path, "rb") as opened:
+        length = opened.read(8)
+        header = zlib.crc32(length + opened.read(int.from_bytes(length, "little")))
+        size = os.fstat(opened.fileno()).st_size
+    if (size, header) != (facts["size"], facts["header"]):
+        raise CheckpointError(f"{file.path} is damaged or was replaced: it is not the file that was saved")

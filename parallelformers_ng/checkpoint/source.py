@@ -1,0 +1,284 @@
+"""From a path or hub id to a model skeleton and, for each of its tensors, where its bytes are.
+
+Nothing is read here but headers: transformers' own `from_pretrained` runs in the parent on tensors that only remember
+(`lazy`), so names, conversions, ties, missing and unexpected keys, casts and reports are its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    logging,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from parallelformers_ng.checkpoint.files import CheckpointFile, FileLeaf, file_leaves, open_file
+from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves, read
+from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
+from parallelformers_ng.checkpoint.store import place
+from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
+from parallelformers_ng.sharding.inject import get_tensor, set_tensor
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+
+_CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a checkpoint is; the arguments of the same names of `from_pretrained`.
+
+    Attributes:
+        path: a directory or a model id of the hub.
+    """
+
+    path: str
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: str | None = None
+    local_files_only: bool = False
+    subfolder: str = ""
+
+    @property
+    def download(self) -> dict[str, Any]:
+        """Arguments for the functions that fetch or find a file."""
+        options = dataclasses.asdict(self)
+        del options["path"]
+        return {**options, "revision": self.revision or "main"}
+
+
+class Checkpoint:
+    """What every tensor of a model that lies in files follows from.
+
+    Args:
+        nodes: name of a parameter or buffer → how to read it. What is not named is in memory.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self.nodes = dict(nodes)
+
+    @classmethod
+    def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
+        """Take the unread tensors out of a model that `load_skeleton` made; `meta` tensors take their places."""
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in plan.tensors.items():
+            names_of.setdefault(id(get_tensor(model, name, tensor.is_buffer)), []).append(name)
+        nodes: dict[str, Node] = {}
+        for names in names_of.values():
+            held = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
+            if isinstance(held, LazyTensor):
+                nodes.update(dict.fromkeys(names, held.node))
+                place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
+        return cls(nodes)
+
+    def in_memory(self, plan: ShardPlan) -> ShardPlan:
+        """The plan of what is not in files: parameters that were missing, and buffers that are computed."""
+        rest = {name: tensor for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes}
+        return dataclasses.replace(plan, tensors=rest)
+
+    def read(self, tensor: TensorPlan) -> torch.Tensor:
+        """One tensor, whole; a private view of the file where it is stored so."""
+        return read(self.nodes[tensor.storage], {}).to(tensor.dtype).contiguous()
+
+    def files(self) -> set[CheckpointFile]:
+        """All files that are read."""
+        return {leaf.file for leaf in self._leaves() if isinstance(leaf, FileLeaf)}
+
+    def _leaves(self) -> Iterator[Leaf]:
+        for node in self.nodes.values():
+            yield from leaves(node)
+
+    def to_bytes(self) -> bytes:
+        """For the workers, who are the parent's own children."""
+        return pickle.dumps(self.nodes, protocol=pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Checkpoint:
+        return cls(pickle.loads(data))
+
+
+def load_skeleton(
+    location: Location,
+    *,
+    model_class: type[PreTrainedModel] | None = None,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A model in evaluation mode whose weights have not been read.
+
+    Args:
+        location: where the checkpoint is.
+        model_class: the class to load; by default the first of the configuration's `architectures`.
+        dtype: data type to load in; None as `from_pretrained` chooses.
+        trust_remote_code: allow code that comes with the checkpoint to run here.
+        options: further arguments of `from_pretrained`: `attn_implementation`, `key_mapping`, ….
+
+    Raises:
+        CheckpointError: a file is missing or damaged; it is named.
+        UnsupportedModelError: the configuration names no class that can be loaded, or the weights are quantized.
+    """
+    _check_directory(location)
+    config = _read_config(location, trust_remote_code)
+    cls = model_class or _class_of(config, location, trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{location.path} is quantized; quantized weights cannot be cut yet")
+    model = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, options or {})
+    model.config.name_or_path = model.name_or_path = location.path
+    if model.can_generate():
+        model.generation_config = _generation_config(location)
+    return model
+
+
+def fill_skeleton(model: PreTrainedModel, location: Location) -> None:
+    """Give a model on `meta` its unread weights; what the model holds for real already, it keeps.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
+    """
+    _check_directory(location)
+    tensors = _tensors(_from_pretrained(type(model), model.config, location, model.dtype, {}))
+    for name, tensor in _tensors(model).items():
+        if tensor.device.type != "meta":
+            continue
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            found = list(tensors[name].shape) if name in tensors else "nothing"
+            raise CheckpointError(
+                f"{location.path} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}"
+            )
+        set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
+
+
+def _from_pretrained(
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    location: Location,
+    dtype: torch.dtype | str,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
+    state = lazy_state(location)
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would count tensors of which none is read
+    try:
+        return cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def lazy_state(location: Location) -> dict[str, LazyTensor]:
+    """All stored tensors by their names in the checkpoint, none of them read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if is_sharded_directory(location.path):
+        return {name: LazyTensor(node) for name, node in open_sharded(location.path).items()}
+    return {leaf.key: LazyTensor(leaf) for path in _weight_files(location) for leaf in file_leaves(open_file(path))}
+
+
+def _weight_files(location: Location) -> list[str]:
+    found = next((path for name in _CANDIDATES if (path := _cached(location, name)) is not None), None)
+    if found is None:
+        raise CheckpointError(f"{location.path} holds none of {', '.join(_CANDIDATES)}; one of them has the weights")
+    if not found.endswith(".index.json"):
+        return [found]
+    index = _read_json(found)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{found} is damaged: it has no weight_map from names to files")
+    if any(os.path.basename(name) != name for name in weight_map.values()):
+        raise CheckpointError(f"{found} is damaged: it names a file outside its directory")
+    try:
+        paths, _ = get_checkpoint_shard_files(location.path, found, **location.download)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"a file that {found} names is missing: {error}") from error
+    stored = {os.path.basename(path): set(open_file(path).entries()) for path in paths}
+    for key, name in weight_map.items():
+        if key not in stored[name]:
+            raise CheckpointError(f"{found} says that {name} holds {key}, and it does not: one of them is damaged")
+    return list(paths)
+
+
+def _cached(location: Location, name: str) -> str | None:
+    return cached_file(
+        location.path,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        **location.download,
+    )
+
+
+def _check_directory(location: Location) -> None:
+    """A path that is meant to be local must not end as a question to the hub."""
+    looks_local = location.path.startswith((".", "/", "~")) or location.path.count("/") > 1
+    if looks_local and not Path(location.path).is_dir():
+        raise CheckpointError(f"{location.path} is no directory")
+
+
+def _read_config(location: Location, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(location.path, trust_remote_code=trust_remote_code, **location.download)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{Path(location.path) / 'config.json'} cannot be read: {error}") from error
+
+
+def _class_of(config: PretrainedConfig, location: Location, trust_remote_code: bool) -> type[PreTrainedModel]:
+    names = list(getattr(config, "architectures", None) or [])
+    if not names:
+        raise UnsupportedModelError(f"{location.path}: its configuration names no architectures; pass model_class=")
+    remote = {value.rpartition(".")[2]: value for value in (getattr(config, "auto_map", None) or {}).values()}
+    if names[0] in remote:
+        if not trust_remote_code:
+            raise UnsupportedModelError(
+                f"{location.path}: {names[0]} is code that comes with the checkpoint; read it, then pass"
+                " trust_remote_code=True"
+            )
+        download = {key: value for key, value in location.download.items() if key != "subfolder"}
+        return get_class_from_dynamic_module(remote[names[0]], location.path, **download)
+    cls = getattr(transformers, names[0], None)
+    if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{location.path}: transformers {transformers.__version__} has no model class {names[0]}; pass model_class="
+        )
+    return cls
+
+
+def _generation_config(location: Location) -> GenerationConfig:
+    """As `from_pretrained` finds it: its own file, else what older configurations hold."""
+    try:
+        return GenerationConfig.from_pretrained(location.path, **location.download)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            location.path, config_file_name="config.json", _from_model_config=True, **location.download
+        )
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
