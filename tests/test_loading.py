@@ -192,16 +192,16 @@ def test_a_restarted_group_reads_the_files_again(saved: dict[str, Path], tmp_pat
     expected = model(**inputs)[0]
     (tmp_path / "model.safetensors").unlink()  # its name is gone; the file is held
     os.kill(deployment_of(model).pids[1], signal.SIGKILL)
-    _wait_until_dead(model)
+    _wait_until_replaced(model)
     assert torch.equal(model(**inputs)[0], expected)
     model.deparallelize()
     state = model.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in want.state_dict().items())
 
 
-def _wait_until_dead(model: Any) -> None:
-    deadline = time.monotonic() + 10
-    while deployment_of(model)._group.alive and time.monotonic() < deadline:
+def _wait_until_replaced(model: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not deployment_of(model).incarnation and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
