@@ -177,7 +177,9 @@ class Deployment:
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[tensor.storage]
-        return self._store.node(tensor) if self._store is not None else WorkerShards(self.plan, self._group).node(tensor)
+        return (
+            self._store.node(tensor) if self._store is not None else WorkerShards(self.plan, self._group).node(tensor)
+        )
 
     def save(self, directory: Path, names: list[str], limit: int) -> list[list[WrittenFile]]:
         """Every rank writes its files of a sharded directory. Returns what each wrote."""

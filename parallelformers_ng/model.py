@@ -114,7 +114,9 @@ class Parallelized:
             OSError: the disk is full, or the directory cannot be written to.
         """
         if unsupported:
-            raise ParallelError(_refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights"))
+            raise ParallelError(
+                _refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
+            )
         nodes = _Nodes(deployment_of(self))
         write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)  # type: ignore[arg-type]
 

@@ -97,7 +97,9 @@ class SafetensorsFile(CheckpointFile):
         except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         except KeyError as error:
-            raise CheckpointError(f"{self.path} is damaged, or holds a data type this version cannot read: {error}") from error
+            raise CheckpointError(
+                f"{self.path} is damaged, or holds a data type this version cannot read: {error}"
+            ) from error
         self._mapping: mmap.mmap | None = None
         self._start = 0
 

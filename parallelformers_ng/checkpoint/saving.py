@@ -49,7 +49,9 @@ def write_pretrained(
     for ignored in model._keys_to_ignore_on_save or ():
         state.pop(ignored, None)
     state = remove_tied_weights_from_state_dict(state, model)
-    lazy: dict[str, Any] = {name: LazyTensor(nodes[name]) if name in nodes else tensor for name, tensor in state.items()}
+    lazy: dict[str, Any] = {
+        name: LazyTensor(nodes[name]) if name in nodes else tensor for name, tensor in state.items()
+    }
     if save_original_format:
         lazy = revert_weight_conversion(model, lazy)
     stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
@@ -86,7 +88,11 @@ def write_pretrained(
 
 
 def shard_checkpoint(
-    model: PreTrainedModel, plan: ShardPlan, directory: str | os.PathLike[str], max_shard_size: int | str, progress: bool
+    model: PreTrainedModel,
+    plan: ShardPlan,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    progress: bool,
 ) -> None:
     """Cut a checkpoint into a sharded directory in this process, one tensor in memory at a time.
 

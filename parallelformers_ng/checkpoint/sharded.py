@@ -1,9 +1,9 @@
 """A directory in which every rank has files of its own: what was cut is saved cut, and loaded without cutting.
 
-    config.json  generation_config.json
-    rank-00000-of-00002-00001.safetensors  …      a rank's shards, in files of at most `max_shard_size`
-    shared-00001.safetensors  …                   what all ranks hold whole, once
-    parallelformers_ng.index.json                 the plan: what of which tensor is where, and checksums of everything
+config.json  generation_config.json
+rank-00000-of-00002-00001.safetensors  …      a rank's shards, in files of at most `max_shard_size`
+shared-00001.safetensors  …                   what all ranks hold whole, once
+parallelformers_ng.index.json                 the plan: what of which tensor is where, and checksums of everything
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ Part = Callable[[TensorPlan], torch.Tensor]
 
 
 def write_rank(
-    directory: Path, plan: ShardPlan, names: Iterable[str], rank: int, limit: int, part: Part, progress: Progress | None = None
+    directory: Path,
+    plan: ShardPlan,
+    names: Iterable[str],
+    rank: int,
+    limit: int,
+    part: Part,
+    progress: Progress | None = None,
 ) -> list[WrittenFile]:
     """Write one rank's files; rank 0 writes the shared ones too.
 

@@ -227,9 +227,7 @@ def lazy_state(location: Location) -> dict[str, LazyTensor]:
     """
     if is_sharded_directory(location.path):
         return {name: LazyTensor(node) for name, node in open_sharded(location.path).items()}
-    return {
-        leaf.key: LazyTensor(leaf) for path in _weight_files(location) for leaf in file_leaves(open_file(path))
-    }
+    return {leaf.key: LazyTensor(leaf) for path in _weight_files(location) for leaf in file_leaves(open_file(path))}
 
 
 def _weight_files(location: Location) -> list[str]:

@@ -25,6 +25,7 @@ from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
 
+
 class ShardStore:
     """Holds every rank's shard in memfds: nothing has a name, nothing outlives the processes that map it.
 
