@@ -152,7 +152,7 @@ def child(way: str, directory: Path, ranks: int, sampled: bool) -> dict[str, Any
     command = [sys.executable, *script, *(["--sampled"] if sampled else [])]
     if way == "native":
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not results:
         return {"error": done.stderr[-1500:]}

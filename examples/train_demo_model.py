@@ -167,7 +167,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=HERE / "demo_model", help="folder for the model and its tokenizer")
-    parser.add_argument("--steps", type=int, default=650, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=16, help="windows per step")
     parser.add_argument("--vocab", type=int, default=2048, help="tokens in the vocabulary")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between two validations")

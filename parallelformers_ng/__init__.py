@@ -10,15 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelformers_ng.entry import parallelize, plan, start_group
+    from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.saving import save_sharded
     from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row, Slice
 
 __all__ = [
-    "Column", "Experts", "Heads", "Policy", "Reduce", "Row", "Slice", "parallelize", "plan", "save_sharded",
+    "Column", "Experts", "Heads", "Policy", "Reduce", "Row", "Slice", "deadline", "parallelize", "plan", "save_sharded",
     "start_group",
 ]  # fmt: skip
-_HOMES = {"parallelize": "entry", "plan": "entry", "start_group": "entry", "save_sharded": "saving"}
 __version__ = "0.1.0"
+
+_HOMES = {
+    "deadline": "runtime.deadline",
+    "parallelize": "entry",
+    "plan": "entry",
+    "save_sharded": "saving",
+    "start_group": "entry",
+}
 
 
 def __getattr__(name: str) -> Any:

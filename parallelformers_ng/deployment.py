@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node
+from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
-from parallelformers_ng.errors import GroupClosedError, GroupError
+from parallelformers_ng.errors import PlacementError, SharedMemoryError
+from parallelformers_ng.generation.caches import CACHE_BLOCK
 from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.memory import RankMemory
+from parallelformers_ng.runtime.deadline import deadline_of
+from parallelformers_ng.runtime.frames import OUT_OF_MEMORY
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
-from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
-
-log = logging.getLogger("parallelformers_ng")
+from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.worker_shards import FilesAnd, WorkerShards
 
 REPLICA = "parallelformers_ng.runtime.replica:Replica"
 _BATCH_BYTES = 256 << 20  # weights loaded with one request, so that a progress bar moves
-
-
-@dataclass(frozen=True)
-class RestartLimit:
-    """How many restarts within how many seconds are an accident; one more is a storm, and the group stays down."""
-
-    count: int = 3
-    seconds: float = 60.0
 
 
 class Deployment:
@@ -80,62 +74,96 @@ class Deployment:
         self._keeps_weights = keep_weights
         self._restart = restart and group is None and keep_weights
         self._borrowed = group is not None
-        self._limit = limit or RestartLimit()
-        self._restarts: deque[float] = deque()
+        self._limit = limit
         self._lock = threading.Lock()
         self._closed = False
-        self.incarnation = 0
         self._caches: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
         self._freed: deque[tuple[int, int]] = deque()
-        self._cache_numbers = itertools.count(-1, -1)  # the workers count upwards for the caches that they make
+        self._cache_numbers = itertools.count(-1, -1)  # of caches that the caller made
+        self._cache_blocks = itertools.count(CACHE_BLOCK, CACHE_BLOCK)  # of those that a request makes
         self._skeleton = Skeleton.of(model, plan)
-        self._group = group if group is not None else self._start_group()
+        serving = group if group is not None else self._start_group()
+        if serving.in_use:
+            raise PlacementError("the group given serves another model; end that one first, or start another group")
+        serving.in_use = True
+        self._supervisor = Supervisor(serving)
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Build the ranks, then hand the weights over. On failure the model has its weights again.
 
         Everything that can fail without weights fails before the first byte is given up.
+
+        Raises:
+            SharedMemoryError: the system has no memory for the shards.
         """
+        group = self._supervisor.group
         try:
-            self._group.call("build", self._skeleton)
+            group.call("build", self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             hand_over(model, store, progress)
             try:
-                self._attach(store, progress)
+                _attach(group, self.plan, store, self._checkpoint, progress)
+                if self._restart and self._make_group is not None:
+                    revive = functools.partial(
+                        _revive, self._make_group, self._skeleton, self.plan, store, self._checkpoint
+                    )
+                    self._supervisor = Supervisor(group, revive, self._limit)
             except BaseException:
                 take_back(model, store.plan, store)
                 raise
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
+                needed = sum(self.plan.bytes_per_rank)
+                raise SharedMemoryError(
+                    f"no memory for {needed} bytes of shards: {error.strerror}; the model is as it was. Raise the"
+                    " memory limit, or pass dtype= for smaller weights"
+                ) from error
             raise
         if not self._keeps_weights:
             self._release_store()
 
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the replicas and return rank 0's answer. `options` are those of `WorkerGroup.call`.
+    def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
+        """The group to send requests to and its incarnation; see `Supervisor.ready`."""
+        return self._supervisor.ready(deadline)
 
-        A request that a dying worker interrupted is not run again: the caller is told, and decides.
-        """
-        return self._living_group().call(method, *args, **options)
+    def deadline_of(self, timeout: float | None) -> float:
+        """When a call must be done that begins now, on the clock of `time.monotonic`."""
+        return deadline_of(self._supervisor.group.timeout if timeout is None else timeout)
+
+    @property
+    def incarnation(self) -> int:
+        """How often the workers were started again."""
+        return self._supervisor.incarnation
 
     @property
     def device_names(self) -> list[str]:
-        return self._group.device_names
+        return self._supervisor.group.device_names
 
     @property
     def pids(self) -> list[int]:
-        return self._group.pids
+        return self._supervisor.group.pids
 
     # -- caches that live in the workers; see generation.handle ---------------------------------------------------
 
     def cache_call(self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a cache on every rank."""
-        result, facts = self.call("cache", handle._number, method, args, kwargs)
+        deadline = self.deadline_of(None)
+        group, incarnation = self.ready(deadline)
+        handle.check()  # after the group was chosen: of an older one, it is stale
+        block = self.new_cache_block()
+        timeout = deadline - time.monotonic()
+        result, facts = group.call("cache", handle._number, method, args, kwargs, block, timeout=timeout)
         handle._facts = facts
         if isinstance(result, Handle):
-            return self.remember_cache(adopt(None, self, result.payload["id"], result.payload["facts"]))
+            number, facts = result.payload["id"], result.payload["facts"]
+            return self.remember_cache(adopt(None, self, incarnation, number, facts))
         return result
+
+    def new_cache_block(self) -> int:
+        """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
+        return next(self._cache_blocks)
 
     def next_cache_number(self) -> int:
         """An id for a cache that the caller made; negative, so that it is none of the workers'."""
@@ -162,10 +190,15 @@ class Deployment:
                 freed.append(number)
         return freed
 
+    def free_after_failure(self, incarnation: int, numbers: list[int]) -> None:
+        """What a failed request should have freed, or made and nobody will ever hold."""
+        self._freed.extend((incarnation, number) for number in numbers)
+
     def memory(self) -> list[RankMemory]:
         """A report of each rank."""
-        group = self._living_group()
-        return group.call_each("memory", [()] * group.world_size)
+        deadline = self.deadline_of(None)
+        group, _ = self.ready(deadline)
+        return group.call_each("memory", [()] * group.world_size, timeout=deadline - time.monotonic())
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""
@@ -178,16 +211,24 @@ class Deployment:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[tensor.storage]
         return (
-            self._store.node(tensor) if self._store is not None else WorkerShards(self.plan, self._group).node(tensor)
+            self._store.node(tensor)
+            if self._store is not None
+            else WorkerShards(self.plan, self._supervisor.group).node(tensor)
         )
 
     def save(self, directory: Path, names: list[str], limit: int) -> list[list[WrittenFile]]:
         """Every rank writes its files of a sharded directory. Returns what each wrote."""
-        group = self._living_group()
+        group, _ = self.ready(self.deadline_of(None))
         return group.call_each("save", [(str(directory), names, limit)] * group.world_size)
 
     def gather(self, model: nn.Module, progress: Progress | None = None) -> None:
-        """Put the weights back into the model, on CPU, and stop the workers."""
+        """Put the weights back into the model, on CPU, and stop the workers.
+
+        Raises:
+            WrongProcessError: this is a forked process. Reading the weights gives their memory back, which is the
+                parent's as well.
+        """
+        self._supervisor.group.check_process()
         with self._lock:
             if self._store is not None:
                 self._leave_group()  # first, so that memory can be given back as it is read
@@ -202,7 +243,7 @@ class Deployment:
             self._release_store()
 
     def _source(self) -> ShardSource:
-        held = self._store if self._store is not None else WorkerShards(self.plan, self._group)
+        held = self._store if self._store is not None else WorkerShards(self.plan, self._supervisor.group)
         return FilesAnd(self._checkpoint, held)
 
     def _release_store(self) -> None:
@@ -211,127 +252,62 @@ class Deployment:
             self._store = None
 
     def _leave_group(self) -> None:
-        if self._borrowed and not self._closed and self._group.alive:
-            self._group.call("drop")
+        self._supervisor.stop()
+        group = self._supervisor.group
+        if self._borrowed and not self._closed and group.alive:
+            group.call("drop")
+            group.in_use = False
         elif not self._borrowed:
-            self._group.close()
+            group.close()
         self._closed = True
-
-    def _living_group(self) -> WorkerGroup:
-        if self._group.alive or not self._restart:
-            return self._group
-        with self._lock:
-            if self._closed:
-                raise GroupClosedError("the model is no longer parallelized: its workers were stopped")
-            if not self._group.alive:
-                self._replace_group()
-        return self._group
-
-    def _replace_group(self) -> None:
-        now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > self._limit.seconds:
-            self._restarts.popleft()
-        if len(self._restarts) >= self._limit.count:
-            raise GroupError(
-                f"the workers died {len(self._restarts) + 1} times within {self._limit.seconds:.0f} s; not starting"
-                " them again. model.deparallelize() gives the weights back"
-            )
-        self._restarts.append(now)
-        self._group.close()
-        self._group = self._start_group()
-        self.incarnation += 1
-        self._caches.clear()
-        assert self._store is not None, "a group is replaced only where the weights are kept"
-        try:
-            self._group.call("build", self._skeleton)
-            self._attach(self._store)
-        except BaseException:
-            self._group.close()  # it has no weights, so nobody may call it
-            raise
-        log.warning("workers restarted in %.1f s", time.monotonic() - now)
 
     def _start_group(self) -> WorkerGroup:
         assert self._make_group is not None, "a borrowed group is never replaced"
         return self._make_group()
 
-    def _attach(self, store: ShardStore, progress: Progress | None = None) -> None:
-        ranks = range(self.plan.world_size)
-        fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in ranks]
-        nodes = self._checkpoint.to_bytes()
-        self._group.call_each("attach", [(*pair, nodes) for pair in fds])
-        for names, size in self._batches():
-            self._group.call("load", names)
-            if progress is not None:
-                progress(size)
-        self._group.call("loaded")
 
-    def _batches(self) -> Iterator[tuple[list[str], int]]:
-        """Tensors to load with one request each, so that progress shows, and their bytes."""
-        names: list[str] = []
-        size = 0
-        for tensor in self.plan.stored():
-            if tensor.name in self._checkpoint.nodes:
-                names.append(tensor.name)
-                size += tensor.bytes_whole
-                if size >= _BATCH_BYTES:
-                    yield names, size
-                    names, size = [], 0
-        if names:
-            yield names, size
+def _attach(
+    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
+    nodes = checkpoint.to_bytes()
+    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
+    group.call_each("attach", [(*pair, nodes) for pair in fds])
+    for names, size in _batches(plan, checkpoint):
+        group.call("load", names)
+        if progress is not None:
+            progress(size)
+    group.call("loaded")
 
 
-class FilesAnd:
-    """Reads what a checkpoint holds from its files, and the rest from where the deployment keeps it."""
-
-    def __init__(self, checkpoint: Checkpoint, rest: ShardSource) -> None:
-        self._checkpoint = checkpoint
-        self._rest = rest
-
-    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        in_files = tensor.storage in self._checkpoint.nodes
-        return self._checkpoint.read(tensor) if in_files else self._rest.read(tensor, release)
-
-
-class WorkerShards:
-    """Reads tensors back from the ranks themselves: on CUDA the devices hold the only copy."""
-
-    def __init__(self, plan: ShardPlan, group: WorkerGroup) -> None:
-        self._plan = plan
-        self._group = group
-
-    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for shard, part in zip(tensor.shards, self.parts(tensor), strict=True):
-            shard.put(part, whole)
-        return whole
-
-    def parts(self, tensor: TensorPlan) -> list[torch.Tensor]:
-        """Every rank's part."""
-        exported = self._group.call_each("export", [([tensor.storage],)] * self._plan.world_size)
-        return [part for (part,) in exported]
-
-    def node(self, tensor: TensorPlan) -> Node:
-        """The same tensor to be read piece by piece; the parts are fetched once while the node lives."""
-        fetched: list[torch.Tensor] = []
-        ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
-        parts: dict[int, tuple[Shard, Node]] = {}
-        for rank in ranks:
-            shape = tensor.shards[rank].shape(tensor.shape)
-            parts[rank] = tensor.shards[rank], _WorkerLeaf(shape, tensor.dtype, self, tensor, rank, fetched)
-        return Assembled(tensor.shape, tensor.dtype, parts)
+def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
+    """Tensors to load with one request each, so that progress shows, and their bytes."""
+    names: list[str] = []
+    size = 0
+    for tensor in plan.stored():
+        if tensor.name in checkpoint.nodes:
+            names.append(tensor.name)
+            size += tensor.bytes_whole
+            if size >= _BATCH_BYTES:
+                yield names, size
+                names, size = [], 0
+    if names:
+        yield names, size
 
 
-@dataclass(eq=False)
-class _WorkerLeaf(Leaf):
-    shards: WorkerShards = field(repr=False)
-    plan: TensorPlan
-    rank: int
-    fetched: list[torch.Tensor] = field(repr=False)
-
-    def tensor(self) -> torch.Tensor:
-        if not self.fetched:
-            self.fetched += self.shards.parts(self.plan)
-        return self.fetched[self.rank]
-
-    def release(self) -> None:
-        self.fetched.clear()
+def _revive(
+    make_group: Callable[[], WorkerGroup],
+    skeleton: Skeleton,
+    plan: ShardPlan,
+    store: ShardStore,
+    checkpoint: Checkpoint,
+) -> WorkerGroup:
+    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
+    group = make_group()
+    try:
+        group.call("build", skeleton)
+        _attach(group, plan, store, checkpoint)
+    except BaseException:
+        group.close()
+        raise
+    return group

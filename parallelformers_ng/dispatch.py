@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import deliver_to
 from parallelformers_ng.runtime.call import Answer, Call
+from parallelformers_ng.runtime.deadline import checked_seconds, deadline
 from parallelformers_ng.runtime.leaves import Handle
 
 log = logging.getLogger("parallelformers_ng")
@@ -36,7 +39,8 @@ class Dispatcher:
     def __init__(self, model: Any, deployment: Deployment, seed: int | None = None) -> None:
         self.deployment = deployment
         self._config = ConfigWatch(model.config)
-        self._generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+        self._built_generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+        self._sent_generation_config = (0, self._built_generation_config)
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._said_slow = False
@@ -55,11 +59,16 @@ class Dispatcher:
             NotPortableError: an argument cannot cross by value; nothing was run.
             GroupError: see its subclasses.
         """
+        end = self._deadline(how.get("timeout"))
+        # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
+        group, incarnation = self.deployment.ready(end)
         caches: dict[int, Cache] = {}
         args, kwargs = map_caches((args, kwargs), lambda cache: self._send_cache(cache, caches))
         watch = Watch(kwargs)
         rng, store_rng = self._random_stream(how.get("seed"))
         streamer = how.get("streamer")
+        config, config_arrived = self._config.changes(model.config, incarnation)
+        generation_config, generation_config_arrived = self._changed_generation_config(model, incarnation)
         call = Call(
             path,
             method,
@@ -68,19 +77,26 @@ class Dispatcher:
             training=model.training,
             rng=rng,
             autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            config=self._config.changes(model.config),
-            generation_config=self._changed_generation_config(model),
+            config=config,
+            generation_config=generation_config,
+            cache_block=self.deployment.new_cache_block(),
             freed_caches=self.deployment.take_freed(),
             streams=streamer is not None,
             watched=bool(watch.parts),
         )
         on_event = None if streamer is None else deliver_to(streamer)
-        answer: Answer = self.deployment.call("run", call, timeout=how.get("timeout"), on_event=on_event)
+        try:
+            answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
+        except BaseException:
+            self.deployment.free_after_failure(incarnation, [*call.freed_caches, call.cache_block])
+            raise
+        config_arrived()
+        generation_config_arrived()
         store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
         watch.restore(answer.states)
         for number, facts in answer.caches.items():
-            self._refresh_cache(caches.get(number), number, facts)
-        return map_handles(answer.output, self._receive_cache)
+            self._refresh_cache(caches.get(number), incarnation, number, facts)
+        return map_handles(answer.output, lambda handle: self._receive_cache(handle, incarnation))
 
     def generate(self, model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`generate` on the workers; in this process, one forward per request, where something cannot cross to them."""
@@ -112,15 +128,21 @@ class Dispatcher:
         if not (quiet or self._said_slow):
             self._said_slow = True
             log.warning("generate runs its loop in this process, a request per token, which is slower: %s", why)
+        # The time is that of the whole loop, not of each of its requests.
+        limit = deadline(checked_seconds(how["timeout"], "timeout")) if how.get("timeout") else contextlib.nullcontext()
         if how.get("seed") is None and self._stream is None:
-            return original(model, **kwargs)
+            with limit:
+                return original(model, **kwargs)
         rng, store = self._random_stream(how.get("seed"))
-        with torch.random.fork_rng(devices=[]):
+        with limit, torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
             output = original(model, **kwargs)
             after = torch.get_rng_state()
         store(after)
         return output
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self.deployment.deadline_of(None if timeout is None else checked_seconds(timeout, "timeout"))
 
     def _random_stream(self, seed: int | None) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
         """(state to start from, what to do with the state afterwards)."""
@@ -153,44 +175,61 @@ class Dispatcher:
         sent[number] = cache
         return Handle("new cache", (number, cache))
 
-    def _refresh_cache(self, cache: Cache | None, number: int, facts: Any) -> None:
+    def _refresh_cache(self, cache: Cache | None, incarnation: int, number: int, facts: Any) -> None:
         if isinstance(cache, CacheHandle):
             cache._facts = facts
         elif cache is not None:
-            self.deployment.remember_cache(adopt(cache, self.deployment, number, facts))
+            self.deployment.remember_cache(adopt(cache, self.deployment, incarnation, number, facts))
 
-    def _receive_cache(self, handle: Handle) -> Any:
+    def _receive_cache(self, handle: Handle, incarnation: int) -> Any:
         number, facts = handle.payload["id"], handle.payload["facts"]
         known = self.deployment.known_cache(number)
         if known is not None:
             known._facts = facts
             return known
-        made = adopt(None, self.deployment, number, facts)
+        made = adopt(None, self.deployment, incarnation, number, facts)
         self.deployment.remember_cache(made)
         return made
 
-    def _changed_generation_config(self, model: Any) -> Any:
+    def _changed_generation_config(self, model: Any, incarnation: int) -> tuple[Any, Callable[[], None]]:
+        """As `ConfigWatch.changes`, but whole."""
         current = getattr(model, "generation_config", None)
-        if current is None or current == self._generation_config:
-            return None
-        self._generation_config = copy.deepcopy(current)
-        return current
+        known_incarnation, known = self._sent_generation_config
+        if known_incarnation != incarnation:
+            known = self._built_generation_config
+        if current is None or current == known:
+            return None, lambda: None
+        sent = copy.deepcopy(current)
+
+        def arrived() -> None:
+            self._sent_generation_config = (incarnation, sent)
+
+        return sent, arrived
 
 
 class ConfigWatch:
     """Notices edits to a configuration, so that the replicas can be told of them."""
 
     def __init__(self, config: Any) -> None:
-        self._seen = _flatten(config)
+        self._built = _flatten(config)  # what every new incarnation of the workers begins with
+        self._sent = (0, self._built)
 
-    def changes(self, config: Any) -> dict[str, Any]:
-        """Attributes that differ from the last look, dotted name → value."""
+    def changes(self, config: Any, incarnation: int) -> tuple[dict[str, Any], Callable[[], None]]:
+        """What the replicas of this incarnation do not know yet: attributes, dotted name → value.
+
+        The second result is to be called once they do. A request that fails on its way has taught them nothing.
+        """
         now = _flatten(config)
-        if now == self._seen:
-            return {}
-        changed = {name: value for name, value in now.items() if name not in self._seen or self._seen[name] != value}
-        self._seen = now
-        return changed
+        known_incarnation, known = self._sent
+        if known_incarnation != incarnation:
+            known = self._built
+
+        def arrived() -> None:
+            self._sent = (incarnation, now)
+
+        if now == known:
+            return {}, arrived
+        return {name: value for name, value in now.items() if name not in known or known[name] != value}, arrived
 
 
 def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.source import Checkpoint, Location, fill_skeleton, load_skeleton
 from parallelformers_ng.collectives import BACKENDS
-from parallelformers_ng.deployment import REPLICA, Deployment, RestartLimit
+from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
     ParallelError,
@@ -25,7 +25,9 @@ from parallelformers_ng.errors import (
     UnsupportedPlatformError,
 )
 from parallelformers_ng.model import enter, is_parallelized
+from parallelformers_ng.runtime.deadline import checked_seconds
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
@@ -121,14 +123,17 @@ def parallelize(
     target = _target_dtype(fp16, dtype)
     from_files = weights is not None or isinstance(model, (str, os.PathLike))
     if from_files:
-        place = os.fspath(model if weights is None else weights)  # type: ignore[arg-type]
-        location = Location(place, revision, token, cache_dir and os.fspath(cache_dir), local_files_only)
-        model = _open(model, location, model_class, target, trust_remote_code, load_options)
-    sharding = _make_plan(model, world_size, custom_policies, target)
-    checkpoint = Checkpoint.take(model, sharding) if from_files else None
+        place = os.fspath(model if weights is None else weights)
+        cache = None if cache_dir is None else os.fspath(cache_dir)
+        location = Location(place, revision, token, cache, local_files_only)
+        loaded: Any = _open(model, location, model_class, target, trust_remote_code, load_options)
+    else:
+        loaded = model
+    sharding = _make_plan(loaded, world_size, custom_policies, target)
+    checkpoint = Checkpoint.take(loaded, sharding) if from_files else None
     limit = RestartLimit(max_restarts, restart_window)
     deployment = Deployment(
-        model,
+        loaded,
         sharding,
         make_group,
         group=group,
@@ -138,12 +143,12 @@ def parallelize(
         checkpoint=checkpoint,
     )
     what = "loading" if from_files else "cutting"
-    with progress_bar(f"{what} {type(model).__name__}", sharding.bytes_whole, progress) as advance:
-        deployment.start(model, advance)
-    enter(model, deployment, seed)
+    with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
+        deployment.start(loaded, advance)
+    enter(loaded, deployment, seed)
     if verbose is not None:
-        print(model.memory_summary(detail=verbose == "detail"))
-    return model
+        print(loaded.memory_summary(detail=verbose == "detail"))
+    return loaded
 
 
 def start_group(
@@ -227,9 +232,8 @@ def _group_maker(
     world_size, kind = _placement(num_gpus, device, device_ids)
     if backend not in BACKENDS:
         raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
-    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
-        if not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    checked_seconds(timeout, "timeout")
+    checked_seconds(start_timeout, "start_timeout")
     return functools.partial(
         WorkerGroup,
         world_size,
@@ -255,7 +259,7 @@ def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype:
         )
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
-    return build_plan(model, world_size, select(model, custom), dtype)
+    return build_plan(model, world_size, select(model, custom, world_size), dtype)
 
 
 def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:

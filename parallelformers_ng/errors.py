@@ -71,6 +71,10 @@ class WorkerDiedError(GroupError):
         self.exit_code = exit_code
 
 
+class RestartLimitError(GroupError):
+    """The workers died too often, or could not be started again, and stay down for good."""
+
+
 class RequestTimeoutError(GroupError, TimeoutError):
     """A request did not finish before its deadline."""
 
@@ -88,7 +92,7 @@ class NotPortableError(GroupError, TypeError):
 
 
 class SharedMemoryError(GroupError):
-    """The system had no memory for the tensors of a message. Nothing of the message was sent."""
+    """The system had no memory for shards, for the collectives, or for a message, of which nothing was sent."""
 
 
 class CollectiveAbortedError(GroupError):

@@ -61,7 +61,7 @@ def _status(key: str) -> int:
 
 def simple_report(ranks: Sequence[RankMemory]) -> str:
     """One line per device, as Parallelformers prints it: `GPU:0 => 2.72GB`."""
-    return "\n".join(f"{_label(memory.device)} => {memory.allocated / 1e9:.2f}GB" for memory in ranks)
+    return "\n".join(f"{_label(memory.device)} => {_short(memory.allocated)}" for memory in ranks)
 
 
 def detail_report(ranks: Sequence[RankMemory]) -> str:
@@ -86,6 +86,10 @@ def device_totals() -> str:
         return "\n".join(lines)
     finally:
         pynvml.nvmlShutdown()
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
 
 
 def _label(device: str) -> str:

@@ -118,7 +118,7 @@ class Parallelized:
                 _refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
             )
         nodes = _Nodes(deployment_of(self))
-        write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)  # type: ignore[arg-type]
+        write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         raise ParallelError(_refusal(self, "casting or moving it", "its weights are with the workers"))

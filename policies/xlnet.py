@@ -6,7 +6,7 @@ class XLNetPolicy(Policy):
 
     block = "XLNetLayer"
     plan = {
-        "rel_attn": Heads("n_head", layer="xlnet_attention"),
+        "rel_attn": Heads("n_head", layer="xlnet_attention", weights=2, weights_dim=3),
         "rel_attn.q": Slice(1),
         "rel_attn.k": Slice(1),
         "rel_attn.v": Slice(1),

@@ -15,14 +15,16 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Callable[[int], WorkerGroup]]:
-    """`groups(world_size)`: a running CPU group of that size, started on first use and again if a test ended it."""
-    running: dict[int, WorkerGroup] = {}
+    """`groups(world_size)`: a CPU group of that size that runs and serves no model, started where there is none."""
+    running: list[WorkerGroup] = []
 
     def get(world_size: int) -> WorkerGroup:
-        if world_size not in running or not running[world_size].alive:
-            running[world_size] = start_group(world_size, device="cpu", timeout=60)
-        return running[world_size]
+        for group in running:
+            if group.world_size == world_size and group.alive and not group.in_use:
+                return group
+        running.append(start_group(world_size, device="cpu", timeout=60))
+        return running[-1]
 
     yield get
-    for group in running.values():
+    for group in running:
         group.close()

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
 import time
 import traceback
@@ -19,7 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from parallelformers_ng.collectives import Arena, SingleCommunicator, connect, create_rendezvous, open_store
+from parallelformers_ng.collectives import (
+    Arena,
+    SingleCommunicator,
+    connect,
+    create_rendezvous,
+    open_store,
+    rendezvous_path,
+)
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order
 from parallelformers_ng.collectives.layout import ArenaMap
@@ -550,9 +556,9 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str) -> None
 def test_gloo_agrees_with_shared_memory_to_the_bit(pair: RankGroup) -> None:
     rendezvous = create_rendezvous()
     try:
-        pair.run("mixed", _check_gloo, rendezvous)
+        pair.run("mixed", _check_gloo, rendezvous_path(rendezvous))
     finally:
-        shutil.rmtree(os.path.dirname(rendezvous))
+        os.close(rendezvous)
         pair.reset()
 
 

@@ -18,9 +18,10 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallelformers_ng.errors import ChannelClosedError, NotPortableError, ProtocolError, RequestTimeoutError
+from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
 from parallelformers_ng.runtime.leaves import DTYPE_NAMES, TENSOR_DTYPES
 from parallelformers_ng.runtime.messages import FileDescriptor, Handle, decode, encode
-from parallelformers_ng.runtime.transport import INLINE_TENSOR_BYTES, Channel, Frame, Kind, pack
+from parallelformers_ng.runtime.transport import Channel
 
 KEY = b"k" * 32
 Point = namedtuple("Point", "x y")

@@ -13,8 +13,13 @@ from tests.zoo.families import CASES, Case
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Every family's cutting is proven at all world sizes by threads (test_sharding.py); through processes it is the shapes
+# of models that matter: decoder, encoder, encoder-decoder, vision, mixture of experts.
+SHAPES = {"gpt2", "bert", "t5", "t5-gated-untied", "vit", "llama", "llama-tied-biased", "mistral", "qwen3", "mixtral"}
+RUNS = [(case, n) for case in CASES for n in ((1, 2, 3, 4) if case.name in SHAPES else (2,))]
+
+
+@pytest.mark.parametrize(("case", "world_size"), RUNS, ids=lambda value: getattr(value, "name", value))
 def test_forward_and_greedy_tokens(case: Case, world_size: int, groups) -> None:
     model, inputs = case.make(), case.inputs()
     prompt = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
@@ -35,3 +40,29 @@ def test_forward_and_greedy_tokens(case: Case, world_size: int, groups) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     with torch.no_grad():
         assert torch.equal(model(**inputs)[0], want[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_weights_of_all_heads(case: Case, groups) -> None:
+    model, inputs = case.make(), case.inputs()
+    model.set_attn_implementation("eager")  # the one that gives them
+    options = {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        want = model(**inputs, **options)
+    with parallelize(model, group=groups(2)):
+        got = model(**inputs, **options)
+    for name in want:
+        if "attentions" in name or "hidden_states" in name:
+            assert_close(got[name], want[name])
+
+
+def assert_close(got: object, want: object) -> None:
+    """Tensors within 1e-4 of the largest, in nested tuples of equal shape."""
+    assert type(got) is type(want)
+    if isinstance(want, tuple):
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want, strict=True):
+            assert_close(mine, theirs)
+    elif isinstance(want, torch.Tensor):
+        assert got.shape == want.shape
+        assert largest_difference(got, want) <= 1e-4

@@ -23,8 +23,8 @@ from parallelformers_ng.errors import (
     WrongProcessError,
 )
 from parallelformers_ng.runtime.encoder import encode
+from parallelformers_ng.runtime.frames import Kind, pack
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.transport import Kind, pack
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, node: Node, stride: Sequence[int] | None = None) -> LazyTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, node.shape, strides=stride, dtype=node.dtype, device="cpu"
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, node.shape, strides=stride, dtype=node.dtype, device=torch.device("cpu")
         )
         tensor.node = node
         return tensor
@@ -43,7 +43,9 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = str(func)
         if name == "aten.detach.default":  # by far the most frequent
@@ -74,9 +76,9 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.Tensor) -> Node:
     source = args[0]
-    if isinstance(source, LazyTensor) and source.dtype == like.dtype:
-        if name in _SAME_VALUES or (name == "aten._to_copy.default" and source.shape == like.shape):
-            return source.node
+    same = name in _SAME_VALUES or (name == "aten._to_copy.default" and source.shape == like.shape)
+    if isinstance(source, LazyTensor) and source.dtype == like.dtype and same:
+        return source.node
     return Operation(tuple(like.shape), like.dtype, name, tree_map(_bare, args), tree_map(_bare, kwargs), output)
 
 

@@ -43,7 +43,7 @@ class Leaf(Node, ABC):
     def tensor(self) -> torch.Tensor:
         """The whole of it, as a view of mapped memory where that can be."""
 
-    def release(self) -> None:  # noqa: B027, most have none
+    def release(self) -> None:
         """Let go of the pages that were mapped to read it; reading it again maps them again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -266,7 +266,7 @@ def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut, rank: int 
 
 
 def _slice(node: Operation, cut: Cut, rank: int | None) -> torch.Tensor:
-    source, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    source, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])  # type: ignore[misc]
     if step != 1:
         return _narrow(_run(node, rank), cut)
     dim %= len(node.shape)
@@ -276,7 +276,7 @@ def _slice(node: Operation, cut: Cut, rank: int | None) -> torch.Tensor:
 
 
 def _split(node: Operation, cut: Cut, rank: int | None) -> torch.Tensor:
-    source, sizes, dim = (*node.args, *(None, None, 0)[len(node.args) :])
+    source, sizes, dim = (*node.args, *(None, None, 0)[len(node.args) :])  # type: ignore[misc]
     assert node.output is not None
     dim %= len(node.shape)
     start = sizes * node.output if isinstance(sizes, int) else sum(sizes[: node.output])
@@ -289,7 +289,7 @@ def _select(node: Operation, cut: Cut, rank: int | None) -> torch.Tensor:
 
 
 def _unbind(node: Operation, cut: Cut, rank: int | None) -> torch.Tensor:
-    source, dim = (*node.args, *(None, 0)[len(node.args) :])
+    source, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
     assert node.output is not None
     return _pick(source, dim % len(source.shape), node.output, cut, rank)
 
@@ -334,7 +334,7 @@ _STRUCTURAL = {
 
 
 def _cat(node: Operation, cut: Cut, out: torch.Tensor, rank: int | None) -> None:
-    sources, dim = (*node.args, *(None, 0)[len(node.args) :])
+    sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
     dim %= len(node.shape)
     rest = {other: ranges for other, ranges in cut.items() if other != dim}
     offset = 0
@@ -351,7 +351,7 @@ def _cat(node: Operation, cut: Cut, out: torch.Tensor, rank: int | None) -> None
 
 
 def _stack(node: Operation, cut: Cut, out: torch.Tensor, rank: int | None) -> None:
-    sources, dim = (*node.args, *(None, 0)[len(node.args) :])
+    sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
     dim %= len(node.shape)
     below = {other - (other > dim): ranges for other, ranges in cut.items() if other != dim}
     wanted = [index for start, stop in cut.get(dim, ((0, len(sources)),)) for index in range(start, stop)]

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -75,7 +76,19 @@ class _Pickler(cloudpickle.Pickler):
         # worker's copy of the model installs its own.
         if isinstance(obj, types.FunctionType) and obj.__name__ == "output_capturing_hook":
             return _no_hook, ()
+        # torch gives a parametrized module (weight norm) a class of its own that refuses to be pickled.
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            plain = parametrize.type_before_parametrizations(obj)
+            return plain.__new__, (plain,), dict(vars(obj)), None, None, _parametrize_again
         return super().reducer_override(obj)
+
+
+def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
+    """The inverse of what the pickler does: the attributes, then the class that computes the parametrized ones."""
+    vars(module).update(state)
+    parametrize._inject_new_class(module)
+    for name in state["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
 
 
 def _no_hook() -> Any:

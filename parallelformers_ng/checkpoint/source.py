@@ -82,10 +82,10 @@ class Checkpoint:
             names_of.setdefault(id(get_tensor(model, name, tensor.is_buffer)), []).append(name)
         nodes: dict[str, Node] = {}
         for names in names_of.values():
-            tensor = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
-            if isinstance(tensor, LazyTensor):
-                nodes.update(dict.fromkeys(names, tensor.node))
-                place(model, names, plan, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            held = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
+            if isinstance(held, LazyTensor):
+                nodes.update(dict.fromkeys(names, held.node))
+                place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
         return cls(nodes)
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:

@@ -9,10 +9,11 @@ from parallelformers_ng.collectives.communicator import Communicator, SingleComm
 from parallelformers_ng.collectives.gloo import GlooCommunicator
 from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.collectives.nccl import NcclCommunicator
-from parallelformers_ng.collectives.process_group import create_rendezvous, open_store
+from parallelformers_ng.collectives.process_group import create_rendezvous, open_store, rendezvous_path
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.staged import StagedCommunicator
 
-__all__ = ["BACKENDS", "Arena", "Communicator", "SingleCommunicator", "connect", "create_rendezvous"]
+__all__ = ["BACKENDS", "Arena", "Communicator", "SingleCommunicator", "connect", "create_rendezvous", "rendezvous_path"]
 
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
@@ -36,7 +37,7 @@ def connect(
         device: where the tensors of the collectives live.
         arena_fd: the `fd` of the parent's Arena. Shared memory needs it; for the others it carries the abort and
             cancel words.
-        rendezvous: a path from `create_rendezvous`, the same for all ranks. Gloo and NCCL need it.
+        rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
 
     Raises:
@@ -51,18 +52,20 @@ def connect(
     if backend == "auto":
         on_cpu = "shared_memory" if available_kernels() else "gloo"
         backend = "nccl" if device.type == "cuda" else on_cpu
-    if (backend == "nccl") != (device.type == "cuda") or device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda")):
         raise ValueError(
-            f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, the others for the CPU"
+            f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, gloo for the CPU, and"
+            " shared memory for both"
         )
     if world_size == 1:
         return SingleCommunicator(None if arena_fd is None else ArenaMap(arena_fd, 1))
     if backend == "shared_memory":
         if arena_fd is None:
             raise ValueError("connect: shared memory needs the arena's file descriptor, arena_fd is None")
-        return SharedMemoryCommunicator(arena_fd, rank, world_size, timeout)
+        shared = SharedMemoryCommunicator(arena_fd, rank, world_size, timeout)
+        return shared if device.type == "cpu" else StagedCommunicator(shared)
     if rendezvous is None:
-        raise ValueError(f"connect: backend {backend!r} needs a rendezvous path: take one from create_rendezvous()")
+        raise ValueError(f"connect: backend {backend!r} needs a rendezvous path: take one from rendezvous_path()")
     arena = None if arena_fd is None else ArenaMap(arena_fd, world_size)
     store = open_store(rendezvous, world_size)
     if backend == "gloo":

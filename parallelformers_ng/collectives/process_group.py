@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,9 +22,15 @@ from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.errors import CollectiveAbortedError, GroupError
 
 
-def create_rendezvous() -> str:
-    """A path for the ranks to meet at, in a new folder that only this user can enter. The caller removes the folder."""
-    return os.path.join(tempfile.mkdtemp(prefix="parallelformers_ng-"), "store")
+def create_rendezvous() -> int:
+    """A descriptor of an empty anonymous file for the ranks to meet in: it has no name, so nobody else finds it, and
+    nothing is left on disk however the processes end. The caller closes it, and passes it to every rank."""
+    return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
+
+
+def rendezvous_path(fd: int) -> str:
+    """The path under which this process, and its user's others, open a rendezvous as long as `fd` is open here."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def open_store(rendezvous: str, world_size: int) -> dist.Store:
@@ -39,7 +44,7 @@ def open_store(rendezvous: str, world_size: int) -> dist.Store:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise GroupError(
             f"rendezvous: folder {folder} has mode {stat.S_IMODE(found.st_mode):#o} and owner {found.st_uid}; it must "
-            f"be 0o700 and belong to user {os.geteuid()}: take a path from create_rendezvous()"
+            f"be 0o700 and belong to user {os.geteuid()}: take a path from rendezvous_path()"
         )
     return dist.FileStore(rendezvous, world_size)
 

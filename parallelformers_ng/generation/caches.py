@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,23 @@ def _length(layer: Any) -> int:
     return int(length)
 
 
+CACHE_BLOCK = 1 << 16
+"""Numbers that a request has for the caches it makes."""
+
+
 class CacheTable:
-    """The caches of one replica by number. Numbers come in the same order on every rank, so they need no agreement;
-    those that the caller gives are negative."""
+    """The caches of one replica by number. The caller gives each request a block of numbers, so the ranks agree on them
+    even after a request in which one rank made a cache and another raised. Caches that the caller made have negative
+    numbers."""
 
     def __init__(self) -> None:
         self._held: dict[int, Cache] = {}
         self._ids: dict[int, int] = {}
         self._next = 1
+
+    def number_from(self, block: int) -> None:
+        """Begin a request, whose caches are numbered from `block` + 1 on."""
+        self._next = block + 1
 
     def __len__(self) -> int:
         return len(self._held)
@@ -81,8 +90,11 @@ class CacheTable:
         self._held[number] = cache
         self._ids[id(cache)] = number
 
-    def free(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
+    def free(self, numbers: Sequence[int]) -> None:
+        """Let caches go. The number of a block stands for all caches of that request."""
+        blocks = {number for number in numbers if number > 0 and number % CACHE_BLOCK == 0}
+        made_then = [number for number in self._held if number > 0 and number - number % CACHE_BLOCK in blocks]
+        for number in (*numbers, *made_then):
             cache = self._held.pop(number, None)
             if cache is not None:
                 del self._ids[id(cache)]

@@ -39,6 +39,10 @@ class CacheHandle(Cache):
             )
         return deployment
 
+    def check(self) -> None:
+        """Raise StaleCacheError where the workers that held the cache are gone."""
+        self._owner()
+
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._owner().cache_call(self, method, args, kwargs)
 
@@ -95,8 +99,9 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
     cross_attention_cache = self_attention_cache
 
 
-def adopt(cache: Cache | None, deployment: Deployment, number: int, facts: CacheFacts) -> CacheHandle:
-    """A handle for cache `number`; where the caller already holds an object for it, that object becomes the handle."""
+def adopt(cache: Cache | None, deployment: Deployment, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
+    """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
+    that object becomes the handle."""
     cls = handle_class(_cache_class(facts)) if cache is None else handle_class(type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
@@ -105,9 +110,9 @@ def adopt(cache: Cache | None, deployment: Deployment, number: int, facts: Cache
         cache.__dict__.clear()
         cache.__class__ = cls
     handle._number, handle._facts = number, facts
-    handle._incarnation = deployment.incarnation
+    handle._incarnation = incarnation
     handle._deployment = weakref.ref(deployment)
-    weakref.finalize(handle, deployment.free_cache, deployment.incarnation, number).atexit = False
+    weakref.finalize(handle, deployment.free_cache, incarnation, number).atexit = False
     return handle
 
 
@@ -162,8 +167,10 @@ def is_empty(cache: Cache) -> bool:
         if isinstance(cache, EncoderDecoderCache)
         else (cache,)
     )
-    return not any(_holds_tensor(layer) for half in halves for layer in half.layers)
+    return not any(_is_filled(layer) for half in halves for layer in half.layers)
 
 
-def _holds_tensor(layer: Any) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.numel() > 0 for value in vars(layer).values())
+def _is_filled(layer: Any) -> bool:
+    """A layer takes its tensors, `[batch, …]` with two more dimensions or three, on its first update. Counters may be
+    there before."""
+    return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

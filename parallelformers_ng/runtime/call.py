@@ -21,6 +21,7 @@ class Call:
         autocast: data type of the caller's `torch.autocast`, None outside one.
         config: attributes of the configuration that changed since the last call, dotted name → value.
         generation_config: the generation configuration, where it changed since the last call.
+        cache_block: where the ids of caches that this call makes begin.
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
         watched: the arguments hold objects of the caller's whose state is wanted back.
@@ -35,6 +36,7 @@ class Call:
     autocast: torch.dtype | None = None
     config: dict[str, Any] = field(default_factory=dict)
     generation_config: Any = None
+    cache_block: int = 0
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False
     watched: bool = False

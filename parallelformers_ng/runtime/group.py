@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import secrets
-import select
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from parallelformers_ng import collectives
 from parallelformers_ng.errors import (
     ChannelClosedError,
     GroupClosedError,
     GroupError,
-    PlacementError,
     ProtocolError,
     RequestTimeoutError,
-    WorkerDiedError,
-    WorkerError,
     WrongProcessError,
 )
-from parallelformers_ng.runtime import failures, startup
+from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Replace, encode
+from parallelformers_ng.runtime.exchange import Exchange, OnEvent, WorkerGoneError
+from parallelformers_ng.runtime.frames import Flag, Kind, Packed
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.transport import Flag, Frame, Kind, Packed, pack
 from parallelformers_ng.runtime.turns import Turns
-
-OnEvent = Callable[[Any], object]
 
 _GOODBYE_SECONDS = 2.0
 _INTERRUPT_SECONDS = 0.5  # what a worker gets to leave a request that Ctrl-C ended
-_LAST_WORDS_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
 
 
 class WorkerGroup:
@@ -59,6 +52,7 @@ class WorkerGroup:
 
     Raises:
         StartupError: a worker could not start; the message ends with what it wrote to standard error.
+        SharedMemoryError: the system has no memory for the collectives.
         PlacementError: `world_size`, `device` or `device_ids` make no group.
     """
 
@@ -77,19 +71,18 @@ class WorkerGroup:
         restore: Restore | None = None,
     ) -> None:
         self.world_size = world_size
-        self.device_names = _device_names(world_size, device, device_ids)
+        self.device_names = startup.device_names(world_size, device, device_ids)
         self.timeout = timeout
+        self.in_use = False  # by a model; for those who hand one group to several models in turn
         self._turns = Turns()
-        self._sequence = 0
-        self._needs_reset = False
         self._fault: Callable[[], GroupError] | None = None
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._key = secrets.token_bytes(32)
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
-        self._replace, self._restore = replace, restore
-        self._processes = Processes(collectives.Arena.create(world_size))
-        # At interpreter exit, and when the group is dropped without being closed.
-        self._finalizer = weakref.finalize(self, self._processes.end)
+        self._replace = replace
+        self._processes = Processes(startup.create_arena(world_size))
+        # Also at interpreter exit, and when the group is dropped without being closed.
+        self._finalizer = weakref.finalize(self, _finish, self._processes, self._turns)
         try:
             startup.start(
                 self._processes,
@@ -104,13 +97,7 @@ class WorkerGroup:
         except BaseException:
             self._finalizer()
             raise
-        self._poll = select.poll()
-        self._rank_of: dict[int, int] = {}
-        for worker in self._processes.workers:
-            for fd in (worker.channel.fileno(), worker.pidfd):
-                self._poll.register(fd, select.POLLIN)
-                self._rank_of[fd] = worker.rank
-        self._pidfds = {worker.pidfd for worker in self._processes.workers}
+        self._exchange = Exchange(self._processes, self._key, restore)
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -126,7 +113,7 @@ class WorkerGroup:
     @property
     def alive(self) -> bool:
         """True while requests can be served."""
-        if self._fault is not None or os.getpid() != self._owner:
+        if self._fault is not None or os.getpid() != self.owner:
             return False
         return not any(worker.has_ended() for worker in self._processes.workers)
 
@@ -178,16 +165,16 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         if self._fault is None:
             self._fault = functools.partial(
                 GroupClosedError, "the worker group was closed; parallelize the model again to use it"
             )
-        if self._turns.is_mine():  # from on_event: the request that is in flight ends the group
+        if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
-        polite = self._turns.acquire(timeout=0.0)
+        polite = self._turns.is_mine() or self._turns.acquire(timeout=0.0)
         if not polite:
             self._processes.kill()
         if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
@@ -197,6 +184,30 @@ class WorkerGroup:
                 self._finalizer()
             finally:
                 self._turns.release()
+
+    def check_process(self) -> None:
+        """Raise WrongProcessError in any process but the one that started the group."""
+        if os.getpid() != self.owner:
+            raise WrongProcessError(
+                f"this worker group belongs to process {self.owner}, this is {os.getpid()}; a forked process must "
+                "parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
+            )
+
+    def watch_descriptors(self) -> list[int]:
+        """Duplicates of the workers' pidfds, readable once the worker has ended. The caller closes them."""
+        return [os.dup(worker.pidfd) for worker in self._processes.workers]
+
+    def bury(self) -> None:
+        """End an idle group of which a worker has died. Where a request is running, it sees so by itself, first."""
+        if not self._turns.acquire(_GOODBYE_SECONDS):
+            self._processes.kill()  # its caller is busy in on_event
+            return
+        try:
+            dead = [worker.rank for worker in self._processes.workers if worker.has_ended()]
+            if dead and self._fault is None and self._finalizer.alive:
+                self._end(self._death_of(dead[0]))
+        finally:
+            self._turns.release()
 
     def _say_goodbye(self) -> None:
         try:
@@ -221,140 +232,49 @@ class WorkerGroup:
         ]
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        if self._turns.is_mine():
+        if self._turns.is_mine() and self._exchange.in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
-        if not self._turns.acquire(limit):
-            raise RequestTimeoutError(
-                f"{method!r} did not get its turn within {limit:g} s; other calls keep the workers"
-            )
-        packed: list[Packed] = []
         try:
+            # The turn is this thread's already where Ctrl-C struck just before it was passed on.
+            if not self._turns.is_mine() and not self._turns.acquire(limit):
+                raise RequestTimeoutError(
+                    f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
+                )
             self._check_usable()
-            flags |= Flag.RESET if self._needs_reset else 0
-            for message in messages:
-                packed.append(pack(Kind.REQUEST, self._sequence + 1, message, flags))  # noqa: PERF401 (closed below)
-            return self._exchange(packed, method, limit, deadline, on_event)
+            packed = self._exchange.pack(messages, flags)
+            try:
+                return self._run(packed, method, limit, deadline, on_event)
+            finally:
+                for frame in packed:
+                    frame.close()
         finally:
-            for frame in packed:
-                frame.close()
-            self._turns.release()
+            if self._turns.is_mine():
+                self._turns.release()
 
-    def _exchange(
+    def _run(
         self, packed: list[Packed], method: str, limit: float, deadline: float, on_event: OnEvent | None
     ) -> list[Any]:
-        answers: dict[int, Frame] = {}
-        values: list[Any] = []
-        failure: BaseException | None = None
         try:
-            self._send(packed, deadline)
-            failure = self._collect(answers, deadline, on_event)
-            error = self._read(answers, values)
-            failure = failure or error
+            return self._exchange.run(packed, deadline, on_event)
+        except WorkerGoneError as error:
+            self._fail(self._death_of(error.rank))
         except RequestTimeoutError:
-            self._fail_timed_out(method, limit, answers)
+            self._fail_timed_out(method, limit)
         except (ChannelClosedError, ProtocolError) as error:
             self._fail(functools.partial(type(error), *error.args))
         except GroupError:
-            raise  # the group has ended already, or the answers are all in and one cannot be rebuilt here
+            raise  # the answers are all in, and one is an exception or cannot be rebuilt here
         except BaseException:
-            self._abandon(answers)
+            self._abandon()
             raise
         finally:
-            for frame in answers.values():
-                frame.discard()
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # the exception holds this frame, which must not hold the exception
-        return values
+            self._exchange.discard()
 
-    def _send(self, packed: list[Packed], deadline: float) -> None:
-        if self._needs_reset:
-            # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
-            self._processes.arena.reset()
-        self._sequence += 1
-        for worker in self._processes.workers:
-            try:
-                worker.channel.send_packed(packed[worker.rank % len(packed)], deadline)
-            except ChannelClosedError:
-                self._fail_dead(worker.rank)
-        self._needs_reset = False
-
-    def _collect(self, answers: dict[int, Frame], deadline: float, on_event: OnEvent | None) -> BaseException | None:
-        """Wait until every rank has answered this request. Returns what `on_event` raised."""
-        failure: BaseException | None = None
-        while len(answers) < self.world_size:
-            rest = deadline - time.monotonic()
-            if rest <= 0:
-                raise RequestTimeoutError("the deadline passed")
-            events = self._poll.poll(None if rest == math.inf else min(rest, 3600.0) * 1000)
-            for fd, _ in events:
-                if fd in self._pidfds:
-                    self._fail_dead(self._rank_of[fd])
-            for fd, _ in events:
-                rank = self._rank_of[fd]
-                frame = self._receive(rank, deadline)
-                if frame.kind is Kind.EVENT and rank == 0:
-                    event = self._read_event(frame)
-                    if on_event is not None and failure is None:
-                        try:
-                            on_event(event)
-                        except Exception as error:  # whatever it is, the ranks must finish before it goes on
-                            failure = error
-                            self._processes.arena.request_cancel(self._sequence)
-                elif frame.kind in (Kind.RESULT, Kind.ERROR) and rank not in answers:
-                    answers[rank] = frame
-                else:
-                    frame.discard()
-                    raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
-        return failure
-
-    def _receive(self, rank: int, deadline: float) -> Frame:
-        try:
-            frame = self._processes.workers[rank].channel.receive(deadline)
-        except ChannelClosedError:
-            self._fail_dead(rank)
-        if frame.sequence != self._sequence:
-            frame.discard()
-            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
-        return frame
-
-    def _read_event(self, frame: Frame) -> Any:
-        event = frame.decode(self._key, self._restore)
-        if not isinstance(event, dict) or event.keys() != {"event"}:
-            raise ProtocolError("rank 0 sent an event in a form that is not known")
-        return event["event"]
-
-    def _read(self, answers: dict[int, Frame], values: list[Any]) -> WorkerError | None:
-        """Decode the answers into `values`. Returns the exception that explains best what was raised, if any was."""
-        raised: dict[int, Any] = {}
-        self._needs_reset = any(frame.kind is Kind.ERROR for frame in answers.values())
-        for rank in range(self.world_size):
-            value = answers[rank].decode(self._key, self._restore)
-            if answers[rank].kind is Kind.ERROR:
-                raised[rank] = value
-            elif not isinstance(value, dict) or value.keys() != {"result"}:
-                raise ProtocolError(f"rank {rank} answered in a form that is not known")
-            else:
-                values.append(value["result"])
-        if not raised:
-            return None
-        rank = failures.most_informative(raised)
-        return failures.rebuild(rank, raised[rank])
-
-    def _abandon(self, answers: dict[int, Frame]) -> None:
-        """After Ctrl-C: have the workers leave the request and drop their answers. If they do not, the group ends."""
-        channels = [worker.channel for worker in self._processes.workers]
+    def _abandon(self) -> None:
+        """After Ctrl-C: have the workers leave the request. If they do not, the group ends."""
         drained = False
         try:
-            if all(channel.sent == self._sequence and not channel.in_transit for channel in channels):
-                self._processes.arena.request_cancel(self._sequence)
-                self._collect(answers, time.monotonic() + _INTERRUPT_SECONDS, None)
-                self._needs_reset = any(frame.kind is Kind.ERROR for frame in answers.values())
-                drained = True
-        except GroupError:
-            drained = False  # the interrupt is what the caller hears of; the next call says that the group has ended
+            drained = self._exchange.abandon(_INTERRUPT_SECONDS)
         finally:
             if not drained:
                 self._end(
@@ -366,38 +286,21 @@ class WorkerGroup:
                 )
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._owner:
-            raise WrongProcessError(
-                f"this worker group belongs to process {self._owner}, this is {os.getpid()}; a forked process must "
-                "parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
-            )
+        self.check_process()
         if self._fault is not None:
             raise self._fault()
+        if not self._finalizer.alive:
+            if threading.current_thread().daemon:
+                threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
+            raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
-    def _fail_dead(self, rank: int) -> NoReturn:
-        worker = self._processes.workers[rank]
-        if not worker.has_ended(_LAST_WORDS_SECONDS):
-            worker.kill()
-        code = worker.reap()
-        signal = -code if code is not None and code < 0 else None
-        manner = f"signal {signal}" if signal else f"exit code {code}"
-        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
-        self._fail(
-            functools.partial(
-                WorkerDiedError,
-                f"the worker of rank {rank} (pid {worker.pid}, {self.device_names[rank]}) died: {manner}{hint}; "
-                "tensor-parallel ranks live and die together, so its group has ended",
-                rank,
-                signal,
-                None if signal else code,
-            )
-        )
+    def _death_of(self, rank: int) -> Callable[[], GroupError]:
+        return self._processes.workers[rank].death(self.device_names[rank])
 
-    def _fail_timed_out(self, method: str, limit: float, answers: dict[int, Frame]) -> NoReturn:
-        missing = [rank for rank in range(self.world_size) if rank not in answers]
-        text = f"{method!r} ran past its deadline of {limit:g} s; no answer from ranks {missing}"
+    def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
+        text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"
         self._end(functools.partial(GroupError, f"the worker group was ended, because an earlier request {text}"))
-        raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=")
+        raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
 
     def _fail(self, fault: Callable[[], GroupError]) -> NoReturn:
         self._end(fault)
@@ -411,12 +314,8 @@ class WorkerGroup:
         self._finalizer()
 
 
-def _device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
-    if world_size < 1:
-        raise PlacementError(f"a group of {world_size} workers: at least one is needed")
-    if device not in ("cpu", "cuda"):
-        raise PlacementError(f"device {device!r} is neither 'cpu' nor 'cuda'; pass CUDA devices as device_ids")
-    ids = list(range(world_size)) if device_ids is None else list(device_ids)
-    if len(ids) != world_size:
-        raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
-    return [f"{device}:{index}" for index in ids]
+def _finish(processes: Processes, turns: Turns) -> None:
+    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
+    up to an error; the workers end by themselves, with this process."""
+    if turns.is_mine() or turns.acquire(timeout=0.0):
+        processes.end()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,15 +12,17 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from parallelformers_ng.errors import StartupError
+from parallelformers_ng.errors import StartupError, WorkerDiedError
 from parallelformers_ng.runtime.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
 # is seen even if it is killed right after.
 _COMMAND = (sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker")
 _TAIL_BYTES = 8192
+_LAST_WORDS_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
 _REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver holds it
 
 
@@ -62,10 +64,11 @@ class WorkerProcess:
 
     def has_ended(self, timeout: float = 0.0) -> bool:
         """True once the process is gone, waiting for that up to `timeout` seconds."""
-        if self.pidfd < 0:
+        pidfd = self.pidfd  # read once: another thread may be closing it
+        if pidfd < 0:
             return True
         poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(max(timeout, 0.0) * 1000))
 
     def kill(self) -> None:
@@ -76,6 +79,24 @@ class WorkerProcess:
     def reap(self) -> int | None:
         """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
         return self.process.wait(_REAP_SECONDS) if self.has_ended(_REAP_SECONDS) else None
+
+    def end_of_life(self) -> tuple[int | None, int | None]:
+        """(signal, exit code) of a worker that ended, one of them None. One that lingers is killed."""
+        if not self.has_ended(_LAST_WORDS_SECONDS):
+            self.kill()
+        code = self.reap()
+        return (-code, None) if code is not None and code < 0 else (None, code)
+
+    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
+        """What to raise, once or often, about a worker that ended."""
+        signal, code = self.end_of_life()
+        manner = f"signal {signal}" if signal else f"exit code {code}"
+        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
+        text = (
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
+            "tensor-parallel ranks live and die together, so its group has ended"
+        )
+        return functools.partial(WorkerDiedError, text, self.rank, signal, code)
 
     def startup_log(self) -> str:
         """The end of what the worker wrote to standard error before it was ready."""
@@ -102,16 +123,20 @@ class Processes:
     def __init__(self, arena: Any) -> None:
         self.workers: list[WorkerProcess] = []
         self.arena = arena
-        self.rendezvous: str | None = None
+        self.rendezvous: int | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
+        self._descriptors = threading.Lock()  # held while they are used from a thread that did not open them, or closed
+        self._closed = False
         _live.add(self)
 
     def kill(self) -> None:
         """Kill every worker, and leave the rest to whoever waits for them."""
-        self.arena.abort()
-        for worker in self.workers:
-            worker.kill()
+        with self._descriptors:
+            if not self._closed:
+                self.arena.abort()
+                for worker in self.workers:
+                    worker.kill()
 
     def end(self, patience: float = 0.0) -> None:
         """End every worker and close everything. Does nothing the second time, or in a forked child.
@@ -126,12 +151,15 @@ class Processes:
             self.kill()
         for worker in self.workers:
             worker.reap()
-        self.close()
-        if self.rendezvous is not None:
-            shutil.rmtree(os.path.dirname(self.rendezvous))
+        with self._descriptors:
+            self.close()
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""
+        self._closed = True
+        if self.rendezvous is not None:
+            os.close(self.rendezvous)
+            self.rendezvous = None
         for worker in self.workers:
             worker.close()
         self.arena.close()

@@ -139,15 +139,21 @@ class Replica:
             states=watch.changes() if watch is not None else {},
         )
 
-    def cache(self, number: int, method: str, args: tuple, kwargs: dict) -> tuple[Any, CacheFacts]:
+    def cache(self, number: int, method: str, args: tuple, kwargs: dict, block: int) -> tuple[Any, CacheFacts]:
         """Call a method of a cache that this rank holds. Returns its result and what became of the cache."""
+        self.caches.number_from(block)
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs)
         return result, facts_of(self.caches.get(number))
 
+    def held_caches(self) -> int:
+        """How many caches this rank holds."""
+        return len(self.caches)
+
     def _prepare(self, call: Call) -> None:
         self.caches.free(call.freed_caches)
+        self.caches.number_from(call.cache_block)
         if self.model.training != call.training:
             self.model.train(call.training)
         if call.config:

@@ -12,7 +12,8 @@ import torch
 from parallelformers_ng import collectives
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.runtime.transport import Channel, Flag, Frame, Kind
+from parallelformers_ng.runtime.frames import Flag, Frame, Kind
+from parallelformers_ng.runtime.transport import Channel
 
 
 class Emitter:
@@ -85,13 +86,14 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         rank, world_size, device = boot["rank"], boot["world_size"], torch.device(boot["device"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        rendezvous = boot["rendezvous"]  # stays open: the ranks meet there again after a reset
         communicator = collectives.connect(
             boot["backend"],
             rank=rank,
             world_size=world_size,
             device=device,
             arena_fd=boot["arena"].fd,
-            rendezvous=boot["rendezvous"],
+            rendezvous=rendezvous and collectives.rendezvous_path(rendezvous.fd),
             timeout=boot["timeout"],
         )
         boot["arena"].close()

@@ -5,17 +5,53 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from parallelformers_ng import collectives
-from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError, StartupError
+from parallelformers_ng.errors import (
+    ChannelClosedError,
+    PlacementError,
+    ProtocolError,
+    RequestTimeoutError,
+    SharedMemoryError,
+    StartupError,
+)
 from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.frames import OUT_OF_MEMORY, Kind
 from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
-from parallelformers_ng.runtime.transport import Kind
 
-_LAST_WORDS_SECONDS = 1.0
 _FIRST_PHASE = "importing torch"
+
+
+def device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
+    """The device of each rank: "cpu:0", "cuda:3", ….
+
+    Raises:
+        PlacementError: `world_size`, `device` or `device_ids` make no group.
+    """
+    if world_size < 1:
+        raise PlacementError(f"a group of {world_size} workers: at least one is needed")
+    if device not in ("cpu", "cuda"):
+        raise PlacementError(f"device {device!r} is neither 'cpu' nor 'cuda'; pass CUDA devices as device_ids")
+    ids = list(range(world_size)) if device_ids is None else list(device_ids)
+    if len(ids) != world_size:
+        raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
+    return [f"{device}:{index}" for index in ids]
+
+
+def create_arena(world_size: int) -> collectives.Arena:
+    """The collectives' shared memory.
+
+    Raises:
+        SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
+    """
+    try:
+        return collectives.Arena.create(world_size)
+    except OSError as error:
+        kind = SharedMemoryError if error.errno in OUT_OF_MEMORY else StartupError
+        raise kind(f"the collectives of {world_size} workers cannot be set up: {error.strerror}") from error
 
 
 def start(
@@ -57,10 +93,13 @@ def start(
         "threads": threads,
         "path": module_path(),
         "pythonpath": os.environ.get("PYTHONPATH"),
-        "rendezvous": _rendezvous(processes, backend, device_names[0]),
+        "rendezvous": None,
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(2),
     }
+    if _needs_rendezvous(backend, device_names[0]):
+        processes.rendezvous = collectives.create_rendezvous()
+        common["rendezvous"] = FileDescriptor(processes.rendezvous)
     for worker in processes.workers:
         try:
             boot = {**common, "rank": worker.rank, "device": device_names[worker.rank]}
@@ -72,13 +111,10 @@ def start(
     _pass_on_logs(processes)
 
 
-def _rendezvous(processes: Processes, backend: str, device_name: str) -> str | None:
-    """A private path for backends whose ranks meet through a file; shared memory needs none, and no file is made."""
+def _needs_rendezvous(backend: str, device_name: str) -> bool:
+    """Whether the ranks meet through a file; those of shared memory meet in the arena."""
     auto = "shared_memory" if device_name == "cpu" and collectives.available_kernels() else "process group"
-    if (auto if backend == "auto" else backend) == "shared_memory":
-        return None
-    processes.rendezvous = collectives.create_rendezvous()
-    return processes.rendezvous
+    return (auto if backend == "auto" else backend) != "shared_memory"
 
 
 def _await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
@@ -113,10 +149,8 @@ def _await_ready(processes: Processes, deadline: float, start_timeout: float) ->
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
-    if not worker.has_ended(_LAST_WORDS_SECONDS):
-        worker.kill()
-    code = worker.reap()
-    manner = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+    signal, code = worker.end_of_life()
+    manner = f"by signal {signal}" if signal else f"with exit code {code}"
     raise StartupError(f"rank {worker.rank} ended {manner} while {phase}{_tail(worker)}")
 
 

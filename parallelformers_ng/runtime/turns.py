@@ -7,11 +7,15 @@ from collections import deque
 
 
 class Turns:
-    """A lock that threads get in the order in which they asked for it."""
+    """A lock that threads get in the order in which they asked for it.
+
+    Ctrl-C can strike between any two steps. So a turn belongs to its thread from the moment it is passed on, and who
+    was interrupted while asking looks at `is_mine`.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()
         self._owner: int | None = None
 
     def is_mine(self) -> bool:
@@ -34,34 +38,21 @@ class Turns:
                 return True
             gate = threading.Lock()
             gate.acquire()
-            self._waiting.append(gate)
+            self._waiting.append((gate, me))
         try:
-            granted = gate.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-        except BaseException:
-            if not self._withdraw(gate):
-                self.release()
-            raise
+            gate.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+        finally:
+            with self._mutex:
+                if (gate, me) in self._waiting:
+                    self._waiting.remove((gate, me))
         # A turn that was granted in the very moment of giving up is a turn all the same.
-        if not granted and self._withdraw(gate):
-            return False
-        self._owner = me
-        return True
+        return self.is_mine()
 
     def release(self) -> None:
         """Pass the turn on to whoever has waited longest."""
         with self._mutex:
             if self._waiting:
-                self._owner = _PASSED_ON
-                self._waiting.popleft().release()
+                gate, self._owner = self._waiting.popleft()
+                gate.release()
             else:
                 self._owner = None
-
-    def _withdraw(self, gate: threading.Lock) -> bool:
-        with self._mutex:
-            if gate not in self._waiting:
-                return False
-            self._waiting.remove(gate)
-            return True
-
-
-_PASSED_ON = 0  # no thread has this identifier

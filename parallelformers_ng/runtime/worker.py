@@ -23,15 +23,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     # torch comes with these imports, after the watch has begun.
+    from parallelformers_ng.errors import ChannelClosedError
     from parallelformers_ng.runtime import service
     from parallelformers_ng.runtime.transport import Channel
 
     channel = Channel(socket.socket(fileno=control))
-    _, _, boot = channel.recv()
-    channel.key = boot["key"]
-    worker = service.start(channel, boot)
+    try:
+        _, _, boot = channel.recv()
+        channel.key = boot["key"]
+        worker = service.start(channel, boot)
+        if worker is not None:
+            worker.serve()
+    except ChannelClosedError:
+        os._exit(watch.PARENT_GONE)  # the watch is about to do the same
     if worker is not None:
-        worker.serve()
         worker.communicator.close()
         sys.stdout.flush()
         sys.stderr.flush()

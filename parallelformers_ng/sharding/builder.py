@@ -36,7 +36,7 @@ from parallelformers_ng.sharding.policy import (
     Slice,
     Unit,
 )
-from parallelformers_ng.sharding.registry import Selection, is_block
+from parallelformers_ng.sharding.selection import Selection, is_block
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 
@@ -55,7 +55,8 @@ def build_plan(model: nn.Module, world_size: int, selection: Selection, dtype: t
     builder = _Builder(model, world_size)
     for policy in selection.policies:
         builder.apply(policy)
-    builder.cut_vocabulary()
+    if selection.vocabulary:
+        builder.cut_vocabulary()
     return builder.finish(selection, dtype)
 
 
@@ -95,7 +96,7 @@ class _Builder:
             value = attrgetter(name)(block)
             if value != wanted:
                 raise PolicyError(
-                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy is right for {wanted!r} alone"
+                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
                 )
 
     def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
@@ -158,7 +159,7 @@ class _Builder:
 
     def _row(self, rule: Row, path: str, module: nn.Module, heads: list[HeadShare]) -> None:
         if not isinstance(module, (nn.Linear, Conv1D)):
-            raise PolicyError(f"{self.who}: a {type(module).__name__} cannot be cut by rows (a Linear or Conv1D can)")
+            raise PolicyError(_cannot_cut(self.who, module, "rows (a Linear or Conv1D can)"))
         dim, size_name = (1, "in_features") if isinstance(module, nn.Linear) else (0, "nx")
         ranges = self._ranges(module.weight.shape[dim], rule.unit, rule.fused, heads)
         idle = [share.idle for share in heads] or [False] * self.world_size
@@ -181,7 +182,7 @@ class _Builder:
             if rule.groups:
                 attributes[rule.groups] = share.groups
             attributes["head_sizes"] = tuple(0 if share.idle else len(share.query) for share in shares)
-            attributes["weights_index"] = rule.weights
+            attributes.update(weights_index=rule.weights, weights_dim=rule.weights_dim)
             if rule.biases:
                 attributes.update(bias_names=rule.biases, head_count=query)
             if rule.biases or rule.layer:
@@ -375,7 +376,13 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, str]:
         return 1, "nf"
     if isinstance(module, nn.Embedding):
         return 1, "embedding_dim"
-    raise PolicyError(f"{who}: a {type(module).__name__} cannot be cut by columns (a Linear, Conv1D or Embedding can)")
+    raise PolicyError(_cannot_cut(who, module, "columns (a Linear, Conv1D or Embedding can)"))
+
+
+def _cannot_cut(who: str, module: nn.Module, how: str) -> str:
+    if hasattr(module, "base_layer"):
+        return f"{who}: a {type(module).__name__} holds an adapter; merge it into the weights first (merge_and_unload)"
+    return f"{who}: a {type(module).__name__} cannot be cut by {how}"
 
 
 def _width(ranges: Sequence[Range]) -> int:

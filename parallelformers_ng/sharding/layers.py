@@ -126,12 +126,14 @@ class HeadParallel(ParallelLayer):
 
     Attributes:
         head_sizes: query heads of each rank, 0 for a rank without any.
-        weights_index: place of the weights `[batch, heads, …]` among the outputs.
+        weights_index: place of the weights among the outputs.
+        weights_dim: their dimension of heads.
         recording: shared by all layers of a model.
     """
 
     head_sizes: Sequence[int]
     weights_index: int
+    weights_dim: int
     recording: Recording
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,9 +143,14 @@ class HeadParallel(ParallelLayer):
         weights = output[self.weights_index]
         if not isinstance(weights, torch.Tensor):
             return output
-        own = weights.narrow(1, 0, self.head_sizes[self.communicator.rank])
-        whole = self.communicator.all_gather(own, dim=1, sizes=self.head_sizes)
+        whole = self.gather_heads(weights, self.weights_dim)
         return (*output[: self.weights_index], whole, *output[self.weights_index + 1 :])
+
+    def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
+        """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
+        out."""
+        own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
+        return self.communicator.all_gather(own, dim=dim, sizes=self.head_sizes)
 
 
 class BiasedHeadParallel(HeadParallel):

@@ -179,6 +179,30 @@ class ShardPlan:
         total = sum(tensor.bytes_whole for tensor in cuttable)
         return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""
+        tensors = [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "rule": tensor.rule,
+                "shapes": [list(shard.shape(tensor.shape)) for shard in tensor.shards],
+            }
+            for tensor in self.stored()
+        ]
+        return {
+            "model": self.model_class,
+            "world_size": self.world_size,
+            "policy": self.policy,
+            "source": self.source,
+            "bytes_whole": self.bytes_whole,
+            "bytes_per_rank": self.bytes_per_rank,
+            "cut_share": self.cut_share,
+            "replicated": self.replicated,
+            "tensors": tensors,
+        }
+
     def table(self) -> str:
         """The plan for people: rows of equal rule and shape folded into one."""
         from parallelformers_ng.sharding.table import render

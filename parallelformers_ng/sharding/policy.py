@@ -77,7 +77,8 @@ class Heads(Rule):
         groups: attribute that holds query heads per key/value head, "" where the module has none.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: the same for attributes proportional to the key/value heads.
-        weights: place of the attention weights `[batch, heads, …]` among the module's outputs.
+        weights: place of the attention weights among the module's outputs.
+        weights_dim: their dimension of heads.
         biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
             (ALiBi). Each rank takes those of its heads: dimension 1 of four, or dimension 0 (batch × heads) of three.
         layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the
@@ -90,6 +91,7 @@ class Heads(Rule):
     scaled: tuple[str, ...] = ()
     scaled_key: tuple[str, ...] = ()
     weights: int = 1
+    weights_dim: int = 1
     biases: tuple[str, ...] = ()
     layer: Literal["", "wavlm_attention", "xlnet_attention"] = ""
 

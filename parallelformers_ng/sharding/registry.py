@@ -6,37 +6,29 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.sharding.selection import Selection, is_block, is_covered
+
+__all__ = ["Selection", "is_block", "repeated_blocks", "select", "written_policies"]
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The policies that apply to a model.
+def select(
+    model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
+) -> Selection:
+    """Find the policies for a model: the caller's first, then the written ones for blocks those leave, then inferred
+    ones for what is still left of a transformers model, accepted after a twin proof.
 
-    Attributes:
-        policies: each with at least one block in the model.
-        source: "custom", "written", "native plan" or "inferred"; joined by "+" where parts differ.
-    """
-
-    policies: tuple[type[Policy], ...]
-    source: str
-
-
-def is_block(module: nn.Module, policy: type[Policy]) -> bool:
-    """Whether `module` is a block of `policy`, by class name, a subclass included."""
-    names = policy.blocks()
-    return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-def select(model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None) -> Selection:
-    """Find the policies for a model: the caller's first, then the written ones for blocks those leave.
+    Args:
+        model: the model, on any device.
+        custom: the caller's policies.
+        world_size: number of ranks that a proof is made for; None looks at the written policies alone.
 
     Raises:
         PolicyError: `custom` is not a Policy class or a list of them, or names a block that the model lacks.
@@ -53,14 +45,19 @@ def select(model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | Non
     taken = {name for policy in customs for name in policy.blocks()}
     written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
     policies = (*customs, *written)
-    if not policies:
+    sources = (["custom"] if customs else []) + (["written"] if written else [])
+    selection = Selection(policies, "+".join(sources))
+    if policies and (world_size is None or is_covered(model, policies)):
+        return selection
+    if world_size is None or not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"no policy knows {type(model).__name__}: none of its repeated blocks"
             f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies."
             " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
         )
-    sources = (["custom"] if customs else []) + (["written"] if written else [])
-    return Selection(policies, "+".join(sources))
+    from parallelformers_ng.sharding.proof import prove  # needs the whole of sharding, and only unwritten models do
+
+    return prove(model, selection, world_size).selection
 
 
 @cache

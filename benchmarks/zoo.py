@@ -1,0 +1,214 @@
+"""Every model type of transformers, tiny and random: cut, does it give what it gives whole?
+
+    python -m benchmarks.zoo [--world-sizes 2,4] [--types llama,bert] [--json zoo.json] [--table COVERAGE.md]
+
+Ranks are threads and models are tiny, so that all of it takes minutes. Each worker process judges one type after
+another; one that crashes or hangs is replaced and its type noted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.zoo.catalogue import model_classes
+
+ENOUGH = 0.8
+_STATES = ("equal", "wrong", "hanging", "refused", "skipped")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the zoo, write the table, and return 1 if any type came out wrong or hanging."""
+    options = _parser().parse_args(arguments)
+    classes = model_classes()
+    types = options.types.split(",") if options.types else sorted(classes)
+    unknown = sorted(set(types) - set(classes))
+    if unknown:
+        print(f"no such model types: {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    part, _, parts = options.part.partition("/")
+    types = types[int(part) - 1 :: int(parts)]
+    earlier: list[dict[str, Any]] = []
+    if options.json and options.part != "1/1" and Path(options.json).exists():
+        earlier = [v for v in json.loads(Path(options.json).read_text()) if v["model_type"] not in types]
+
+    def save(found: list[dict[str, Any]]) -> None:
+        """After every type, so that a run that is stopped leaves what it found."""
+        together = sorted(earlier + found, key=_order)
+        if options.json:
+            Path(options.json).write_text(json.dumps(together, indent=1) + "\n")
+        if options.table:
+            Path(options.table).write_text(coverage(together, len(classes)))
+
+    verdicts = sorted(earlier + run(types, options.world_sizes, options.workers, options.timeout, save), key=_order)
+    print(summary(verdicts))
+    return int(any(verdict["status"] in ("wrong", "hanging") for verdict in verdicts))
+
+
+def run(
+    types: Sequence[str],
+    world_sizes: str,
+    workers: int,
+    timeout: float,
+    save: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    """Judge `types` in worker processes.
+
+    Args:
+        types: model types.
+        world_sizes: comma-separated numbers of ranks.
+        workers: number of processes.
+        timeout: seconds that one type may take.
+        save: called with all verdicts so far, after each type.
+    """
+    lock = threading.Lock()
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in types:
+        waiting.put(name)
+    verdicts: list[dict[str, Any]] = []
+
+    def serve() -> None:
+        worker = _Worker(world_sizes)
+        while not waiting.empty():
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                break
+            found, problem = worker.judge(name, timeout)
+            if problem:
+                status = "hanging" if problem.startswith("no answer") else "wrong"
+                found = [
+                    {"model_type": name, "model_class": "", "world_size": int(size), "status": status,
+                     "reason": problem, "source": "", "share": 0.0, "compared": "", "seconds": timeout}
+                    for size in world_sizes.split(",")
+                ]  # fmt: skip
+            with lock:
+                verdicts.extend(found)
+                save(verdicts)
+            for verdict in found:
+                line = f"{verdict['status']:<8} {verdict['model_type']} × {verdict['world_size']}"
+                print(f"{line}  {verdict['share']:.0%} {verdict['source']} {verdict['reason'][:150]}", flush=True)
+        worker.close()
+
+    threads = [threading.Thread(target=serve) for _ in range(min(workers, len(types)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+def _order(verdict: dict[str, Any]) -> tuple[str, int]:
+    return verdict["model_type"], verdict["world_size"]
+
+
+class _Worker:
+    def __init__(self, world_sizes: str) -> None:
+        self.world_sizes = world_sizes
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def judge(self, name: str, timeout: float) -> tuple[list[dict[str, Any]], str]:
+        """The verdicts, and a problem of the worker itself, or ""."""
+        fresh = self.process is None
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.zoo.worker", self.world_sizes],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{name}\n".encode())
+        deadline = time.monotonic() + timeout + (60 if fresh else 0)
+        line = b""
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                self.close()
+                return [], f"no answer within {timeout:.0f} s"
+            piece = self.process.stdout.read(65536)
+            if not piece:
+                code = self.process.wait()
+                self.process = None
+                return [], f"its process ended with {code}"
+            line += piece
+        found = json.loads(line)
+        return found, "" if found else "its worker raised"
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def summary(verdicts: Sequence[dict[str, Any]]) -> str:
+    """Counts for each world size, in words."""
+    lines = []
+    for size in sorted({verdict["world_size"] for verdict in verdicts}):
+        mine = [verdict for verdict in verdicts if verdict["world_size"] == size]
+        count = Counter(verdict["status"] for verdict in mine)
+        judged = len(mine) - count["skipped"]
+        good = sum(verdict["status"] == "equal" and verdict["share"] >= ENOUGH for verdict in mine)
+        states = ", ".join(f"{count[state]} {state}" for state in _STATES if count[state])
+        lines.append(
+            f"{size} ranks: of {judged} model types that run whole, {good} ({good / max(1, judged):.1%}) are equal with"
+            f" at least {ENOUGH:.0%} of their cuttable bytes cut; {states}"
+        )
+    return "\n".join(lines)
+
+
+def coverage(verdicts: Sequence[dict[str, Any]], known: int) -> str:
+    """The coverage table as Markdown.
+
+    Args:
+        verdicts: one for each model type and world size.
+        known: number of model types that there are.
+    """
+    judged = len({verdict["model_type"] for verdict in verdicts})
+    rows = [
+        f"| {v['model_type']} | {v['model_class']} | {v['world_size']} | {v['status']} | {v['source']}"
+        f" | {v['share']:.0%} | {v['compared']} | {v['reason'].replace('|', '/')[:160]} |"
+        for v in verdicts
+    ]
+    return (
+        "# Coverage\n\nGenerated by `make zoo`; not to be edited. Tiny random models of every model type, cut and"
+        f" compared with themselves whole (transformers {transformers.__version__}, torch {torch.__version__}).\n\n"
+        + f"- {judged} of {known} model types were judged in this run\n"
+        + "\n".join(f"- {line}" for line in summary(verdicts).splitlines())
+        + "\n\n| model type | class | ranks | status | policy | cut | compared | reason |\n"
+        + "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--types", help="comma-separated model types (default: all)")
+    parser.add_argument("--part", default="1/1", help="the i-th of n parts of the types; adds to --json (default: 1/1)")
+    parser.add_argument("--world-sizes", default="2", help="comma-separated numbers of ranks (default: 2)")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one model type (default: 120)")
+    parser.add_argument("--json", help="write the verdicts here")
+    parser.add_argument("--table", default="COVERAGE.md", help="write the table here ('' for nowhere)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""`parallelformers-ng …`: every command parses its arguments, calls a public function and prints what it returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from parallelformers_ng.errors import ParallelError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status: 0, 1 where a check failed, or 2 for a problem that is said on standard error.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except (ParallelError, OSError, ValueError) as error:
+        print(f"parallelformers-ng: {error}", file=sys.stderr)
+        return 2
+
+
+def plan(options: argparse.Namespace) -> int:
+    """How the model would be cut, with the bytes of each rank."""
+    from parallelformers_ng import plan as make_plan
+    from parallelformers_ng.blueprint import blueprint
+
+    found = make_plan(blueprint(options.model, options.revision), options.num_gpus, dtype=options.dtype)
+    _print(options, found.as_dict(), found.table())
+    return 0
+
+
+def policies(options: argparse.Namespace) -> int:
+    """Every model type and where its policy comes from."""
+    from parallelformers_ng.coverage import policy_sources
+
+    sources = policy_sources()
+    lines = [f"{model_type:<40} {source}" for model_type, source in sources.items()]
+    _print(options, sources, "\n".join(lines))
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Cut a tiny random twin of the model and compare it with itself whole."""
+    from parallelformers_ng.blueprint import blueprint
+    from parallelformers_ng.coverage import verify_model
+
+    found = verify_model(blueprint(options.model, options.revision), options.num_gpus)
+    _print(options, found.as_dict(), str(found))
+    return 0 if found.equal else 1
+
+
+def _print(options: argparse.Namespace, data: Any, text: str) -> None:
+    print(json.dumps(data, indent=1) if options.json else text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parallelformers-ng",
+        description="Tensor parallelism for Hugging Face models.",
+        epilog="Each command has its own --help.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODEL", help="a model folder, a config.json or a name on the Hugging Face hub")
+    model.add_argument("--num-gpus", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    model.add_argument("--revision", help="branch, tag or commit of a model on the hub")
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    command = commands.add_parser(
+        "plan",
+        parents=[model, output],
+        help="print how a model would be cut, and the bytes of each rank",
+        description="Print how a model would be cut and how many bytes each rank would hold. Reads the configuration"
+        " alone: no weights, no GPU.",
+    )
+    command.add_argument("--dtype", help="count bytes for this type: float16, bfloat16, float32 (default: the model's)")
+    command.set_defaults(command=plan)
+
+    command = commands.add_parser(
+        "policies",
+        parents=[output],
+        help="list every model type with the source of its policy",
+        description="List every model type of the installed transformers with the source of its policy: 'written' (a"
+        " file in policies/), 'native plan' (transformers' own, completed and proven on first use), 'inferred' (from"
+        " the model's structure, proven on first use).",
+    )
+    command.set_defaults(command=policies)
+
+    command = commands.add_parser(
+        "verify",
+        parents=[model, output],
+        help="prove on a tiny twin that a model, cut, gives what it gives whole",
+        description="Build a tiny random twin of the model (its class, head counts and layer pattern, from the"
+        " configuration alone), run it whole and cut over N ranks, and compare. Prints what is cut, what stays whole"
+        " and why. Exits with 1 where the outputs differ, with 2 where the model is refused.",
+    )
+    command.set_defaults(command=verify)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What is covered: the source of every model type's policy, and the proof for one model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.proof import check, prove
+from parallelformers_ng.sharding.registry import Selection, select, written_policies
+from parallelformers_ng.sharding.selection import is_covered
+from parallelformers_ng.sharding.table import human_bytes
+
+
+def policy_sources() -> dict[str, str]:
+    """Model type → "written", "native plan" or "inferred": where its policy comes from, for all of transformers.
+
+    Reads the modelling files' class names and imports no modelling code. A written policy may cover a part of a
+    composite model; a native plan or an inferred policy counts only once its proof, made on first use, has held.
+    """
+    blocks = {block for policy in written_policies() for block in policy.blocks()}
+    sources = {}
+    for model_type, config_name in sorted(CONFIG_MAPPING_NAMES.items()):
+        package = f"transformers.models.{model_type_to_module_name(model_type)}"
+        if blocks & _class_names(package):
+            sources[model_type] = "written"
+        else:
+            config = getattr(importlib.import_module("transformers"), config_name, None)
+            sources[model_type] = "native plan" if getattr(config, "base_model_tp_plan", None) else "inferred"
+    return sources
+
+
+def _class_names(package: str) -> set[str]:
+    """Names of the classes that a package's modelling files define."""
+    spec = importlib.util.find_spec(package)
+    names: set[str] = set()
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(folder).glob("modeling_*.py"):
+            names |= set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
+    return names
+
+
+@dataclass
+class Verification:
+    """What a twin proof says of a model.
+
+    Attributes:
+        model_class, world_size: of what.
+        equal: whether the twin gave, cut, what it gives whole.
+        source: where the policies came from.
+        cut_share: share of the model's cuttable bytes that are cut, 0 to 1.
+        rules: how many of the model's tensors each rule cuts.
+        whole: what every rank holds whole, in bytes, largest first.
+        tried: what was tried and did not hold.
+        unproven: what the twin's inputs did not reach, and why.
+    """
+
+    model_class: str
+    world_size: int
+    equal: bool
+    source: str
+    cut_share: float
+    rules: dict[str, int] = field(default_factory=dict)
+    whole: dict[str, int] = field(default_factory=dict)
+    tried: list[str] = field(default_factory=list)
+    unproven: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.equal else "NOT equal"
+        lines = [
+            f"{self.model_class} on {self.world_size} ranks: {verdict}; policy: {self.source};"
+            f" {self.cut_share:.1%} of the cuttable bytes are cut",
+            *(f"  cut    {count:>4} × {rule}" for rule, count in self.rules.items()),
+            *(f"  whole  {human_bytes(size):>9}  {name}" for name, size in list(self.whole.items())[:20]),
+            *(f"  tried  {what}" for what in self.tried),
+        ]
+        if self.unproven:
+            lines.append(f"  not reached by the twin's inputs: {self.unproven}")
+        return "\n".join(lines)
+
+
+def verify_model(model: PreTrainedModel, num_gpus: int = 2) -> Verification:
+    """Prove on a tiny twin that `model`, cut over `num_gpus` ranks, gives what it gives whole.
+
+    Args:
+        model: the model; on the `meta` device it will do.
+        num_gpus: number of ranks.
+
+    Raises:
+        UnsupportedModelError: the model is refused, or no twin of it runs.
+        PolicyError: a written policy does not fit it.
+    """
+    try:
+        base = select(model)
+    except UnsupportedModelError:
+        base = Selection((), "")
+    if base.policies and is_covered(model, base.policies):
+        outcome = check(model, base, num_gpus)
+        equal, tried, unproven, selection = outcome == "", [outcome] if outcome else [], "", base
+    else:
+        proof = prove(model, base, num_gpus)
+        equal, tried, unproven, selection = True, proof.tried, proof.unproven, proof.selection
+    plan = build_plan(model, num_gpus, selection)
+    rules: dict[str, int] = {}
+    for tensor in plan.stored():
+        if not tensor.is_replicated:
+            rules[tensor.rule] = rules.get(tensor.rule, 0) + 1
+    large = {name: size for name, size in plan.replicated.items() if name in plan.cuttable}
+    name, share = type(model).__name__, plan.cut_share
+    return Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)

@@ -1,0 +1,45 @@
+"""A deadline for everything that one thread asks of parallelized models, for calls that take no `timeout=`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from parallelformers_ng.errors import ParallelError
+
+_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Let every call within the block raise RequestTimeoutError once `seconds` have passed since its beginning.
+
+    `with deadline(2.0): model(**inputs)`. It holds for this thread or asyncio task; of nested ones, the
+    earlier counts.
+
+    Args:
+        seconds: more than 0; infinite is none.
+
+    Raises:
+        ParallelError: `seconds` is no such number.
+    """
+    token = _deadline.set(min(_deadline.get(), time.monotonic() + checked_seconds(seconds, "deadline")))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def deadline_of(timeout: float) -> float:
+    """When a call must be done that begins now and may take `timeout` seconds, on the clock of `time.monotonic`."""
+    return min(_deadline.get(), time.monotonic() + timeout)
+
+
+def checked_seconds(seconds: float, name: str) -> float:
+    """`seconds`, or a ParallelError that names the argument."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    return seconds

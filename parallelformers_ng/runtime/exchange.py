@@ -1,0 +1,216 @@
+"""One request and its answers: what a group and its workers say to each other between two turns."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
+from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.decoder import Restore
+from parallelformers_ng.runtime.encoder import Encoded
+from parallelformers_ng.runtime.frames import Flag, Frame, Kind, Packed, pack
+from parallelformers_ng.runtime.processes import Processes
+
+OnEvent = Callable[[Any], object]
+
+_LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
+
+
+class WorkerGoneError(GroupError):
+    """A worker ended, or hung up, in the middle of a request. The group makes a WorkerDiedError of it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the worker of rank {rank} is gone")
+        self.rank = rank
+
+
+class Exchange:
+    """Sends requests to all workers of a group and collects their answers. Not for two threads at once.
+
+    Args:
+        processes: the workers, all ready.
+        key: the group's; it signs pickles and class names.
+        restore: this process's side of `messages.decode`.
+    """
+
+    def __init__(self, processes: Processes, key: bytes, restore: Restore | None) -> None:
+        self._processes = processes
+        self._key = key
+        self._restore = restore
+        self._sequence = 0
+        self._needs_reset = False
+        self.in_event = False  # a caller's on_event is running
+        self._answers: dict[int, Frame] = {}
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}
+        for worker in processes.workers:
+            for fd in (worker.channel.fileno(), worker.pidfd):
+                self._poll.register(fd, select.POLLIN)
+                self._rank_of[fd] = worker.rank
+        self._pidfds = {worker.pidfd for worker in processes.workers}
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Ranks that have not answered the request."""
+        return [worker.rank for worker in self._processes.workers if worker.rank not in self._answers]
+
+    def pack(self, messages: Sequence[Encoded], flags: int) -> list[Packed]:
+        """Lay out the next request. Whatever happens to it, it must be closed.
+
+        Args:
+            messages: one for all ranks, or one for each.
+            flags: see `Flag`.
+
+        Raises:
+            SharedMemoryError: the system has no memory for the tensors.
+        """
+        packed: list[Packed] = []
+        flags |= Flag.RESET if self._needs_reset else 0
+        try:
+            for message in messages:
+                packed.append(pack(Kind.REQUEST, self._sequence + 1, message, flags))  # noqa: PERF401 (closed below)
+        except BaseException:
+            for frame in packed:
+                frame.close()
+            raise
+        return packed
+
+    def run(self, packed: list[Packed], deadline: float, on_event: OnEvent | None) -> list[Any]:
+        """Send a request and wait for the answers of all ranks.
+
+        Args:
+            packed: the request.
+            deadline: on the clock of `time.monotonic`, in seconds.
+            on_event: receives what rank 0 emits. If it raises, the request is cancelled.
+
+        Returns:
+            The value of each rank.
+
+        Raises:
+            WorkerError, or what `on_event` raised: the exchange is complete.
+            NotPortableError: an answer cannot be rebuilt here; the exchange is complete.
+            WorkerGoneError, RequestTimeoutError, ProtocolError, ChannelClosedError: the group cannot go on.
+        """
+        self._answers = {}
+        self._send(packed, deadline)
+        failure = self._collect(deadline, on_event)
+        values, error = self._read()
+        failure = failure or error
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure, error  # the exception holds this frame, which must not hold the exception
+        return values
+
+    def abandon(self, patience: float) -> bool:
+        """After an interrupt: have the workers leave the request, and drop their answers.
+
+        Args:
+            patience: seconds that they get.
+
+        Returns:
+            Whether they did, so that the group can go on.
+        """
+        channels = [worker.channel for worker in self._processes.workers]
+        if not all(channel.sent == self._sequence and not channel.in_transit for channel in channels):
+            return False
+        self._processes.arena.request_cancel(self._sequence)
+        try:
+            self._collect(time.monotonic() + patience, None)
+        except GroupError:
+            return False  # the interrupt is what the caller hears of
+        self._needs_reset = any(frame.kind is Kind.ERROR for frame in self._answers.values())
+        return True
+
+    def discard(self) -> None:
+        """Close what came with answers that were not read."""
+        for frame in self._answers.values():
+            frame.discard()
+        self._answers = {}
+
+    def _send(self, packed: list[Packed], deadline: float) -> None:
+        if self._needs_reset:
+            # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
+            self._processes.arena.reset()
+        self._sequence += 1
+        for worker in self._processes.workers:
+            try:
+                worker.channel.send_packed(packed[worker.rank % len(packed)], deadline)
+            except ChannelClosedError:
+                raise WorkerGoneError(worker.rank) from None
+        self._needs_reset = False
+
+    def _collect(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
+        """Wait until every rank has answered this request. Returns what `on_event` raised."""
+        failure: BaseException | None = None
+        while len(self._answers) < len(self._processes.workers):
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                raise RequestTimeoutError("the deadline passed")
+            events = self._poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)
+            for fd, _ in events:
+                if fd in self._pidfds:
+                    raise WorkerGoneError(self._rank_of[fd])
+            for fd, _ in events:
+                rank = self._rank_of[fd]
+                frame = self._receive(rank, deadline)
+                if frame.kind is Kind.EVENT and rank == 0:
+                    event = self._read_event(frame)
+                    if on_event is not None and failure is None:
+                        failure = self._deliver(event, on_event)
+                elif frame.kind in (Kind.RESULT, Kind.ERROR) and rank not in self._answers:
+                    self._answers[rank] = frame
+                else:
+                    frame.discard()
+                    raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
+        return failure
+
+    def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
+        self.in_event = True
+        try:
+            on_event(event)
+        except Exception as error:  # whatever it is, the ranks must finish before it goes on
+            self._processes.arena.request_cancel(self._sequence)
+            return error
+        finally:
+            self.in_event = False
+        return None
+
+    def _receive(self, rank: int, deadline: float) -> Frame:
+        try:
+            frame = self._processes.workers[rank].channel.receive(deadline)
+        except ChannelClosedError:
+            raise WorkerGoneError(rank) from None
+        if frame.sequence != self._sequence:
+            frame.discard()
+            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
+        return frame
+
+    def _read_event(self, frame: Frame) -> Any:
+        event = frame.decode(self._key, self._restore)
+        if not isinstance(event, dict) or event.keys() != {"event"}:
+            raise ProtocolError("rank 0 sent an event in a form that is not known")
+        return event["event"]
+
+    def _read(self) -> tuple[list[Any], WorkerError | None]:
+        """The values of the answers, and the exception that explains best what was raised, if any was."""
+        values: list[Any] = []
+        raised: dict[int, Any] = {}
+        self._needs_reset = any(frame.kind is Kind.ERROR for frame in self._answers.values())
+        for rank, frame in sorted(self._answers.items()):
+            value = frame.decode(self._key, self._restore)
+            if frame.kind is Kind.ERROR:
+                raised[rank] = value
+            elif not isinstance(value, dict) or value.keys() != {"result"}:
+                raise ProtocolError(f"rank {rank} answered in a form that is not known")
+            else:
+                values.append(value["result"])
+        if not raised:
+            return values, None
+        rank = failures.most_informative(raised)
+        return values, failures.rebuild(rank, raised[rank])

@@ -1,0 +1,239 @@
+"""Makes a configuration small and keeps its shape: head counts, layer pattern, and every ratio between widths.
+
+All widths are multiplied by one power of two. Where it divides them, sums and products between them (a fused q|k|v, a
+projection into another tower's width, `heads · head_dim`) hold afterwards as before; head counts are left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+_WIDTH = re.compile(
+    r"(^|_)(dim|dims|size|sizes|width|widths|channel|channels|embd|inner|model|ff|ffn|rank|filters|features|hidden"
+    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels)$"
+)
+_NOT_WIDTH = re.compile(
+    r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
+    r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
+    r"|max_size|depth_|input_size|cardinality|num_input|in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+)
+_LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
+_NOT_LAYERS = re.compile(
+    r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window"
+)
+_LAYER_NUMBERS = re.compile(
+    r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
+)
+_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
+_WINDOW = re.compile(r"^(sliding_window|window_size|attention_window|local_window|attention_chunk_size)$")
+_EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
+_MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
+_TINY = 128
+VOCABULARY = 131
+
+
+def shrink(
+    config: PreTrainedConfig, spare: int = 0, keep_vocabulary: bool = False, keep_images: bool = False
+) -> PreTrainedConfig:
+    """A small copy of `config`; one that is small already comes back as it is.
+
+    Args:
+        spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
+            their own (norms over 32 groups, say).
+        keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
+        keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
+    """
+    small = copy.deepcopy(config)
+    parts = list(_parts(small))
+    factor = min(1.0, _width_factor(parts) * 2**spare)
+    ids: dict[int, int] = {}
+    for part in parts:
+        _shrink_layers(part)
+        _shrink_experts(part)
+        if not keep_images:
+            _shrink_images(part)
+        for name, value in list(_own(part)):
+            if factor < 1 and _WIDTH.search(name) and not _NOT_WIDTH.search(name):
+                _set(part, name, _scale(value, factor))
+            elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+                _set(part, name, _scale_sections(part, value, factor))
+            elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
+                _set(part, name, 256)
+            elif _WINDOW.match(name) and isinstance(value, int) and value > 64:
+                _set(part, name, 4)
+    if not keep_vocabulary:
+        for part in parts:
+            _shrink_vocabulary(part, ids)
+    return small
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """The configuration and all those inside it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def _own(config: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(config).items():
+        if name.startswith("_") or isinstance(value, (PreTrainedConfig, bool)):
+            continue
+        if isinstance(value, (int, list, tuple, dict)):
+            yield name, value
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    """Also where a configuration refuses to have an attribute changed later."""
+    config.__dict__[name] = value
+
+
+def _width_factor(parts: list[Any]) -> float:
+    """The smallest power of two that leaves heads at least 8 wide and widths whole."""
+    mains, heads_dims = [], []
+    for part in parts:
+        width = next((getattr(part, name) for name in _MAIN if isinstance(getattr(part, name, None), int)), None)
+        heads = next((getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)), None)
+        head_dim = getattr(part, "head_dim", None)
+        if width and width > 1:
+            mains.append(width)
+        if isinstance(head_dim, int):
+            heads_dims.append(head_dim)
+        elif width and heads and width % heads == 0:
+            heads_dims.append(width // heads)
+        heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := getattr(part, name, None), int)]
+    if not mains or max(mains) <= _TINY:
+        return 1.0
+    factor = 1.0
+    while factor > 1 / 64 and max(mains) * factor > 48:
+        smaller = factor / 2
+        if any(value * smaller < 8 or value * smaller % 2 for value in heads_dims):
+            break
+        if any(value * smaller % 1 for value in mains) or min(mains) * smaller < 8:
+            break
+        factor = smaller
+    return factor
+
+
+def _scale(value: Any, factor: float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, list, tuple, dict)):
+        return value
+    if isinstance(value, dict):
+        return {key: _scale(item, factor) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_scale(item, factor) for item in value)
+    if value < 16:
+        return value
+    scaled = value * factor
+    return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)
+
+
+def _scale_sections(config: Any, rope: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The sections of a head that rotate by time, height and width still fill half a head.
+
+    Some modelling code has a default of its own, for heads 128 wide.
+    """
+    sees = re.search(r"vl|omni|4v|_5|ocr|ernie", str(getattr(config, "model_type", "")))
+    sections = rope.get("mrope_section") or ([16, 24, 24] if sees else None)
+    if not sections or factor == 1:
+        return rope
+    scaled = [int(section * factor) for section in sections]
+    scaled[0] += int(sum(sections) * factor) - sum(scaled)
+    return {**rope, "mrope_section": scaled}
+
+
+def _shrink_layers(config: Any) -> None:
+    """Two layers, or as many as show every kind of layer; lists with an item per layer follow."""
+    for name, count in list(_own(config)):
+        if not _LAYERS.search(name) or _NOT_LAYERS.search(name):
+            continue
+        if name in ("depths", "layers", "num_layers_per_stage") and isinstance(count, (list, tuple)):
+            continue
+        if not isinstance(count, int) or count <= 2:
+            continue
+        patterns = [v for _, v in _own(config) if isinstance(v, (list, tuple)) and len(v) == count]
+        kept = 2
+        for pattern in patterns:
+            if all(isinstance(item, (str, int)) for item in pattern):
+                kinds = set(pattern)
+                first = [list(pattern).index(kind) for kind in kinds]
+                if len(kinds) <= 6:
+                    kept = max(kept, max(first) + 1)
+        for period in (
+            "full_attention_interval",
+            "attn_layer_period",
+            "sliding_window_pattern",
+            "global_attn_every_n_layers",
+        ):
+            if isinstance(every := getattr(config, period, None), int):
+                kept = max(kept, every)
+        first_dense = getattr(config, "first_k_dense_replace", 0)
+        if isinstance(first_dense, int) and first_dense:
+            _set(config, "first_k_dense_replace", 1)
+        kept = min(kept, count)
+        _set(config, name, kept)
+        for other, value in list(_own(config)):
+            if isinstance(value, (list, tuple)) and len(value) == count and count > 3:
+                _set(config, other, type(value)(value[:kept]))
+            elif _LAYER_NUMBERS.search(other) and isinstance(value, (list, tuple)) and value:
+                inside = [item for item in value if type(item) is not int or -kept <= item < kept] or [kept - 1]
+                _set(config, other, type(value)(inside))
+    for name in ("depths", "layers_per_stage"):
+        if isinstance(depths := getattr(config, name, None), (list, tuple)):
+            _set(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
+
+
+def _shrink_images(config: Any) -> None:
+    """Four patches a side, or 64 pixels where there are no patches of one size."""
+    patch = getattr(config, "patch_size", None)
+    side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
+    for name in ("image_size", "img_size"):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size > side:
+            _set(config, name, side)
+        elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
+            _set(config, name, type(size)(side for _ in size))
+    for name in ("num_frames", "max_source_positions", "max_length"):
+        count = getattr(config, name, None)
+        most = {"num_frames": 4, "max_source_positions": 40, "max_length": 128}[name]
+        if isinstance(count, int) and count > most:
+            _set(config, name, most)
+
+
+def _shrink_experts(config: Any) -> None:
+    for name, count in list(_own(config)):
+        if _EXPERTS.match(name) and isinstance(count, int) and count > 8:
+            _set(config, name, 8)
+            for groups, most in (("n_group", 2), ("topk_group", 1), ("num_experts_per_tok", 2), ("moe_topk", 2)):
+                if isinstance(value := getattr(config, groups, None), int):
+                    _set(config, groups, min(value, most))
+
+
+def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
+    shrunk = False
+    for name, size in list(_own(config)):
+        if name.endswith("vocab_size") and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
+            _set(config, name, VOCABULARY)
+            shrunk = True
+    for name, value in list(_own(config)):
+        if re.search(r"(token_id|token_index|token_ids|_id|_ids)$", name):
+            _set(config, name, _small_id(value, ids))
+    if shrunk and isinstance(getattr(config, "pad_token_id", None), int):
+        _set(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))
+
+
+def _small_id(value: Any, ids: dict[int, int]) -> Any:
+    """Ids past the small vocabulary get others below its end, equal ones the same."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_small_id(item, ids) for item in value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:
+        return value
+    return ids.setdefault(value, VOCABULARY - 2 - len(ids) % (VOCABULARY - 20))

@@ -1,0 +1,126 @@
+"""What one run of a model shows of its structure: which layers its forward calls, in which order, and which of their
+weights its outputs depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module in terms that hold for every layer of a model, whatever its depth.
+
+    Attributes:
+        block: class name of the repeated block, or of the model part, that it belongs to.
+        path: dotted path beneath that block.
+    """
+
+    block: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A Linear, Conv1D or Embedding that was called, and whose weight counts.
+
+    Attributes:
+        place: where it is.
+        name: dotted path in the model.
+        inputs, outputs: its widths.
+        order: when it was first called.
+    """
+
+    place: Place
+    name: str
+    inputs: int
+    outputs: int
+    order: int
+    is_embedding: bool = False
+
+
+def places(model: nn.Module) -> dict[str, Place]:
+    """Where every module is: in its innermost repeated block, else in its innermost `PreTrainedModel`."""
+    found: dict[str, Place] = {}
+
+    def visit(module: nn.Module, name: str, block: str, start: str) -> None:
+        path = name[len(start) :].removeprefix(".")
+        found[name] = Place(block, path)
+        repeats = isinstance(module, nn.ModuleList)
+        for key, child in module.named_children():
+            inner = f"{name}.{key}" if name else key
+            own = repeats and not type(child).__module__.startswith("torch.") and any(True for _ in child.children())
+            if own or isinstance(child, PreTrainedModel):
+                visit(child, inner, type(child).__name__, inner)
+            else:
+                visit(child, inner, block, start)
+
+    visit(model, "", type(model).__name__, "")
+    return found
+
+
+class Trace:
+    """Notes which leaf modules are called, while it is entered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: dict[str, int] = {}
+        self._model = model
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Trace:
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_hook(self._note(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, name: str) -> Any:
+        def hook(*_: object) -> None:
+            self.calls.setdefault(name, len(self.calls))
+
+        return hook
+
+
+def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
+    """The layers that could be cut, in the order of their calls.
+
+    Args:
+        calls: name → order, from `Trace`.
+        live: names of the parameters that the outputs depend on.
+    """
+    where = places(model)
+    found = []
+    for name, module in model.named_modules():
+        if name not in calls or f"{name}.weight" not in live:
+            continue
+        if isinstance(module, nn.Linear):
+            widths = (module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):
+            widths = (module.nx, module.nf)
+        elif isinstance(module, nn.Embedding):
+            widths = (module.num_embeddings, module.embedding_dim)
+        else:
+            continue
+        found.append(Layer(where[name], name, *widths, calls[name], isinstance(module, nn.Embedding)))
+    return sorted(found, key=lambda layer: layer.order)
+
+
+def tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for name, value in output.items():
+            if not name.endswith("past_key_values") and name not in ("cache_params", "state", "mems"):
+                yield from tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from tensors(value)

@@ -1,0 +1,317 @@
+"""Beyond generate: forward's options, caches in the caller's hands, threads, sub-modules, methods, saving."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, StaticCache, pipeline
+from transformers.cache_utils import EncoderDecoderCache
+
+from parallelformers_ng import parallelize, plan
+from parallelformers_ng.errors import NotParallelizedError, ParallelError, PolicyError
+from parallelformers_ng.methods import REFUSED, place_of, public_methods
+from parallelformers_ng.model import deployment_of, is_parallelized
+from tests.test_generate import FAMILIES, Pair, assert_same
+from tests.zoo.build import largest_difference
+from tests.zoo.case import seq2seq_inputs, text_inputs
+from tests.zoo.decoders import decoder
+from tests.zoo.vision_audio import CASES as VISION_AUDIO
+
+
+@pytest.fixture(scope="module", params=["gpt2", "t5", "llama"])
+def pair(request, groups) -> Iterator[Pair]:
+    models = [FAMILIES[request.param]() for _ in range(2)]
+    for model in models:
+        model.set_attn_implementation("eager")
+    inputs = seq2seq_inputs() if request.param == "t5" else text_inputs()
+    with parallelize(models[1], group=groups(2)) as parallel:
+        yield Pair(models[0], parallel, inputs)
+
+
+@pytest.fixture(scope="module")
+def llama(groups) -> Iterator[Pair]:
+    with parallelize(decoder("Llama"), group=groups(2)) as parallel:
+        yield Pair(decoder("Llama"), parallel, text_inputs())
+
+
+# -- forward -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_attentions": True, "output_hidden_states": True},
+        {"return_dict": False},
+        {"use_cache": False},
+        {"labels": True},
+    ],
+    ids=str,
+)
+def test_forward_options(pair: Pair, options: dict[str, Any]) -> None:
+    if "labels" in options:
+        options = {"labels": pair.inputs["input_ids"]}
+    inputs = {k: v for k, v in pair.inputs.items() if not ("labels" in options and k == "decoder_input_ids")}
+    with torch.no_grad():
+        want = pair.whole(**inputs, **options)
+    got = pair.parallel(**inputs, **options)
+    if isinstance(want, tuple):
+        assert_same([x for x in got if isinstance(x, torch.Tensor)], [x for x in want if isinstance(x, torch.Tensor)])
+    else:
+        assert_same(got, want)
+
+
+def test_inputs_embeds(llama: Pair) -> None:
+    with torch.no_grad():
+        embeds = llama.whole.get_input_embeddings()(llama.inputs["input_ids"])
+        want = llama.whole(inputs_embeds=embeds).logits
+    assert largest_difference(llama.parallel(inputs_embeds=embeds).logits, want) <= 1e-4
+
+
+def test_ids_outside_the_vocabulary_are_refused_as_by_the_whole_model(llama: Pair) -> None:
+    for wrong in (-1, 131):
+        with pytest.raises(IndexError, match="out of range"):
+            llama.whole(input_ids=torch.tensor([[5, wrong]]))
+        with pytest.raises(IndexError, match="out of range"):
+            llama.parallel(input_ids=torch.tensor([[5, wrong]]))
+    assert llama.parallel(**llama.inputs).logits.isfinite().all()
+
+
+def test_autocast_of_the_caller(llama: Pair) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        got = llama.parallel(**llama.inputs).logits
+        with torch.no_grad():
+            want = llama.whole(**llama.inputs).logits
+    assert got.dtype == want.dtype
+    assert largest_difference(got.float(), want.float()) <= 0.1
+
+
+# -- caches ------------------------------------------------------------------------------------------------------
+
+
+def decode_by_hand(model: Any, cache: Any, steps: int = 5) -> list[int]:
+    ids, tokens = torch.tensor([[5, 9, 77, 31]]), []
+    for _ in range(steps):
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        ids = out.logits[:, -1:].argmax(-1)
+        tokens.append(int(ids))
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["none", "dynamic", "dynamic-config", "static"])
+def test_a_decode_loop_by_hand(llama: Pair, kind: str) -> None:
+    def cache() -> Any:
+        config = llama.whole.config
+        return {
+            "none": lambda: None,
+            "dynamic": lambda: DynamicCache(),
+            "dynamic-config": lambda: DynamicCache(config=config),
+            "static": lambda: StaticCache(config=config, max_cache_len=32),
+        }[kind]()
+
+    with torch.no_grad():
+        want = decode_by_hand(llama.whole, cache())
+    assert decode_by_hand(llama.parallel, cache()) == want
+
+
+def test_a_users_cache_object_becomes_the_handle(llama: Pair) -> None:
+    cache = DynamicCache()
+    out = llama.parallel(input_ids=torch.tensor([[5, 9, 77]]), past_key_values=cache)
+    assert out.past_key_values is cache
+    assert isinstance(cache, DynamicCache)
+    assert cache.get_seq_length() == 3
+    assert len(cache) == 2
+
+
+def test_crop_copy_reorder_and_select(llama: Pair) -> None:
+    def play(model: Any) -> list[torch.Tensor]:
+        out = model(**text_inputs(), use_cache=True)
+        cache = out.past_key_values
+        other = copy.deepcopy(cache)
+        other.crop(-2)
+        other.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        assert (cache.get_seq_length(), other.get_seq_length()) == (7, 5)
+        step = torch.tensor([[8], [9]])
+        return [model(input_ids=step, past_key_values=held).logits for held in (cache, other)]
+
+    with torch.no_grad():
+        want = play(llama.whole)
+    assert_same(play(llama.parallel), want)
+
+
+def test_an_encoder_decoder_cache(groups) -> None:
+    from tests.zoo.seq2seq import t5
+
+    def play(model: Any) -> torch.Tensor:
+        inputs = seq2seq_inputs()
+        out = model(**inputs, use_cache=True)
+        assert isinstance(out.past_key_values, EncoderDecoderCache)
+        step = {**inputs, "decoder_input_ids": torch.tensor([[8], [9]])}
+        return model(**step, past_key_values=out.past_key_values).logits
+
+    with torch.no_grad():
+        want = play(t5())
+    with parallelize(t5(), group=groups(2)) as model:
+        assert largest_difference(play(model), want) <= 1e-4
+
+
+def test_a_filled_cache_from_elsewhere_is_refused(llama: Pair) -> None:
+    with torch.no_grad():
+        cache = llama.whole(**llama.inputs).past_key_values
+    with pytest.raises(ParallelError, match="filled outside"):
+        llama.parallel(input_ids=torch.tensor([[1], [2]]), past_key_values=cache)
+
+
+def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
+    for _ in range(50):
+        llama.parallel(**llama.inputs)
+    gc.collect()
+    llama.parallel(**llama.inputs, use_cache=False)
+    deployment = deployment_of(llama.parallel)
+    group, _ = deployment.ready(deployment.deadline_of(None))
+    assert group.call("held_caches") <= 1
+
+
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+def test_32_threads_get_what_they_would_have_got_alone(llama: Pair) -> None:
+    def ask(number: int) -> torch.Tensor:
+        ids = torch.tensor([[5, 9, 3 + number]])
+        how = {"do_sample": True, "seed": number} if number % 2 else {}
+        return llama.parallel.generate(input_ids=ids, max_new_tokens=4, **how)
+
+    alone = [ask(number) for number in range(32)]
+    together: list[Any] = [None] * 32
+
+    def ask_thrice(number: int) -> None:
+        together[number] = [ask(number) for _ in range(3)]
+
+    threads = [threading.Thread(target=ask_thrice, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got, alone[n]) for n, answers in enumerate(together) for got in answers)
+
+
+# -- the rest of the model ---------------------------------------------------------------------------------------
+
+
+def test_sub_modules_run_or_refuse_in_words(llama: Pair) -> None:
+    with torch.no_grad():
+        want = llama.whole.model(**llama.inputs).last_hidden_state
+    assert largest_difference(llama.parallel.model(**llama.inputs).last_hidden_state, want) <= 1e-4
+    hidden = torch.randn(1, 3, 48)
+    assert largest_difference(llama.parallel.lm_head(hidden), llama.whole.lm_head(hidden).detach()) <= 1e-4
+    with pytest.raises(ParallelError, match=r"model\.layers\.0, which is cut"):
+        llama.parallel.model.layers[0].mlp.down_proj(hidden)
+
+
+def test_methods_of_the_modelling_class_run_on_the_workers(groups) -> None:
+    clip = next(case for case in VISION_AUDIO if case.name == "clip")
+    whole, inputs = clip.make(), clip.inputs()
+    with torch.no_grad():
+        want = whole.get_image_features(pixel_values=inputs["pixel_values"])
+    with parallelize(clip.make(), group=groups(2)) as model:
+        assert_same(model.get_image_features(pixel_values=inputs["pixel_values"]), want)
+
+
+def test_every_public_method_has_a_place(llama: Pair) -> None:
+    cls = type(llama.whole)
+    places = {name: place_of(cls, name) for name in public_methods(cls)}
+    assert {name for name, place in places.items() if place == "forwarded"} == {"forward", "generate"}
+    for name, place in places.items():
+        if place == "refused":
+            with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
+                getattr(llama.parallel, name)()
+    assert set(REFUSED) - set(places) <= {"set_use_kernels", "dequantize", "init_continuous_batching"}
+
+
+def test_names_types_and_device(llama: Pair) -> None:
+    assert isinstance(llama.parallel, type(llama.whole))
+    assert type(llama.parallel).__name__ == "LlamaForCausalLM"
+    assert llama.parallel.device == torch.device("cpu")
+    assert llama.parallel.dtype == torch.float32
+    assert llama.parallel.num_parameters() == llama.whole.num_parameters()
+
+
+def test_it_can_be_neither_pickled_nor_copied_nor_cast(llama: Pair) -> None:
+    for action in (pickle.dumps, copy.deepcopy, lambda model: model.half()):
+        with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
+            action(llama.parallel)
+
+
+def test_saving_while_parallelized(llama: Pair, tmp_path) -> None:
+    llama.parallel.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    want = llama.whole.state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in again.state_dict().items())
+    assert all(torch.equal(tensor, want[name]) for name, tensor in llama.parallel.state_dict().items())
+
+
+def test_config_edits_are_honoured(groups) -> None:
+    whole = decoder("Llama")
+    with parallelize(decoder("Llama"), group=groups(2)) as model:
+        for each in (whole, model):
+            each.config.output_hidden_states = True
+        got = model(**text_inputs())
+        with torch.no_grad():
+            assert_same(got.hidden_states, whole(**text_inputs()).hidden_states)
+
+
+def test_the_end_of_it(groups) -> None:
+    model = decoder("Llama", tied=True)
+    with torch.no_grad():
+        want = model(**text_inputs()).logits
+    parallelize(model, group=groups(2))
+    model.to("cpu")
+    with torch.no_grad():
+        assert torch.equal(model(**text_inputs()).logits, want)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert type(model).__mro__[0] is type(decoder("Llama"))
+    with pytest.raises(NotParallelizedError):
+        deployment_of(model)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {f"w{number}": number for number in range(3, 131)} | {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w3"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def test_a_pipeline_runs_on_the_workers_and_leaves_the_model_parallelized(llama: Pair) -> None:
+    options = {"task": "text-generation", "tokenizer": word_tokenizer()}
+    prompt, how = "w9 w17 w30", {"max_new_tokens": 6, "do_sample": False}
+    want = pipeline(model=llama.whole, **options)(prompt, **how)
+    assert pipeline(model=llama.parallel, **options)(prompt, **how) == want
+    assert is_parallelized(llama.parallel)
+
+
+class Adapter(torch.nn.Module):
+    """What an adapter library puts in a layer's place."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_an_adapter_is_refused_in_words() -> None:
+    model = decoder("Llama")
+    model.model.layers[1].mlp.up_proj = Adapter(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(PolicyError, match=r"layers\.1\.mlp\.up_proj: .* holds an adapter; merge"):
+        plan(model)

@@ -1,0 +1,15 @@
+"""A short storm: workers are killed while threads ask, and every caller gets the right answer or a typed error."""
+
+from __future__ import annotations
+
+from benchmarks.chaos import PHASES, storm
+
+
+def test_a_short_storm():
+    found = storm(requests=150, threads=4, kills=8, seed=1)
+    assert found.hung == 0
+    assert set(found.outcomes) <= {"right", "WorkerDiedError"}, found.outcomes
+    assert found.outcomes["right"] >= 50
+    assert sum(found.outcomes.values()) >= 150
+    assert set(found.killed_in) == set(PHASES)
+    assert max(found.latencies) <= 2.0

@@ -1,0 +1,110 @@
+"""The twin proof refuses what is wrong and what it cannot see."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as tf
+
+from parallelformers_ng.cli import main
+from parallelformers_ng.coverage import policy_sources, verify_model
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.inference import Proposal
+from parallelformers_ng.sharding.policy import Column, Heads, Row
+from parallelformers_ng.sharding.proof import _Search
+from parallelformers_ng.sharding.registry import select
+from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.shrink import shrink
+from parallelformers_ng.sharding.twin import make_twin
+
+QUERIES = {"self_attn.q_proj": Column(), "self_attn.o_proj": Row(), "self_attn.k_proj": Column("key")}
+
+
+def search(world_size: int = 2, **options: object) -> _Search:
+    config = tf.GraniteConfig(
+        vocab_size=131, hidden_size=48, intermediate_size=74, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, **options,
+    )  # fmt: skip
+    return _Search(make_twin(tf.GraniteForCausalLM, config), Selection((), ""), world_size)
+
+
+def holds(rules: dict[str, object], found: _Search) -> bool:
+    proposal = Proposal("GraniteDecoderLayer", "attention", (rules,))
+    return found.holds([(proposal, rules)], True)
+
+
+HEADS = Heads("config.num_attention_heads", "config.num_key_value_heads", "num_key_value_groups")
+
+
+def test_a_right_cut_holds() -> None:
+    assert holds({"self_attn": HEADS, **QUERIES, "self_attn.v_proj": Column("key")}, search())
+
+
+def test_a_feed_forward_whose_sum_is_missing_does_not_hold() -> None:
+    wrong = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(reduce=False)}
+    found = search()
+    assert not holds(wrong, found)
+    assert found.last == "its outputs differ"
+
+
+def test_a_cut_on_which_no_output_depends_is_void() -> None:
+    """Without an experts' choice, say, or a tower without its inputs."""
+    found = search()
+    for name in [name for name in found.twin.gradients if "mlp.up_proj" in name]:
+        found.twin.gradients[name][:37] = 0
+    right = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
+    assert not holds(right, found)
+    assert "rank 0's part of model.layers.0.mlp.up_proj.weight" in found.last
+
+
+def test_an_attention_that_cannot_be_cut_is_gathered() -> None:
+    """MPT's bias of all heads comes from outside, which no inferred rule knows."""
+    config = tf.MptConfig(d_model=48, n_heads=6, n_layers=2, vocab_size=131)
+    found = verify_model(tf.MptForCausalLM(config), 2)
+    assert found.equal
+    assert found.cut_share > 0.9
+    assert any(what.startswith("attention of MptBlock") for what in found.tried)
+
+
+def test_the_proof_serves_the_large_model() -> None:
+    with torch.device("meta"):
+        model = tf.GraniteForCausalLM(tf.GraniteConfig())
+    plan = build_plan(model, 2, select(model, world_size=2))
+    assert plan.source == "native plan+inferred"
+    assert max(plan.bytes_per_rank) <= 0.505 * plan.bytes_whole
+
+
+def test_shrinking_keeps_heads_and_the_layer_pattern() -> None:
+    config = tf.Gemma3TextConfig(num_attention_heads=8, num_key_value_heads=2)
+    small = shrink(config)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
+    assert set(small.layer_types) == set(config.layer_types)
+    assert len(small.layer_types) == small.num_hidden_layers < config.num_hidden_layers
+    assert small.hidden_size / small.head_dim == config.hidden_size / config.head_dim
+
+
+def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "bert", "--num-gpus", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["source"] == "written"
+    assert len(printed["bytes_per_rank"]) == 2
+
+
+def test_verify_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "gpt2"]) == 0
+    assert "GPT2LMHeadModel on 2 ranks: equal; policy: written" in capsys.readouterr().out
+
+
+def test_an_unknown_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "/nowhere/at/all"]) == 2
+    assert "/nowhere/at/all" in capsys.readouterr().err
+
+
+def test_every_model_type_has_a_source() -> None:
+    sources = policy_sources()
+    assert sources["llama"] == "written"
+    assert sources["granite"] == "native plan"
+    assert sources["mpt"] == "inferred"
+    assert set(sources) >= {"bert", "t5", "vit"}

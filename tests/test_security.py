@@ -1,0 +1,173 @@
+"""What SECURITY.md promises: closed doors, nothing on disk, no code from bytes that nobody signed."""
+
+from __future__ import annotations
+
+import ast
+import ipaddress
+import os
+import random
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.chaos_frames import mutated_frames
+from parallelformers_ng import parallelize, start_group
+from parallelformers_ng.errors import GroupError, ProtocolError
+from parallelformers_ng.runtime.frames import Kind, pack
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.messages import encode
+from parallelformers_ng.runtime.transport import Channel
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import gpt2
+
+PACKAGE = Path(__file__).parent.parent / "parallelformers_ng"
+
+
+@pytest.fixture(scope="module", params=["shared_memory", "gloo"])
+def group(request, groups) -> Iterator[WorkerGroup]:
+    """Workers in the middle of their work: they have a model and have answered."""
+    if request.param == "gloo":
+        with start_group(2, device="cpu", backend="gloo") as group:
+            yield from _with_model(group)
+    else:
+        yield from _with_model(groups(2))
+
+
+def _with_model(group: WorkerGroup) -> Iterator[WorkerGroup]:
+    model = parallelize(gpt2(), group=group)
+    model.generate(**text_inputs(), max_new_tokens=2, do_sample=False)
+    yield group
+    model.deparallelize()
+
+
+def processes(group: WorkerGroup) -> list[psutil.Process]:
+    return [psutil.Process(), *(psutil.Process(pid) for pid in group.pids)]
+
+
+def test_nothing_listens_beyond_loopback_and_with_shared_memory_nothing_at_all(group):
+    listening = [
+        connection.laddr.ip
+        for process in processes(group)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+    ]
+    assert all(ipaddress.ip_address(address).is_loopback for address in listening)
+    if group._processes.rendezvous is None:
+        assert listening == []
+
+
+def test_control_sockets_have_no_name(group):
+    assert all(
+        connection.laddr in ("", None)
+        for process in processes(group)[1:]
+        for connection in process.net_connections("unix")
+    )
+
+
+def test_no_file_has_a_name(group):
+    """Neither an open file nor a mapping: what has no name cannot be left behind, nor opened by others."""
+    folders = (tempfile.gettempdir() + "/", "/dev/shm/", "/run/", "/var/tmp/")
+    for process in processes(group)[1:]:
+        links = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]
+        names = [os.readlink(link) for link in links]
+        with open(f"/proc/{process.pid}/maps") as maps:
+            names += [line.split(maxsplit=5)[5].strip() for line in maps if line.count(" /") == 1]
+        # Standard output may be a file of whoever runs the tests; it is the parent's own.
+        assert [name for name in names if name.startswith(folders) and name not in _standard_streams()] == []
+
+
+def _standard_streams() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)}
+
+
+def test_the_key_is_on_no_command_line_and_in_no_environment(group):
+    key = group._key
+    for process in processes(group):
+        for name in ("cmdline", "environ"):
+            content = Path(f"/proc/{process.pid}/{name}").read_bytes()
+            assert key not in content
+            assert key.hex().encode() not in content.lower()
+
+
+def test_groups_have_keys_of_their_own(groups):
+    keys = {groups(1)._key, groups(2)._key}
+    assert len(keys) == 2
+    assert {len(key) for key in keys} == {32}
+
+
+def test_methods_that_are_no_public_ones_cannot_be_called(group):
+    for name in ("_prepare", "__class__", "model", "no_such_method"):
+        with pytest.raises((GroupError, TypeError, AttributeError)):
+            group.call(name)
+    assert group.alive
+
+
+def test_mutated_frames_give_protocol_errors_and_run_no_code():
+    outcomes, ran, descriptors = mutated_frames(random.Random(5), 3000)
+    assert set(outcomes) <= {"value", "ProtocolError", "ChannelClosedError", "RequestTimeoutError"}
+    assert outcomes["ProtocolError"] > 1500
+    assert (ran, descriptors) == (0, 0)
+
+
+@pytest.mark.parametrize(("offset", "form", "value"), [(16, "<I", 1 << 31), (20, "<Q", 1 << 41), (28, "<I", 250)])
+def test_sizes_are_bounded_before_memory_is_set_aside(offset, form, value):
+    """Header bytes, tensor bytes, number of descriptors."""
+    data = bytearray(pack(Kind.RESULT, 1, encode({"result": torch.ones(3)}, None)).data)
+    struct.pack_into(form, data, offset, value)
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs, b"k" * 32)
+    before = psutil.Process().memory_info().vms
+    with ours:
+        ours.sendall(data)
+        with pytest.raises(ProtocolError, match="announces"):
+            channel.receive()
+    channel.close()
+    assert psutil.Process().memory_info().vms - before < 1 << 28
+
+
+# Where bytes may become code, and why that is safe. One more place needs a reason here and in SECURITY.md.
+PICKLES = {
+    "runtime/decoder.py",  # after its signature was checked
+    "checkpoint/skeleton.py",  # inside a signed pickle
+}
+
+
+def _calls() -> Iterator[tuple[str, str, ast.Call]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                yield path.relative_to(PACKAGE).as_posix(), ast.unparse(node.func), node
+
+
+def test_bytes_become_code_in_known_places_only():
+    for place, name, _ in _calls():
+        assert name not in ("eval", "exec", "compile", "torch.load", "marshal.loads", "os.system"), (place, name)
+        if name.rpartition(".")[2] in ("Unpickler", "loads", "load") and "pickle" in name:
+            assert place in PICKLES, (place, name)
+
+
+def test_remote_code_is_never_trusted_by_this_library():
+    """A caller's own choice may be passed on; a constant True would be ours."""
+    for place, name, call in _calls():
+        for keyword in call.keywords:
+            if keyword.arg == "trust_remote_code":
+                assert not (isinstance(keyword.value, ast.Constant) and keyword.value.value), (place, name)
+
+
+def test_workers_import_no_code_that_a_configuration_names(groups, tmp_path, monkeypatch):
+    """`auto_map` is how a checkpoint brings code. The parent has not imported it, so no worker does."""
+    (tmp_path / "modeling_trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = gpt2()
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_trap.Trap", "AutoConfig": "modeling_trap.Trap"}
+    model.config._name_or_path = str(tmp_path)
+    parallelize(model, group=groups(2))
+    model(**text_inputs())
+    model.deparallelize()
+    assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,38 @@
+"""Judges the model types named on standard input, a line each, and answers a line of JSON for each on standard output.
+
+A process of its own, so that a crash or a hang costs one model type and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+
+import torch
+import transformers
+
+from tests.zoo.judge import judge
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever modelling code prints goes to standard error
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    world_sizes = tuple(int(size) for size in sys.argv[1].split(","))
+    for line in sys.stdin:
+        try:
+            verdicts = judge(line.strip(), world_sizes)
+        except Exception:  # reported as the verdict's lack, by the parent
+            traceback.print_exc()
+            verdicts = []
+        print(json.dumps(verdicts), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
