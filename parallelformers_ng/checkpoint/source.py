@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,13 +174,44 @@ def _from_pretrained(
     options: Mapping[str, Any],
 ) -> PreTrainedModel:
     state = lazy_state(location)
+    given = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read
+    # Wrong shapes are refused below, with the file's name.
+    options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     try:
-        return cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+        model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+    except RuntimeError as error:
+        raise CheckpointError(f"{location.path} cannot be converted to {cls.__name__}: {error}") from error
     finally:
         if shows:
             logging.enable_progress_bar()
+    if not given:
+        _refuse_wrong_shapes(info["mismatched_keys"], state, location)
+    _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state)
+    return model
+
+
+def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: Location) -> None:
+    for name, found, wanted in mismatched:
+        # A converted tensor comes from several; then the directory has to do.
+        where = _path_of(state[name]) if name in state else location.path
+        raise CheckpointError(f"{where} holds {list(found)} for {name}, and the configuration says {list(wanted)}")
+
+
+def _refuse_flipped_names(missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor]) -> None:
+    """A missing name of which another is one bit away was damaged; drawing random weights for it helps nobody."""
+    stored = set(unexpected)
+    for name in missing:
+        for index, letter in enumerate(name):
+            for bit in range(8):
+                other = f"{name[:index]}{chr(ord(letter) ^ (1 << bit))}{name[index + 1 :]}"
+                if other in stored and other in state:
+                    raise CheckpointError(f"{_path_of(state[other])} is damaged: it says {other!r} for {name}")
+
+
+def _path_of(tensor: LazyTensor) -> str:
+    return next(leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf))
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -213,7 +244,7 @@ def _weight_files(location: Location) -> list[str]:
         raise CheckpointError(f"{found} is damaged: it names a file outside its directory")
     try:
         paths, _ = get_checkpoint_shard_files(location.path, found, **location.download)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"a file that {found} names is missing: {error}") from error
     stored = {os.path.basename(path): set(open_file(path).entries()) for path in paths}
     for key, name in weight_map.items():

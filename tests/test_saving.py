@@ -1,0 +1,288 @@
+"""What is saved comes back bit for bit, damage is refused by the file's name, and an interruption harms nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallelformers_ng import parallelize, save_sharded
+from parallelformers_ng.checkpoint.nodes import read_shard
+from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.source import Checkpoint, Location, load_skeleton
+from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
+from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
+from parallelformers_ng.saving import shard
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.registry import select
+from tests.zoo.families import CASES
+
+BY_NAME = {case.name: case for case in CASES}
+NAMES = ("llama", "gpt2", "t5", "bert", "mixtral")
+
+
+def same_weights(got: Any, want: Any) -> bool:
+    state = got.state_dict()
+    return state.keys() == want.state_dict().keys() and all(
+        torch.equal(tensor, state[key]) for key, tensor in want.state_dict().items()
+    )
+
+
+def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
+    """Load as the workers would, each rank its shards, and put them together again."""
+    model = load_skeleton(Location(str(directory)))
+    plan = build_plan(model, world_size, select(model))
+    checkpoint = Checkpoint.take(model, plan)
+    whole = {}
+    for name, node in checkpoint.nodes.items():
+        tensor = plan.tensors[name]
+        whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for rank, held in enumerate(tensor.shards):
+            held.put(read_shard(node, held, rank), whole[name])
+    return whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -> None:
+    """3 ranks save, 3 load, 2 load and save over what they were loaded from, 2 load again."""
+    want, model = BY_NAME[name].make(), BY_NAME[name].make()
+    with parallelize(model, group=groups(3)):
+        save_sharded(model, tmp_path, max_shard_size="20KB")
+    for world_size in (3, 2, 2):
+        loaded = parallelize(tmp_path, group=groups(world_size))
+        save_sharded(loaded, tmp_path)
+        loaded.deparallelize()
+        assert same_weights(loaded, want)
+    assert len(list(tmp_path.glob("rank-*"))) == 2
+
+
+def test_a_rank_reads_no_other_ranks_file(tmp_path: Path, groups) -> None:
+    with parallelize(BY_NAME["llama"].make(), group=groups(2)) as model:
+        save_sharded(model, tmp_path)
+    model = load_skeleton(Location(str(tmp_path)))
+    plan = build_plan(model, 2, select(model))
+    checkpoint = Checkpoint.take(model, plan)
+    (other,) = (file for file in checkpoint.files() if "rank-00001" in file.path)
+    other.tensor = None  # type: ignore[assignment, method-assign]
+    for name, node in checkpoint.nodes.items():
+        part = read_shard(node, plan.tensors[name].shards[0], 0)
+        assert plan.tensors[name].shards[0].zero or any(file.holds(part) for file in checkpoint.files()), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_save_pretrained_writes_an_ordinary_checkpoint(name: str, tmp_path: Path, groups) -> None:
+    """The names and values are those that the whole model writes, from memory and from files."""
+    want = BY_NAME[name].make()
+    want.save_pretrained(tmp_path / "whole")
+    ordinary = load_file(tmp_path / "whole" / "model.safetensors")
+    for source in (BY_NAME[name].make(), tmp_path / "whole"):
+        with parallelize(source, group=groups(2)) as model:
+            model.save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+            index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+            assert index["weight_map"].keys() == ordinary.keys()
+            assert same_weights(type(want).from_pretrained(tmp_path / "saved"), want)
+            model.save_pretrained(tmp_path / "saved")
+        got = load_file(tmp_path / "saved" / "model.safetensors")
+        assert got.keys() == ordinary.keys()
+        assert all(torch.equal(got[key], ordinary[key]) for key in ordinary)
+        assert {file.suffix for file in (tmp_path / "saved").iterdir()} == {".json", ".safetensors"}
+        assert not list((tmp_path / "saved").glob("*index*"))
+
+
+def test_arguments_that_cannot_be_served_are_refused(tmp_path: Path, groups) -> None:
+    model = BY_NAME["llama"].make()
+    with pytest.raises(NotParallelizedError):
+        save_sharded(model, tmp_path)
+    with parallelize(model, group=groups(2)):
+        with pytest.raises(ParallelError, match=r"save_pretrained\(push_to_hub=…\)"):
+            model.save_pretrained(tmp_path, push_to_hub=True)
+        with pytest.raises(CheckpointError, match="max_shard_size is '5 apples'"):
+            save_sharded(model, tmp_path / "x", max_shard_size="5 apples")
+        (tmp_path / "thesis.txt").write_text("years of work")
+        with pytest.raises(CheckpointError, match="is no sharded checkpoint"):
+            save_sharded(model, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_is_cut_without_workers(world_size: int, tmp_path: Path) -> None:
+    want = BY_NAME["mixtral"].make()
+    want.save_pretrained(tmp_path / "whole")
+    shard(str(tmp_path / "whole"), tmp_path / "cut", world_size, max_shard_size="30KB")
+    state = want.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in load_whole(tmp_path / "cut", 2).items())
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "saved"
+    with parallelize(BY_NAME["llama"].make(), group=groups(2)) as model:
+        save_sharded(model, target)
+        (target / "tokenizer.json").write_text("{}")
+        before = {file.name: file.read_bytes() for file in target.iterdir()}
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("parallelformers_ng.saving.write_index", interrupted)
+            save_sharded(model, target)
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+        save_sharded(model, target, max_shard_size="20KB")
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"], "leftovers"
+
+
+def test_a_directory_is_replaced_where_it_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoSwap:
+        @staticmethod
+        def renameat2(*_: Any) -> int:
+            import ctypes
+            import errno
+
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").write_text("")
+    monkeypatch.setattr("parallelformers_ng.checkpoint.writing.ctypes.CDLL", lambda *_, **__: NoSwap)
+    with replaced_directory(tmp_path / "a", lambda _: {"old"}) as partial:
+        (partial / "new").write_text("")
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["new"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights as a sharded directory, as one file, and as several with an index."""
+    model = BY_NAME["llama"].make()
+    folder = tmp_path_factory.mktemp("intact")
+    model.save_pretrained(folder / "one")
+    model.save_pretrained(folder / "several", max_shard_size="40KB")
+    shard(str(folder / "one"), folder / "sharded", 2, max_shard_size="30KB")
+    return {kind: folder / kind for kind in ("one", "several", "sharded")}
+
+
+def truncate(path: Path, draw: random.Random) -> None:
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def remove(path: Path, draw: random.Random) -> None:
+    path.unlink()
+
+
+def flip_header(path: Path, draw: random.Random) -> None:
+    """Flip a bit of the header of a safetensors file, or of an index."""
+    data = bytearray(path.read_bytes())
+    end = len(data) if path.suffix == ".json" else 8 + int.from_bytes(data[:8], "little")
+    data[draw.randrange(end)] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def flip_weight(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[draw.randrange(8 + int.from_bytes(data[:8], "little"), len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def reshape(path: Path, draw: random.Random) -> None:
+    """Wrong shapes in a file that is otherwise in order."""
+    tensors = load_file(path)
+    name = draw.choice(sorted(tensors))
+    tensors[name] = tensors[name].flatten()[:-1].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+DAMAGE: dict[str, list[tuple[Callable[[Path, random.Random], None], str]]] = {
+    "sharded": [
+        (truncate, "*.safetensors"), (remove, "*.safetensors"), (flip_header, "*.safetensors"),
+        (flip_weight, "*.safetensors"), (reshape, "*.safetensors"), (flip_header, "*.index.json"),
+        (truncate, "*.index.json"),
+    ],
+    "several": [
+        (truncate, "*.safetensors"), (remove, "*.safetensors"), (flip_header, "*.safetensors"),
+        (reshape, "*.safetensors"), (flip_header, "*.index.json"), (truncate, "*.index.json"),
+    ],
+    "one": [
+        (truncate, "*.safetensors"), (remove, "*.safetensors"), (flip_header, "*.safetensors"),
+        (reshape, "*.safetensors"),
+    ],
+}  # fmt: skip
+ROUNDS = 12  # of each kind: 204 damaged checkpoints
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_by_the_files_name_or_harmless(kind: str, intact: dict[str, Path], tmp_path: Path) -> None:
+    state = BY_NAME["llama"].make().state_dict()
+    for seed in range(ROUNDS):
+        for damage, pattern in DAMAGE[kind]:
+            draw = random.Random(seed)
+            broken = tmp_path / f"{damage.__name__}-{seed}"
+            shutil.copytree(intact[kind], broken)
+            path = draw.choice(sorted(broken.glob(pattern)))
+            damage(path, draw)
+            try:
+                loaded = load_whole(broken, 2)
+            except CheckpointError as error:
+                named = str(broken) in str(error)
+                assert named, f"{damage.__name__} {seed}: {error}"
+            else:
+                assert damage is not flip_weight
+                assert loaded.keys() >= state.keys(), f"{damage.__name__} {seed}: weights were drawn instead"
+                assert all(torch.equal(loaded[name], state[name]) for name in state), f"{damage.__name__} {seed}"
+            shutil.rmtree(broken)
+    assert not list(tmp_path.iterdir())
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checksum_notices_a_bit_and_two_blocks_that_changed_places() -> None:
+    data = torch.randint(0, 255, ((3 << 20) + 5,), dtype=torch.uint8)
+    before = checksum(data)
+    for place in (0, 2 << 20, len(data) - 1):
+        other = data.clone()
+        other[place] ^= 16
+        assert checksum(other) != before
+    swapped = torch.cat([data[1 << 20 : 2 << 20], data[: 1 << 20], data[2 << 20 :]])
+    assert checksum(swapped) != before
+    assert checksum(data.clone()) == before
+
+
+def test_a_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
+    tensors = {
+        "byte": torch.arange(5, dtype=torch.uint8), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3),
+        "half": torch.randn(3, 5).half(), "turned": torch.randn(4, 6).t(), "flags": torch.tensor([True, False]),
+    }  # fmt: skip
+    entries = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    written = write_safetensors(tmp_path / "x.safetensors", entries, tensors.__getitem__)
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert written.size == (tmp_path / "x.safetensors").stat().st_size
+
+
+def test_sizes() -> None:
+    assert [parse_size(size) for size in (7, "5GB", "1.5 MB", "2KiB")] == [7, 5 * 10**9, 1_500_000, 2048]
+    for wrong in (0, -1, True, "GB", "5", "-1GB"):
+        with pytest.raises(CheckpointError, match="max_shard_size"):
+            parse_size(wrong)
+
+
+def test_the_bar_is_silent_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("loading", 100) as advance:
+        advance(100)
+    assert capfd.readouterr().err == ""
