@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos import PHASES, storm
+from benchmarks.chaos_storm import PHASES, storm
 
 
 def test_a_short_storm():
