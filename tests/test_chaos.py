@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos import PHASES, storm
+from benchmarks.chaos_storm import PHASES, storm
 
 
 def test_a_short_storm():
-    found = storm(requests=150, threads=4, kills=8, seed=1)
+    found = storm(requests=150, threads=4, kills=6, seed=1)
     assert found.hung == 0
     assert set(found.outcomes) <= {"right", "WorkerDiedError"}, found.outcomes
     assert found.outcomes["right"] >= 50

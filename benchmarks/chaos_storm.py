@@ -1,0 +1,157 @@
+"""Requests of many threads while workers are killed at chosen moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.model import deployment_of
+from tests.zoo.case import token_ids
+from tests.zoo.decoders import gpt2
+
+PATIENCE_SECONDS = 120.0  # nobody may wait longer; who does counts as hung
+PHASES = ("idle", "prefill", "decode", "reply")
+
+
+@dataclass
+class Phase:
+    """What the request that a thread has in flight is at, as far as its caller can tell."""
+
+    name: str = "idle"
+
+    def put(self, value: torch.Tensor) -> None:
+        self.name = "prefill" if self.name == "idle" else "decode"
+
+    def end(self) -> None:
+        self.name = "reply"
+
+
+@dataclass
+class Storm:
+    """Requests from many threads while workers are killed.
+
+    Attributes:
+        outcomes: how many requests ended how: "right", "wrong", "untyped", or the name of a typed error.
+        latencies: seconds between a kill and the error of a request that was under way.
+        restarts: seconds from each kill until a group was ready again.
+        killed_in: kills by phase.
+        hung: requests that never came back.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)
+    killed_in: Counter[str] = field(default_factory=Counter)
+    hung: int = 0
+
+
+def storm(requests: int, threads: int, kills: int, seed: int) -> Storm:
+    """Serve `requests` from `threads` threads and kill a worker `kills` times meanwhile."""
+    source, found, lock = random.Random(seed), Storm(), threading.Lock()
+    jobs, wanted = _jobs(source)
+    model = parallelize(gpt2(), 2, device="cpu", timeout=PATIENCE_SECONDS, max_restarts=10 * kills)
+    phases = [Phase() for _ in range(threads)]
+    killed: list[float] = []
+    left = iter(range(requests))
+    pause = threading.Event()
+
+    def work(phase: Phase) -> None:
+        while True:
+            with lock:
+                if next(left, None) is None and len(killed) >= kills:
+                    return
+                number = source.randrange(len(jobs))
+            pause.wait()
+            phase.name = "idle"
+            try:
+                outcome = "right" if torch.equal(jobs[number](model, phase), wanted[number]) else "wrong"
+            except ParallelError as error:
+                outcome = type(error).__name__
+            except Exception as error:  # what no user could catch by name
+                outcome = f"untyped {type(error).__name__}"
+            end, phase.name = time.monotonic(), "idle"
+            with lock:
+                found.outcomes[outcome] += 1
+                if outcome not in ("right", "wrong"):
+                    found.latencies += [end - max(when for when in killed if when <= end)]
+            time.sleep(0.001)
+
+    def kill() -> None:
+        for number in range(kills):
+            target = PHASES[number % len(PHASES)]
+            _await_group(model)
+            time.sleep(source.uniform(0.02, 0.2))
+            if target == "idle":
+                pause.clear()
+                _wait_for(lambda: all(phase.name == "idle" for phase in phases), 0.2)
+                time.sleep(0.1)
+            else:
+                _wait_for(lambda: any(phase.name == target for phase in phases), 2.0)  # noqa: B023 (called at once)
+            pid = source.choice(deployment_of(model).pids)
+            with lock:
+                killed.append(time.monotonic())
+                os.kill(pid, signal.SIGKILL)
+            found.killed_in[target] += 1
+            before = deployment_of(model).incarnation
+            _wait_for(lambda: deployment_of(model).incarnation > before, PATIENCE_SECONDS)  # noqa: B023
+            found.restarts.append(time.monotonic() - killed[-1])
+            pause.set()
+
+    pause.set()
+    team = [threading.Thread(target=work, args=(phase,), daemon=True) for phase in phases]
+    team.append(threading.Thread(target=kill, daemon=True))
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join(PATIENCE_SECONDS * (kills + 1))
+    found.hung = sum(thread.is_alive() for thread in team)
+    if not found.hung:
+        model.deparallelize()
+    return found
+
+
+def _jobs(source: random.Random) -> tuple[list[Callable[[Any, Phase], torch.Tensor]], list[torch.Tensor]]:
+    """Greedy and seeded generation and plain forwards, and what the whole model gives for each."""
+    jobs: list[Callable[[Any, Phase], torch.Tensor]] = []
+    for number in range(12):
+        ids = token_ids(rows=1 + number % 3, length=source.randrange(3, 12), seed=source.randrange(1 << 30))
+        if number % 3 == 2:
+            jobs.append(lambda model, phase, ids=ids: model(ids).logits.argmax(-1))
+            continue
+        # Transformers takes streamers for one row alone.
+        ids, options = ids[:1], {"max_new_tokens": source.randrange(4, 16), "do_sample": number % 3 == 1}
+        jobs.append(
+            lambda model, phase, ids=ids, options=options, seed=number: model.generate(
+                ids, streamer=phase, **options, **({"seed": seed} if options["do_sample"] else {})
+            )
+        )
+    # Seeded draws are checked against one worker group in peace: the stream of one process is the caller's own.
+    calm = parallelize(gpt2(), 2, device="cpu")
+    wanted = [job(calm, Phase()) for job in jobs]
+    whole = calm.deparallelize()
+    for number in (0, 2, 3, 5):
+        with torch.no_grad():
+            assert torch.equal(jobs[number](whole, Phase()), wanted[number]), "the calm group is wrong"
+    return jobs, wanted
+
+
+def _await_group(model: PreTrainedModel) -> None:
+    deployment_of(model).ready(time.monotonic() + PATIENCE_SECONDS)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.0005)
