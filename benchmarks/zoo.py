@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part, _, parts = options.part.partition("/")
     types = types[int(part) - 1 :: int(parts)]
     earlier: list[dict[str, Any]] = []
-    if options.json and options.part != "1/1" and Path(options.json).exists():
+    if options.json and (options.types or options.part != "1/1") and Path(options.json).exists():
         earlier = [v for v in json.loads(Path(options.json).read_text()) if v["model_type"] not in types]
 
     def save(found: list[dict[str, Any]]) -> None:
@@ -211,11 +211,11 @@ def coverage(verdicts: Sequence[dict[str, Any]], known: int) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--types", help="comma-separated model types (default: all)")
-    parser.add_argument("--part", default="1/1", help="the i-th of n parts of the types; adds to --json (default: 1/1)")
+    parser.add_argument("--part", default="1/1", help="the i-th of n parts of the types (default: 1/1)")
     parser.add_argument("--world-sizes", default="2", help="comma-separated numbers of ranks (default: 2)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--timeout", type=float, default=60.0, help="processor seconds for one type (default: 60)")
-    parser.add_argument("--json", help="write the verdicts here")
+    parser.add_argument("--json", help="write the verdicts here; a run of some types adds to the file")
     parser.add_argument("--table", default="COVERAGE.md", help="write the table here ('' for nowhere)")
     return parser
 
