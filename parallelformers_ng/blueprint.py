@@ -23,6 +23,8 @@ def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
         UnsupportedModelError: its class is not in the installed transformers.
         OSError: there is no such configuration.
     """
+    if name.startswith(("/", "./", "../")) and not Path(name).exists():
+        raise FileNotFoundError(f"no model folder or config.json at {name}")
     if not Path(name).exists() and name in transformers.CONFIG_MAPPING:
         config: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     else:

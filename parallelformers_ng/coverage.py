@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 from dataclasses import asdict, dataclass, field
@@ -28,24 +27,18 @@ def policy_sources() -> dict[str, str]:
     """
     blocks = {block for policy in written_policies() for block in policy.blocks()}
     sources = {}
-    for model_type, config_name in sorted(CONFIG_MAPPING_NAMES.items()):
-        package = f"transformers.models.{model_type_to_module_name(model_type)}"
-        if blocks & _class_names(package):
+    for model_type in sorted(CONFIG_MAPPING_NAMES):
+        spec = importlib.util.find_spec(f"transformers.models.{model_type_to_module_name(model_type)}")
+        folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+        modelling = "".join(path.read_text() for folder in folders for path in folder.glob("modeling_*.py"))
+        settings = "".join(path.read_text() for folder in folders for path in folder.glob("configuration_*.py"))
+        if blocks & set(re.findall(r"^class (\w+)", modelling, re.MULTILINE)):
             sources[model_type] = "written"
+        elif modelling:
+            sources[model_type] = "native plan" if "base_model_tp_plan" in settings else "inferred"
         else:
-            config = getattr(importlib.import_module("transformers"), config_name, None)
-            sources[model_type] = "native plan" if getattr(config, "base_model_tp_plan", None) else "inferred"
+            sources[model_type] = "no modelling code of its own"
     return sources
-
-
-def _class_names(package: str) -> set[str]:
-    """Names of the classes that a package's modelling files define."""
-    spec = importlib.util.find_spec(package)
-    names: set[str] = set()
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in Path(folder).glob("modeling_*.py"):
-            names |= set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
-    return names
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Rule, Slice, Unit
-from parallelformers_ng.sharding.structure import Layer, Place, places
+from parallelformers_ng.sharding.structure import Layer, Place, places, setting
 
 _QUERY = re.compile(
     r"^(q|query|queries|q_?b?_proj|query_proj|to_q|q_lin|wq|wq_b|q_linear|linear_q|fc_q|q_attn|q_up_proj)$"
@@ -272,9 +272,9 @@ def _counts(module: nn.Module, names: Sequence[str], width: int) -> list[tuple[s
     """Attributes that may count heads, with their values: on the module first, then in its configuration."""
     found = []
     config = vars(module).get("config")
-    for prefix, owner in (("", module), ("config.", config)):
+    for prefix in ("", "config."):
         for name in names:
-            value: Any = getattr(owner, name, None) if prefix else vars(module).get(name)
+            value: Any = vars(module).get(name) if not prefix else config and setting(config, name)
             if type(value) is int and value > 0 and width % value == 0:
                 found.append((prefix + name, value))
     return found[:2]

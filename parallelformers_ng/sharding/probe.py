@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.sharding.structure import setting
+
 BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
 _SAMPLES = 4000
 _CROSS = re.compile(
@@ -101,7 +103,7 @@ class _Maker:
         configs = [self.config]
         for config in configs:
             for key in names:
-                value = getattr(config, key, None)
+                value = None if config is None else setting(config, key)
                 if value is not None and not isinstance(value, str):
                     return value
             inner = [v for v in vars(config).values() if hasattr(v, "to_dict")] if config is not None else []

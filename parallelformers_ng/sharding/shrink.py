@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from parallelformers_ng.sharding.structure import setting
+
 _WIDTH = re.compile(
     r"(^|_)(dim|dims|size|sizes|width|widths|channel|channels|embd|inner|model|ff|ffn|rank|filters|features|hidden"
     r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels)$"
@@ -32,7 +34,7 @@ _LAYER_NUMBERS = re.compile(
 )
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
 _WINDOW = re.compile(r"^(sliding_window|window_size|attention_window|local_window|attention_chunk_size)$")
-_EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
+_EXPERTS = re.compile(r"^(?!.*(shared|per_tok|topk|top_k|selected|used)).*experts$")
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
@@ -100,16 +102,16 @@ def _width_factor(parts: list[Any]) -> float:
     """The smallest power of two that leaves heads at least 8 wide and widths whole."""
     mains, heads_dims = [], []
     for part in parts:
-        width = next((getattr(part, name) for name in _MAIN if isinstance(getattr(part, name, None), int)), None)
-        heads = next((getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)), None)
-        head_dim = getattr(part, "head_dim", None)
+        width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
+        heads = next((value for name in _HEADS if isinstance(value := setting(part, name), int)), None)
+        head_dim = setting(part, "head_dim")
         if width and width > 1:
             mains.append(width)
         if isinstance(head_dim, int):
             heads_dims.append(head_dim)
         elif width and heads and width % heads == 0:
             heads_dims.append(width // heads)
-        heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := getattr(part, name, None), int)]
+        heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := setting(part, name), int)]
     if not mains or max(mains) <= _TINY:
         return 1.0
     factor = 1.0
@@ -173,9 +175,9 @@ def _shrink_layers(config: Any) -> None:
             "sliding_window_pattern",
             "global_attn_every_n_layers",
         ):
-            if isinstance(every := getattr(config, period, None), int):
+            if isinstance(every := setting(config, period), int):
                 kept = max(kept, every)
-        first_dense = getattr(config, "first_k_dense_replace", 0)
+        first_dense = setting(config, "first_k_dense_replace")
         if isinstance(first_dense, int) and first_dense:
             _set(config, "first_k_dense_replace", 1)
         kept = min(kept, count)
@@ -187,22 +189,22 @@ def _shrink_layers(config: Any) -> None:
                 inside = [item for item in value if type(item) is not int or -kept <= item < kept] or [kept - 1]
                 _set(config, other, type(value)(inside))
     for name in ("depths", "layers_per_stage"):
-        if isinstance(depths := getattr(config, name, None), (list, tuple)):
+        if isinstance(depths := setting(config, name), (list, tuple)):
             _set(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
 
 
 def _shrink_images(config: Any) -> None:
     """Four patches a side, or 64 pixels where there are no patches of one size."""
-    patch = getattr(config, "patch_size", None)
+    patch = setting(config, "patch_size")
     side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
     for name in ("image_size", "img_size"):
-        size = getattr(config, name, None)
+        size = setting(config, name)
         if isinstance(size, int) and size > side:
             _set(config, name, side)
         elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
             _set(config, name, type(size)(side for _ in size))
     for name in ("num_frames", "max_source_positions", "max_length"):
-        count = getattr(config, name, None)
+        count = setting(config, name)
         most = {"num_frames": 4, "max_source_positions": 40, "max_length": 128}[name]
         if isinstance(count, int) and count > most:
             _set(config, name, most)
@@ -213,20 +215,20 @@ def _shrink_experts(config: Any) -> None:
         if _EXPERTS.match(name) and isinstance(count, int) and count > 8:
             _set(config, name, 8)
             for groups, most in (("n_group", 2), ("topk_group", 1), ("num_experts_per_tok", 2), ("moe_topk", 2)):
-                if isinstance(value := getattr(config, groups, None), int):
+                if isinstance(value := setting(config, groups), int):
                     _set(config, groups, min(value, most))
 
 
 def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
     shrunk = False
     for name, size in list(_own(config)):
-        if name.endswith("vocab_size") and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
+        if "vocab_size" in name and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
             _set(config, name, VOCABULARY)
             shrunk = True
     for name, value in list(_own(config)):
         if re.search(r"(token_id|token_index|token_ids|_id|_ids)$", name):
             _set(config, name, _small_id(value, ids))
-    if shrunk and isinstance(getattr(config, "pad_token_id", None), int):
+    if shrunk and isinstance(setting(config, "pad_token_id"), int):
         _set(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))
 
 
