@@ -134,9 +134,10 @@ def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, mon
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr("parallelformers_ng.saving.write_index", interrupted)
-            save_sharded(model, target)
+            with pytest.raises(KeyboardInterrupt):
+                save_sharded(model, target)
         assert {file.name: file.read_bytes() for file in target.iterdir()} == before
         save_sharded(model, target, max_shard_size="20KB")
     assert (target / "tokenizer.json").read_text() == "{}"
@@ -238,7 +239,7 @@ def test_damage_is_refused_by_the_files_name_or_harmless(kind: str, intact: dict
                 loaded = load_whole(broken, 2)
             except CheckpointError as error:
                 named = str(broken) in str(error)
-                assert named, f"{damage.__name__} {seed}: {error}"
+                assert named, f"{damage.__name__} {seed}: {error}"  # noqa: PT017 (loading right is as good)
             else:
                 assert damage is not flip_weight
                 assert loaded.keys() >= state.keys(), f"{damage.__name__} {seed}: weights were drawn instead"
