@@ -1,0 +1,90 @@
+"""What the documents say is run: their Python, their commands, their links, and what the container files name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("examples/**/*.md")])
+SNIPPETS = ("README.md", "POLICY.md")
+
+
+def fenced(document: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_the_python_of_a_document_runs_from_top_to_bottom(name: str) -> None:
+    code = "\n".join(fenced(ROOT / name, "python"))
+    assert code
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_make_targets_and_files_that_are_named_exist(document: Path) -> None:
+    text = document.read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    for path in re.findall(r"`((?:examples|policies|tests|docker|benchmarks|parallelformers_ng)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}"
+
+
+def test_the_error_that_policy_md_shows_is_the_real_one() -> None:
+    import transformers as tf
+
+    from parallelformers_ng import Column, Policy, plan
+    from parallelformers_ng.errors import PolicyError
+
+    MyQwen2Policy = type(
+        "MyQwen2Policy", (Policy,), {"block": "Qwen2DecoderLayer", "plan": {"mlp.gate_prog": Column()}}
+    )
+    config = tf.Qwen2Config(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(PolicyError) as error:
+        plan(tf.Qwen2ForCausalLM(config), custom_policies=MyQwen2Policy)
+    assert str(error.value) in " ".join((ROOT / "POLICY.md").read_text().split())
+
+
+def test_what_the_dockerfile_copies_and_runs_exists() -> None:
+    text = (ROOT / "docker/Dockerfile").read_text()
+    for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+    assert text.index("USER server") < text.index("CMD"), "the server runs without rights"
+    serve = re.search(r'CMD \["python", "(examples/\S+)"', text)
+    assert serve
+    assert (ROOT / serve.group(1)).exists()
+    health = re.search(r'CMD \["python", "-c", "(.*)"\]\n', text)
+    assert health
+    ast.parse(health.group(1))
+
+
+@pytest.mark.parametrize("server", ["flask", "fastapi"])
+def test_the_compose_files_name_what_exists(server: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    composed = yaml.safe_load((ROOT / f"docker/compose.{server}.yml").read_text())
+    service = composed["services"][server]
+    assert "ipc" not in service
+    assert "shm_size" not in service
+    assert (ROOT / "docker" / service["build"]["context"]).resolve() == ROOT
+    assert (ROOT / service["build"]["dockerfile"]).exists()
+    help_text = subprocess.run(
+        [sys.executable, service["command"][1], "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert help_text.returncode == 0, help_text.stderr
+    assert {"--host", "--port"} <= set(re.findall(r"--[a-z-]+", help_text.stdout))
