@@ -201,7 +201,7 @@ def test_a_restarted_group_reads_the_files_again(saved: dict[str, Path], tmp_pat
 
 def _wait_until_dead(model: Any) -> None:
     deadline = time.monotonic() + 10
-    while deployment_of(model)._group.alive and time.monotonic() < deadline:
+    while deployment_of(model)._supervisor.group.alive and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
