@@ -55,6 +55,15 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if found.equal else 1
 
 
+def shard(options: argparse.Namespace) -> int:
+    """Cut a checkpoint into a sharded directory, one tensor in memory at a time."""
+    from parallelformers_ng.saving import shard as write_shards
+
+    size, revision = options.max_shard_size, options.revision
+    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, revision=revision)
+    return 0
+
+
 def _print(options: argparse.Namespace, data: Any, text: str) -> None:
     print(json.dumps(data, indent=1) if options.json else text)
 
@@ -103,6 +112,17 @@ def _parser() -> argparse.ArgumentParser:
         " and why. Exits with 1 where the outputs differ, with 2 where the model is refused.",
     )
     command.set_defaults(command=verify)
+
+    command = commands.add_parser(
+        "shard",
+        parents=[model],
+        help="cut a checkpoint into files of each rank's own",
+        description="Cut a checkpoint for N ranks without starting them or loading it: parallelize(OUT) then reads each"
+        " rank's own files. One tensor is in memory at a time.",
+    )
+    command.add_argument("output", metavar="OUT", help="the directory to write; an earlier one is replaced in one step")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes of a file (default: 5GB)")
+    command.set_defaults(command=shard)
     return parser
 
 
