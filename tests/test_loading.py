@@ -199,9 +199,9 @@ def test_a_restarted_group_reads_the_files_again(saved: dict[str, Path], tmp_pat
     assert all(torch.equal(tensor, state[key]) for key, tensor in want.state_dict().items())
 
 
-def _wait_until_dead(model: Any) -> None:
-    deadline = time.monotonic() + 10
-    while deployment_of(model)._supervisor.group.alive and time.monotonic() < deadline:
+def _wait_until_replaced(model: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not deployment_of(model).incarnation and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
