@@ -495,7 +495,7 @@ def test_wrong_device_and_wrong_backend_are_refused() -> None:
         for backend, device, fd in (
             ("mpi", cpu, arena.fd),
             ("nccl", cpu, arena.fd),
-            ("shared_memory", cuda, arena.fd),
+            ("gloo", cuda, arena.fd),
             ("shared_memory", cpu, None),
             ("gloo", cpu, arena.fd),
         ):

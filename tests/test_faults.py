@@ -177,7 +177,8 @@ def test_one_rank_that_raises_is_heard_and_the_group_goes_on(groups, place, want
         model.transformer.h[1].register_forward_pre_hook(RaiseOnce())
     else:
         model.lm_head.register_forward_hook(RaiseOnce())
-    pids = deployment_of(parallelize(model, group=groups(2))).pids
+    group = groups(2)
+    pids = deployment_of(parallelize(model, group=group)).pids
     with raises_within(1, ZeroDivisionError) as caught:
         model(ids, use_cache=True)
     assert isinstance(caught.value, WorkerError)
@@ -187,7 +188,7 @@ def test_one_rank_that_raises_is_heard_and_the_group_goes_on(groups, place, want
     cache = model(ids[:, :-1], use_cache=True).past_key_values
     assert torch.allclose(model(ids[:, -1:], past_key_values=cache).logits, wanted, atol=1e-5)
     assert is_right(model, want)
-    assert groups(2).call_each("held_caches", [()] * 2) == [1, 1]
+    assert group.call_each("held_caches", [()] * 2) == [1, 1]
     assert deployment_of(model).pids == pids
     model.deparallelize()
 
