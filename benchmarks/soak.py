@@ -1,0 +1,101 @@
+"""Long runs of what the tests show in short: many threads, many caches, a decode loop by hand.
+
+python -m benchmarks.soak [--threads 32] [--calls 100] [--cache-calls 1000] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import measure
+from parallelformers_ng import parallelize
+from parallelformers_ng.memory import proportional_set_size
+from parallelformers_ng.model import deployment_of
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, pad_token_id=0, eos_token_id=None, bos_token_id=1,
+    )  # fmt: skip
+    return parallelize(LlamaForCausalLM(config).eval(), 2, device="cpu")
+
+
+def threads(model: Any, count: int, calls: int) -> int:
+    """Answers that differ from a solo run, of `count` threads with `calls` mixed greedy and seeded calls each."""
+
+    def ask(number: int) -> torch.Tensor:
+        how = {"do_sample": True, "seed": number} if number % 2 else {"do_sample": False}
+        return model.generate(input_ids=torch.tensor([[5, 9, 3 + number % 120]]), max_new_tokens=4, **how)
+
+    alone = [ask(number) for number in range(calls)]
+    wrong = [0] * count
+
+    def run(thread: int) -> None:
+        order = random.Random(thread).sample(range(calls), calls)
+        wrong[thread] = sum(not torch.equal(ask(number), alone[number]) for number in order)
+
+    workers = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(wrong)
+
+
+def caches(model: Any, calls: int) -> list[int]:
+    """Bytes by which each worker grew over `calls` forwards whose caches are kept and dropped at random."""
+    draw, kept = random.Random(0), []
+    pids = deployment_of(model).pids
+    before: list[int] = []
+    for number in range(calls):
+        kept.append(model(input_ids=torch.randint(3, 131, (1, 16))).past_key_values)
+        while len(kept) > 20 or (kept and draw.random() < 0.5):
+            kept.pop(draw.randrange(len(kept)))
+        if number == calls // 10:
+            before = [proportional_set_size(pid) for pid in pids]
+    return [proportional_set_size(pid) - old for pid, old in zip(pids, before, strict=True)]
+
+
+def by_hand(model: Any, tokens: int = 64) -> None:
+    ids, cache = torch.tensor([[5, 9, 77, 31]]), None
+    for _ in range(tokens):
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=32)
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--cache-calls", type=int, default=1000)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    print(measure.machine())
+    model = build()
+    prompt = torch.tensor([[5, 9, 77, 31]])
+    loops = measure.interleave(
+        {
+            "generate": lambda: measure.seconds(lambda: model.generate(prompt, max_new_tokens=64, do_sample=False)),
+            "a loop by hand": lambda: measure.seconds(lambda: by_hand(model)),
+        },
+        7,
+    )
+    measure.report("64 tokens of a tiny model", "s", loops, against="generate")
+    growth = caches(model, options.cache_calls)
+    grown = ", ".join(f"{size / 1e6:.1f} MB" for size in growth)
+    print(f"\n{options.cache_calls} calls, caches dropped at random: workers grew by {grown}")
+    wrong = threads(model, options.threads, options.calls)
+    print(f"{options.threads} threads x {options.calls} calls: {wrong} answers differ from a solo run")
+    measure.save(options.json, "soak", {**loops, "growth_bytes": growth, "wrong": wrong})
+
+
+if __name__ == "__main__":
+    main()
