@@ -124,17 +124,18 @@ def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
 )
 def test_a_worker_that_cannot_start_says_why(target, pattern):
     me = psutil.Process()
-    before = me.num_fds()
+    before, children = me.num_fds(), set(me.children())
     with pytest.raises(StartupError, match=pattern):
         WorkerGroup(2, target=target, threads=1, start_timeout=60)
-    assert me.children() == []
+    assert set(me.children()) <= children
     assert me.num_fds() == before
 
 
 def test_a_worker_that_is_never_ready_runs_into_the_deadline():
+    children = set(psutil.Process().children())
     with pytest.raises(StartupError, match=r"rank . was not ready within 0.5 s; it was importing torch"):
         WorkerGroup(2, target="runtime_target:NeverReady", threads=1, start_timeout=0.5)
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= children
 
 
 def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,8 +79,10 @@ def test_no_file_has_a_name(group):
         names = [os.readlink(link) for link in links]
         with open(f"/proc/{process.pid}/maps") as maps:
             names += [line.split(maxsplit=5)[5].strip() for line in maps if line.count(" /") == 1]
-        # Standard output may be a file of whoever runs the tests; it is the parent's own.
-        assert [name for name in names if name.startswith(folders) and name not in _standard_streams()] == []
+        # Standard output may be a file of whoever runs the tests; the code and its environment may lie anywhere.
+        code = (str(PACKAGE.parent), sys.prefix)
+        ours = [name for name in names if name.startswith(folders) and not name.startswith(code)]
+        assert [name for name in ours if name not in _standard_streams()] == []
 
 
 def _standard_streams() -> set[str]:
@@ -146,8 +149,11 @@ def _calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def test_bytes_become_code_in_known_places_only():
-    for place, name, _ in _calls():
-        assert name not in ("eval", "exec", "compile", "torch.load", "marshal.loads", "os.system"), (place, name)
+    for place, name, call in _calls():
+        assert name not in ("eval", "exec", "compile", "marshal.loads", "os.system"), (place, name)
+        if name == "torch.load":
+            only = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert only.get("weights_only") == "True", place
         if name.rpartition(".")[2] in ("Unpickler", "loads", "load") and "pickle" in name:
             assert place in PICKLES, (place, name)
 
