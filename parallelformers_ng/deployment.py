@@ -270,9 +270,8 @@ def _attach(
     group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> None:
     """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
-    nodes = checkpoint.to_bytes()
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    group.call_each("attach", [(*pair, nodes) for pair in fds])
+    group.call_each("attach", [(*pair, checkpoint) for pair in fds])
     for names, size in _batches(plan, checkpoint):
         group.call("load", names)
         if progress is not None:

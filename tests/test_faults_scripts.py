@@ -195,7 +195,7 @@ def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(te
         terminal.type("\x03")
         assert "KeyboardInterrupt" in terminal.read_until("\n>>> ", 1)
         terminal.type("print('next', right(), deployment_of(model).pids == pids)\n")
-        assert "next True True" in terminal.read_until("next (True|False) .*\n>>> ", 10)
+        assert "next True True" in terminal.read_until("next (True|False) .*\n>>> ", 60)
 
 
 SMALL = """

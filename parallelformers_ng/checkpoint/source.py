@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,14 +103,6 @@ class Checkpoint:
     def _leaves(self) -> Iterator[Leaf]:
         for node in self.nodes.values():
             yield from leaves(node)
-
-    def to_bytes(self) -> bytes:
-        """For the workers, who are the parent's own children."""
-        return pickle.dumps(self.nodes, protocol=pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Checkpoint:
-        return cls(pickle.loads(data))
 
 
 def load_skeleton(

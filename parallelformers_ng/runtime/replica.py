@@ -58,14 +58,14 @@ class Replica:
         self.recording = inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 
-    def attach(self, own: FileDescriptor, shared: FileDescriptor, nodes: bytes) -> None:
+    def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
         """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
 
         Args:
-            nodes: the weights that it does not hold, from `Checkpoint.to_bytes`; `load` takes those.
+            checkpoint: the files that hold the other weights; `load` takes those.
         """
         assert self.plan is not None, "build comes before attach"
-        self.checkpoint = Checkpoint.from_bytes(nodes)
+        self.checkpoint = checkpoint
         self.aliases = self.plan.aliases()
         plan = self.checkpoint.in_memory(self.plan)
         try:
