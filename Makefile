@@ -6,7 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # What an editable install was made from: a change of any of these makes `make setup` run again.
-INSTALLED_FROM := requirements-dev.txt pyproject.toml setup.py $(wildcard parallelformers_ng/collectives/*.[ch])
+INSTALLED_FROM := requirements-dev.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
 
 # Only what .venv holds may be imported, whatever the machine has installed elsewhere.
 export PYTHONNOUSERSITE := 1
@@ -48,8 +48,8 @@ demo: setup ## generate whole and on two workers, compare the tokens (MODEL=path
 train-demo: setup ## train the demo's model anew, a quarter of an hour (TRAIN_ARGS=--threads 4)
 	@$(PY) examples/train_demo_model.py $(TRAIN_ARGS)
 
-test: setup ## run the tests (PYTEST_ARGS='-k plan -x')
-	@$(PY) -m pytest $(PYTEST_ARGS)
+test: setup ## run the tests, two files at a time (PYTEST_ARGS='-k plan -x')
+	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 quality: setup ## lint, formatting, types
 	@$(PY) -m ruff check .

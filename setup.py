@@ -1,4 +1,4 @@
-"""The one thing pyproject.toml cannot say: the C kernel is optional, without a compiler the install goes on."""
+"""The one thing pyproject.toml cannot say: the C kernels are optional, without a compiler the install goes on."""
 
 from setuptools import Extension, setup
 
@@ -10,6 +10,13 @@ setup(
             depends=["parallelformers_ng/collectives/_kernel_sums.h"],
             extra_compile_args=["-O3", "-std=c11"],
             optional=True,
-        )
+        ),
+        Extension(
+            "parallelformers_ng.kernels._decode",
+            sources=["parallelformers_ng/kernels/_decode.c"],
+            libraries=["m"],
+            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],
+            optional=True,
+        ),
     ]
 )

@@ -10,8 +10,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from benchmarks.chaos_figures import Figure
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import Kind, pack
@@ -33,6 +35,18 @@ def _spring() -> None:
     _sprung.append(1)
 
 
+def figures(count: int, seed: int) -> list[Figure]:
+    """Mutated frames give a ProtocolError, or a value; their code never runs."""
+    outcomes, ran, descriptors = mutated_frames(random.Random(seed), count)
+    print(f"  outcomes {dict(outcomes)}", flush=True)
+    crashes = sum(number for name, number in outcomes.items() if name.startswith("crash"))
+    return [
+        Figure("errors of another kind", "sum", 0, [crashes]),
+        Figure("code run", "sum", 0, [ran]),
+        Figure("descriptors left", "sum", 0, [descriptors]),
+    ]
+
+
 def mutated_frames(source: random.Random, count: int) -> tuple[Counter[str], int, int]:
     """Send mutated frames over a socket and read them.
 
@@ -44,7 +58,7 @@ def mutated_frames(source: random.Random, count: int) -> tuple[Counter[str], int
     outcomes: Counter[str] = Counter()
     _sprung.clear()
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(count):
+    for _ in tqdm(range(count), "frames", disable=None):
         outcomes[_receive(_mutate(bytearray(source.choice(originals)), source))] += 1
     return outcomes, len(_sprung), len(os.listdir("/proc/self/fd")) - before
 

@@ -4,14 +4,61 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from tqdm import tqdm
+
+from benchmarks.chaos_figures import Figure
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import GroupError, ParallelError
+from parallelformers_ng.model import deployment_of
+from tests.zoo.decoders import gpt2
 
 WIDTH, VOCABULARY, POSITIONS = 48, 131, 64  # of the tiny model
 
 _DTYPES = (torch.int32, torch.float32, torch.float16, torch.bool, torch.complex64, torch.uint8, torch.int64)
+
+
+def figures(count: int, seed: int) -> list[Figure]:
+    """Every invalid request gives an error that says something, or what the whole model gives."""
+    whole, model = gpt2(), parallelize(gpt2(), 2, device="cpu", timeout=60)
+    pids = deployment_of(model).pids
+    outcomes: Counter[str] = Counter()
+    for method, args, kwargs in tqdm(invalid_inputs(random.Random(seed), count), "inputs", count, disable=None):
+        outcomes[_outcome(whole, model, method, args, kwargs)] += 1
+    print(f"  outcomes {dict(outcomes)}", flush=True)
+    restarted = int(deployment_of(model).pids != pids)
+    model.deparallelize()
+    unclear = count - outcomes["error"] - outcomes["right"]
+    return [
+        Figure("unclear errors and wrong answers", "sum", 0, [unclear]),
+        Figure("restarts", "sum", 0, [restarted]),
+    ]
+
+
+def _outcome(whole: Any, model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    try:
+        got = getattr(model, method)(*args, **kwargs)
+    except (GroupError, ParallelError, ValueError, TypeError) as error:
+        return "error" if str(error) else "error without words"
+    except Exception as error:  # clear enough where one process says the same
+        same = _error_of(whole, method, args, kwargs) == (type(error), str(error))
+        return "error" if same else f"untyped {type(error).__name__}"
+    with torch.no_grad():
+        want = getattr(whole, method)(*args, **kwargs)
+    got, want = (got, want) if method == "generate" else (got.logits, want.logits)
+    return "right" if torch.allclose(got, want, atol=1e-4, equal_nan=True) else "wrong"
+
+
+def _error_of(whole: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[type, str] | None:
+    try:
+        getattr(whole, method)(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+    return None
 
 
 def invalid_inputs(source: random.Random, count: int) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model import deployment_of
+from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
@@ -36,6 +39,9 @@ class Phase:
 
     def end(self) -> None:
         self.name = "reply"
+
+
+Job = Callable[[Any, Phase], torch.Tensor]  # of a model
 
 
 @dataclass
@@ -57,10 +63,33 @@ class Storm:
     hung: int = 0
 
 
-def storm(requests: int, threads: int, kills: int, seed: int) -> Storm:
-    """Serve `requests` from `threads` threads and kill a worker `kills` times meanwhile."""
+def figures(count: int, seed: int) -> list[Figure]:
+    """50 kills per 1,000 requests."""
+    found = storm(count, 8, max(4, count // 20), seed)
+    print(f"  outcomes {dict(found.outcomes)}, kills {dict(found.killed_in)}", flush=True)
+    untyped = sum(number for name, number in found.outcomes.items() if name.startswith("untyped"))
+    return [
+        Figure("wrong answers", "sum", 0, [found.outcomes["wrong"]]),
+        Figure("errors without a type", "sum", 0, [untyped]),
+        Figure("hung", "sum", 0, [found.hung]),
+        Figure("kill to error, p99, s", "p99", 0.5, found.latencies),
+        Figure("kill to error, max, s", "max", 2.0, found.latencies),
+        Figure("kill to ready again, p95, s", "p95", 15.0, found.restarts),
+    ]
+
+
+def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup | None = None) -> Storm:
+    """Serve `requests` from `threads` threads and kill a worker `kills` times meanwhile.
+
+    Args:
+        requests: at least so many; they go on until the last kill.
+        threads: that ask.
+        kills: in each of `PHASES` in turn.
+        seed: of what is asked, and of who is killed when.
+        calm: a group of two that says in peace what the right answers are; by default one of its own.
+    """
     source, found, lock = random.Random(seed), Storm(), threading.Lock()
-    jobs, wanted = _jobs(source)
+    jobs, wanted = _jobs(source, calm)
     model = parallelize(gpt2(), 2, device="cpu", timeout=PATIENCE_SECONDS, max_restarts=10 * kills)
     phases = [Phase() for _ in range(threads)]
     killed: list[float] = []
@@ -89,7 +118,7 @@ def storm(requests: int, threads: int, kills: int, seed: int) -> Storm:
             time.sleep(0.001)
 
     def kill() -> None:
-        for number in range(kills):
+        for number in tqdm(range(kills), "kills", disable=None):
             target = PHASES[number % len(PHASES)]
             _await_group(model)
             time.sleep(source.uniform(0.02, 0.2))
@@ -122,9 +151,9 @@ def storm(requests: int, threads: int, kills: int, seed: int) -> Storm:
     return found
 
 
-def _jobs(source: random.Random) -> tuple[list[Callable[[Any, Phase], torch.Tensor]], list[torch.Tensor]]:
+def _jobs(source: random.Random, group: WorkerGroup | None) -> tuple[list[Job], list[torch.Tensor]]:
     """Greedy and seeded generation and plain forwards, and what the whole model gives for each."""
-    jobs: list[Callable[[Any, Phase], torch.Tensor]] = []
+    jobs: list[Job] = []
     for number in range(12):
         ids = token_ids(rows=1 + number % 3, length=source.randrange(3, 12), seed=source.randrange(1 << 30))
         if number % 3 == 2:
@@ -138,7 +167,7 @@ def _jobs(source: random.Random) -> tuple[list[Callable[[Any, Phase], torch.Tens
             )
         )
     # Seeded draws are checked against one worker group in peace: the stream of one process is the caller's own.
-    calm = parallelize(gpt2(), 2, device="cpu")
+    calm = parallelize(gpt2(), group=group) if group is not None else parallelize(gpt2(), 2, device="cpu")
     wanted = [job(calm, Phase()) for job in jobs]
     whole = calm.deparallelize()
     for number in (0, 2, 3, 5):

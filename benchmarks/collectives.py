@@ -1,6 +1,6 @@
 """Latency of an all-reduce between CPU ranks: the C kernel, the Python kernel and gloo, interleaved in one run.
 
-    python benchmarks/collectives.py [--ranks 2 4] [--json OUT]
+    python -m benchmarks.collectives [--ranks 2 4] [--json OUT]
 
 Each round measures every backend in turn, so that a disturbance of the machine hits all of them. A figure is the
 time of one call on rank 0, in microseconds. "gloo" is the library's own last resort (gathered, summed in rank
@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelformers_ng.collectives import Arena, connect, create_rendezvous
+from parallelformers_ng.collectives import Arena, connect, create_rendezvous, rendezvous_path
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
 
 SIZES = {8 * 1024: 400, 64 * 1024: 300, 256 * 1024: 100, 4 * 1024 * 1024: 10}
@@ -72,7 +71,14 @@ def run(world_size: int, rounds: int) -> list[dict[str, Any]]:
     receiver, sender = context.Pipe(duplex=False)
     ranks = []
     for rank in range(world_size):
-        arguments = (rank, world_size, [DupFd(arena.fd) for arena in arenas], rendezvous, rounds, sender)
+        arguments = (
+            rank,
+            world_size,
+            [DupFd(arena.fd) for arena in arenas],
+            rendezvous_path(rendezvous),
+            rounds,
+            sender,
+        )
         ranks.append(context.Process(target=measure, args=arguments))
         ranks[-1].start()
     times = receiver.recv()
@@ -80,7 +86,7 @@ def run(world_size: int, rounds: int) -> list[dict[str, Any]]:
         process.join()
     for arena in arenas:
         arena.close()
-    shutil.rmtree(Path(rendezvous).parent)
+    os.close(rendezvous)
     rows = []
     for (name, size), values in times.items():
         values.sort()

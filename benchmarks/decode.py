@@ -1,94 +1,239 @@
-"""Prefill and decode of Llama-shaped models with random weights: two workers of one thread each against one process
-with two.
+"""Prefill and decode of Llama-shaped models with random weights: this library on CPU workers of one thread each,
+beside its peers, in one run.
 
-    python -m benchmarks.decode [--sizes 135M 600M] [--tokens 32] [--rounds 5] [--json OUT]
+    python -m benchmarks.decode [--sizes 135M 600M] [--peers one native] [--tokens 64] [--rounds 5] [--json OUT]
 
-Also prints the share of the memory bandwidth measured on the spot, since a decode step reads every weight once.
+Each contestant is a process, or a group of them, of its own; all stand by while one is measured, round after round.
+`native` is transformers' tensor parallelism (it needs accelerate), each rank pinned to a core; one process has as many
+threads as there are ranks. `tensor_parallel` needs an interpreter with the old versions that it runs on:
+--tensor-parallel PYTHON. A round in which other processes of the machine took more than --disturbance of its cores is
+measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
-from parallelformers_ng import parallelize
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152,
              "num_attention_heads": 9, "num_key_value_heads": 3},
-    "600M": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 20,
-             "num_attention_heads": 16, "num_key_value_heads": 8},
+    "135M-even": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152,
+                  "num_attention_heads": 12, "num_key_value_heads": 4},
+    "600M": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
-PROMPT = 512
+SHORT, LONG = 8, 512  # tokens
+LIMIT_SECONDS = 300
+_TICKS = os.sysconf("SC_CLK_TCK")
+_CONTESTANT = str(Path(__file__).with_name("contestant.py"))
 
 
-def build(size: str) -> LlamaForCausalLM:
-    """A model of that shape in fp32, the same each time."""
+class Contestant:
+    """The processes of one contestant. All get the same tasks; the first one's answer counts.
+
+    Args:
+        kind: as `contestant.py` takes it.
+        directory: the checkpoint.
+        ranks: its workers; one process has as many threads instead.
+        python: the interpreter.
+        path: where the library is imported from; by default the present one.
+    """
+
+    def __init__(self, kind: str, directory: str, ranks: int, python: str = sys.executable, path: str = "") -> None:
+        self.processes = []
+        several = kind in ("native", "reader")
+        threads = ranks if kind == "one" else 1
+        cores = sorted(os.sched_getaffinity(0))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(ranks if several else 1):
+            # "ours" shares out the cores itself; the thread count of its first process matters to nothing.
+            environment = os.environ | {
+                "OMP_NUM_THREADS": str(threads),
+                "RANKS": str(ranks),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": path or os.pathsep.join(sys.path),
+            }
+            process = subprocess.Popen(
+                [python, _CONTESTANT, kind, directory],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment if python == sys.executable else environment | {"PYTHONPATH": ""},
+                text=True,
+            )
+            if several and ranks <= len(cores):
+                os.sched_setaffinity(process.pid, {cores[rank]})
+            self.processes.append(process)
+
+    def wait_until_ready(self) -> None:
+        for process in self.processes:
+            _answer(process)
+
+    def run(self, task: str, **arguments: int | float) -> list[dict[str, Any]]:
+        """The answers of its processes."""
+        for process in self.processes:
+            print(json.dumps({"task": task, **arguments}), file=process.stdin, flush=True)
+        return [_answer(process) for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"contestant {process.args} ended with code {process.wait()}")
+    return json.loads(line)
+
+
+@contextlib.contextmanager
+def watched(found: dict[str, float]) -> Iterator[None]:
+    """Notes which share of the machine's cores went to processes other than this one's, and to the hypervisor."""
+    before, mine, start = _busy_seconds(), _own_seconds(), time.monotonic()
+    yield
+    after, cores = _busy_seconds(), os.cpu_count() or 1
+    capacity = (time.monotonic() - start) * cores
+    found["others"] = max(0.0, after[0] - before[0] - _own_seconds() + mine) / capacity
+    found["stolen"] = (after[1] - before[1]) / capacity
+
+
+def _busy_seconds() -> tuple[float, float]:
+    user, nice, system, _, _, irq, softirq, steal = (
+        int(field) / _TICKS for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return user + nice + system + irq + softirq, steal
+
+
+def _own_seconds() -> float:
+    me, total = psutil.Process(), 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def checkpoint(size: str, directory: str) -> int:
+    """Write a model of that shape in fp32, the same each time. Returns its bytes."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=49152, max_position_embeddings=2048, tie_word_embeddings=True, **SHAPES[size])
-    return LlamaForCausalLM(config).eval()
+    config = LlamaConfig(max_position_embeddings=2048, tie_word_embeddings=True, **SHAPES[size])
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def bandwidth(threads: int) -> float:
-    """Bytes per second that `threads` threads read in a matrix-vector product over 512 MB."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    matrix, vector = torch.randn(16384, 8192), torch.randn(8192)
-    torch.mv(matrix, vector)
-    best = min(measure.seconds(lambda: torch.mv(matrix, vector)) for _ in range(7))
-    torch.set_num_threads(before)
-    return matrix.nbytes / best
+def compete(contestants: dict[str, Contestant], task: str, options: Any, **arguments: int) -> dict[str, Any]:
+    """Rounds of one task. Returns each contestant's tokens per second, and the disturbance of each figure."""
+    rounds: dict[str, Any] = {name: [] for name in contestants}
+    disturbances: list[dict[str, float]] = []
+    tokens: dict[str, Any] = {}
+    for contestant in contestants.values():
+        contestant.run(task, **arguments)
+    end = time.monotonic() + options.limit
+    while len(disturbances) < options.rounds and time.monotonic() < end:
+        figures, seen = {}, {"others": 0.0, "stolen": 0.0}
+        for name, contestant in contestants.items():
+            found: dict[str, float] = {}
+            with watched(found):
+                answer = contestant.run(task, **arguments)[0]
+            figures[name] = answer["tokens_per_second"]
+            tokens[name] = answer.get("tokens")
+            seen = {key: max(seen[key], found[key]) for key in seen}
+        print(f"  {seen['others']:.0%} to others, {seen['stolen']:.0%} stolen:", figures, file=sys.stderr, flush=True)
+        if seen["others"] <= options.disturbance:
+            disturbances.append(seen)
+            for name, figure in figures.items():
+                rounds[name].append(figure)
+    equal = [name for name, found in tokens.items() if found is not None and found == tokens.get("one")]
+    return {"figures": rounds, "disturbance": disturbances, "same_tokens_as_one": equal}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", type=int, default=32, help="tokens decoded in each measurement")
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES), help="135M has 9 heads, even 12")
+    parser.add_argument("--peers", nargs="*", choices=["one", "native"], default=["one", "native"])
+    parser.add_argument("--tensor-parallel", metavar="PYTHON", help="an interpreter that has tensor_parallel")
+    parser.add_argument("--also", metavar="PATH", action="append", default=[], help="another version of this library")
+    parser.add_argument("--tasks", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
+    parser.add_argument("--tokens", type=int, default=64, help="tokens decoded in each measurement")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--disturbance", type=float, default=0.04, help="share of the cores, 0 to 1")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for the rounds of one task")
     parser.add_argument("--json")
     options = parser.parse_args()
-    torch.set_num_threads(options.workers)
     print(measure.machine())
-    read = bandwidth(options.workers)
-    print(f"read bandwidth, {options.workers} threads: {read / 1e9:.1f} GB/s")
-    short, long = torch.arange(3, 11)[None], torch.arange(3, 3 + PROMPT)[None]
-
+    reader = Contestant("reader", "", options.ranks)
+    reader.wait_until_ready()
     for size in options.sizes:
-        whole, cut = build(size), build(size)
-        weights = sum(p.nbytes for p in whole.parameters())
-        parallelize(cut, options.workers, device="cpu")
+        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+            weights = checkpoint(size, directory)
+            contestants = {kind: Contestant(kind, directory, options.ranks) for kind in (*options.peers, "ours")}
+            for path in options.also:
+                contestants[f"ours at {path}"] = Contestant("ours", directory, options.ranks, path=path)
+            if options.tensor_parallel:
+                python = options.tensor_parallel
+                contestants["tensor_parallel"] = Contestant("tensor_parallel", directory, options.ranks, python)
+            for contestant in contestants.values():
+                stack.callback(contestant.close)
+            for name, contestant in list(contestants.items()):
+                try:
+                    contestant.wait_until_ready()
+                    contestant.run("decode", prompt=SHORT, tokens=2)
+                except RuntimeError as error:
+                    print(f"{name} does not run: {error}", file=sys.stderr)
+                    del contestants[name]
+            for task in options.tasks:
+                arguments = {"prompt": SHORT, "tokens": options.tokens} if task == "decode" else {"prompt": LONG}
+                found = compete(contestants, task, options, **arguments)
+                answers = reader.run("bandwidth", nbytes=400 << 20, seconds=3.0)
+                found["read_bytes_per_second"] = sum(answer["bytes_per_second"] for answer in answers)
+                _show(size, task, weights, found)
+                measure.save(options.json, f"{task} {size}", found)
+    reader.close()
 
-        def decode(model: Any) -> float:
-            """Tokens per second of greedy decoding, the prompt's own pass apart."""
-            how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-            first = measure.seconds(lambda: model.generate(short, max_new_tokens=1, **how))
-            every = measure.seconds(lambda: model.generate(short, max_new_tokens=options.tokens + 1, **how))
-            return options.tokens / (every - first)
 
-        def prefill(model: Any) -> float:
-            with torch.inference_mode():
-                return PROMPT / measure.seconds(lambda: model(long, use_cache=True, logits_to_keep=1))
-
-        one, ours = "transformers, one process", "parallelformers_ng"
-        for warm in (whole, cut):
-            decode(warm)
-            prefill(warm)
-        figures = measure.interleave({one: lambda w=whole: decode(w), ours: lambda c=cut: decode(c)}, options.rounds)
-        measure.report(f"decode, {size} ({weights / 1e9:.2f} GB fp32)", "tokens/s", figures, one, higher_is_better=True)
+def _show(size: str, task: str, weights: int, found: dict[str, Any]) -> None:
+    figures, read = found["figures"], found["read_bytes_per_second"]
+    if not all(figures.values()):
+        print(f"{task}, {size}: no undisturbed round")
+        return
+    measure.report(f"{task}, {size} ({weights / 1e9:.2f} GB fp32)", "tokens/s", figures, "one", higher_is_better=True)
+    print(f"  read bandwidth {read / 1e9:.1f} GB/s; same tokens as one process: {found['same_tokens_as_one']}")
+    if task == "decode":
         for name, values in figures.items():
-            print(f"  {name:<34} {statistics.median(values) * weights / read:6.1%} of the read bandwidth")
-        measure.save(options.json, f"decode {size}", {**figures, "read bandwidth B/s": read})
-        figures = measure.interleave({one: lambda w=whole: prefill(w), ours: lambda c=cut: prefill(c)}, options.rounds)
-        measure.report(f"prefill of {PROMPT} tokens, {size}", "tokens/s", figures, one, higher_is_better=True)
-        measure.save(options.json, f"prefill {size}", figures)
-        cut.deparallelize()
-        del whole, cut
+            print(f"  {name:<34} {statistics.median(values) * weights / read:6.1%} of it (median)")
 
 
 if __name__ == "__main__":

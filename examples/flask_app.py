@@ -5,7 +5,7 @@
 
 For more than trying it out, let gunicorn serve it, with one worker and many threads:
 
-    MODEL=examples/demo_model gunicorn --chdir examples --workers 1 --threads 16 'flask_app:create_app()'
+    MODEL=examples/demo_model gunicorn --pythonpath examples --workers 1 --threads 16 'flask_app:create_app()'
 
 Each further gunicorn worker would load a model of its own. Leave `--preload` off: it calls `create_app` before gunicorn
 forks, and a model can be used only from the process that parallelized it (WrongProcessError).

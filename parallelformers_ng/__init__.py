@@ -12,11 +12,22 @@ if TYPE_CHECKING:
     from parallelformers_ng.entry import parallelize, plan, start_group
     from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.saving import save_sharded
-    from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row, Slice
+    from parallelformers_ng.sharding.policy import (
+        Column,
+        Experts,
+        HeadNorms,
+        Heads,
+        Norm,
+        Part,
+        Policy,
+        Reduce,
+        Row,
+        Slice,
+    )
 
 __all__ = [
-    "Column", "Experts", "Heads", "Policy", "Reduce", "Row", "Slice", "deadline", "parallelize", "plan", "save_sharded",
-    "start_group",
+    "Column", "Experts", "HeadNorms", "Heads", "Norm", "Part", "Policy", "Reduce", "Row", "Slice", "deadline",
+    "parallelize", "plan", "save_sharded", "start_group",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

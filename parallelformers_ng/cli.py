@@ -64,6 +64,30 @@ def shard(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Prefill and decode on the workers, against one process."""
+    from parallelformers_ng import bench as benchmark
+
+    if options.plot:
+        benchmark.check_plotting()  # before minutes of measuring
+    report = benchmark.bench(
+        options.model,
+        options.num_gpus,
+        device=options.device,
+        prompt=options.prompt,
+        tokens=options.tokens,
+        rounds=options.rounds,
+        baseline=not options.no_baseline,
+        dtype=options.dtype,
+        revision=options.revision,
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    _print(options, report.as_dict(), str(report))
+    if options.plot:
+        report.plot(options.plot)
+    return 0
+
+
 def _print(options: argparse.Namespace, data: Any, text: str) -> None:
     print(json.dumps(data, indent=1) if options.json else text)
 
@@ -123,6 +147,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("output", metavar="OUT", help="the directory to write; an earlier one is replaced in one step")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes of a file (default: 5GB)")
     command.set_defaults(command=shard)
+
+    command = commands.add_parser(
+        "bench",
+        parents=[model, output],
+        help="measure prefill and decode on the ranks, against one process",
+        description="Measure how fast MODEL reads a prompt (prefill) and makes tokens (decode, greedy, one sequence) on"
+        " N ranks and, turn by turn, in one process with all threads. Prints tokens per second, median and best round,"
+        " and which share of the memory bandwidth, measured on the spot, the decode steps use: each of them reads every"
+        " weight once. A config.json or a model type ('llama') gets random weights. The model is held twice, once"
+        " with --no-baseline. Let nothing else run meanwhile.",
+    )
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if present")
+    command.add_argument("--dtype", help="float32, bfloat16, float16 (default: the model's)")
+    command.add_argument("--prompt", type=int, default=512, metavar="T", help="tokens of the prompt (default: 512)")
+    command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
+    command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
+    command.add_argument("--no-baseline", action="store_true", help="leave the one process out")
+    command.add_argument("--plot", metavar="OUT.png", help="also draw the figures; needs matplotlib")
+    command.set_defaults(command=bench)
     return parser
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import logging
 import threading
@@ -15,6 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.deployment import Deployment
+from parallelformers_ng.edits import EditWatch
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.caches import map_caches, map_handles
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
@@ -38,9 +38,8 @@ class Dispatcher:
 
     def __init__(self, model: Any, deployment: Deployment, seed: int | None = None) -> None:
         self.deployment = deployment
-        self._config = ConfigWatch(model.config)
-        self._built_generation_config = copy.deepcopy(getattr(model, "generation_config", None))
-        self._sent_generation_config = (0, self._built_generation_config)
+        self._config = EditWatch(model.config)
+        self._generation_config = EditWatch(getattr(model, "generation_config", None))
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._said_slow = False
@@ -68,7 +67,8 @@ class Dispatcher:
         rng, store_rng = self._random_stream(how.get("seed"))
         streamer = how.get("streamer")
         config, config_arrived = self._config.changes(model.config, incarnation)
-        generation_config, generation_config_arrived = self._changed_generation_config(model, incarnation)
+        generation_config = getattr(model, "generation_config", None)
+        edits, generation_config_arrived = self._generation_config.changes(generation_config, incarnation)
         call = Call(
             path,
             method,
@@ -78,7 +78,7 @@ class Dispatcher:
             rng=rng,
             autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             config=config,
-            generation_config=generation_config,
+            generation_config=generation_config if edits else None,
             cache_block=self.deployment.new_cache_block(),
             freed_caches=self.deployment.take_freed(),
             streams=streamer is not None,
@@ -87,16 +87,16 @@ class Dispatcher:
         on_event = None if streamer is None else deliver_to(streamer)
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
-        except BaseException:
-            self.deployment.free_after_failure(incarnation, [*call.freed_caches, call.cache_block])
+            config_arrived()
+            generation_config_arrived()
+            store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
+            watch.restore(answer.states)
+            for number, facts in answer.caches.items():
+                self._refresh_cache(caches.get(number), incarnation, number, facts)
+            return map_handles(answer.output, lambda handle: self._receive_cache(handle, incarnation))
+        except BaseException:  # an interrupt may come as late as here
+            self.deployment.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
             raise
-        config_arrived()
-        generation_config_arrived()
-        store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
-        watch.restore(answer.states)
-        for number, facts in answer.caches.items():
-            self._refresh_cache(caches.get(number), incarnation, number, facts)
-        return map_handles(answer.output, lambda handle: self._receive_cache(handle, incarnation))
 
     def generate(self, model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`generate` on the workers; in this process, one forward per request, where something cannot cross to them."""
@@ -185,58 +185,8 @@ class Dispatcher:
         number, facts = handle.payload["id"], handle.payload["facts"]
         known = self.deployment.known_cache(number)
         if known is not None:
-            known._facts = facts
+            known._facts = facts or known._facts
             return known
         made = adopt(None, self.deployment, incarnation, number, facts)
         self.deployment.remember_cache(made)
         return made
-
-    def _changed_generation_config(self, model: Any, incarnation: int) -> tuple[Any, Callable[[], None]]:
-        """As `ConfigWatch.changes`, but whole."""
-        current = getattr(model, "generation_config", None)
-        known_incarnation, known = self._sent_generation_config
-        if known_incarnation != incarnation:
-            known = self._built_generation_config
-        if current is None or current == known:
-            return None, lambda: None
-        sent = copy.deepcopy(current)
-
-        def arrived() -> None:
-            self._sent_generation_config = (incarnation, sent)
-
-        return sent, arrived
-
-
-class ConfigWatch:
-    """Notices edits to a configuration, so that the replicas can be told of them."""
-
-    def __init__(self, config: Any) -> None:
-        self._built = _flatten(config)  # what every new incarnation of the workers begins with
-        self._sent = (0, self._built)
-
-    def changes(self, config: Any, incarnation: int) -> tuple[dict[str, Any], Callable[[], None]]:
-        """What the replicas of this incarnation do not know yet: attributes, dotted name → value.
-
-        The second result is to be called once they do. A request that fails on its way has taught them nothing.
-        """
-        now = _flatten(config)
-        known_incarnation, known = self._sent
-        if known_incarnation != incarnation:
-            known = self._built
-
-        def arrived() -> None:
-            self._sent = (incarnation, now)
-
-        if now == known:
-            return {}, arrived
-        return {name: value for name, value in now.items() if name not in known or known[name] != value}, arrived
-
-
-def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            flat.update(_flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = copy.copy(value) if isinstance(value, (list, dict)) else value
-    return flat

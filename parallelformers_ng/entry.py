@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.checkpoint.location import Location, check_directory
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.source import Checkpoint, Location, fill_skeleton, load_skeleton
+from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton
 from parallelformers_ng.collectives import BACKENDS
 from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
@@ -22,9 +21,9 @@ from parallelformers_ng.errors import (
     ParallelError,
     PlacementError,
     UnsupportedModelError,
-    UnsupportedPlatformError,
 )
 from parallelformers_ng.model import enter, is_parallelized
+from parallelformers_ng.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.deadline import checked_seconds
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit
@@ -32,8 +31,6 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
 from parallelformers_ng.sharding.registry import select
-
-log = logging.getLogger("parallelformers_ng")
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
@@ -65,6 +62,8 @@ def parallelize(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
+    subfolder: str = "",
+    variant: str | None = None,
     trust_remote_code: bool = False,
     load_options: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -80,7 +79,8 @@ def parallelize(
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
         fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
         weights: the directory or model id that has the weights of a model on `meta`.
-        dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
+        dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`. "auto", as None: as
+            `from_pretrained` chooses, or as the model is.
         device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
         device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
         custom_policies: a Policy class or a list of them; they come before the written ones.
@@ -96,9 +96,9 @@ def parallelize(
         restart: start new workers when one died, where the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
         model_class: the class to load a path as; by default the first of its configuration's `architectures`.
-        revision, token, cache_dir, local_files_only, trust_remote_code: as in `from_pretrained`.
+        revision, token, cache_dir, local_files_only, subfolder, variant, trust_remote_code: as in `from_pretrained`.
         load_options: its further arguments: `{"attn_implementation": "eager", "key_mapping": …}`.
-        progress: show a progress bar where standard error is a terminal.
+        progress: show a progress bar where standard error is a terminal, now and when weights are gathered.
 
     Returns:
         The same model, or the one that was loaded.
@@ -121,30 +121,39 @@ def parallelize(
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     target = _target_dtype(fp16, dtype)
-    from_files = weights is not None or isinstance(model, (str, os.PathLike))
-    if from_files:
+    location = None
+    if weights is not None or isinstance(model, (str, os.PathLike)):
         place = os.fspath(model if weights is None else weights)
         cache = None if cache_dir is None else os.fspath(cache_dir)
-        location = Location(place, revision, token, cache, local_files_only)
-        loaded: Any = _open(model, location, model_class, target, trust_remote_code, load_options)
-    else:
-        loaded = model
-    sharding = _make_plan(loaded, world_size, custom_policies, target)
-    checkpoint = Checkpoint.take(loaded, sharding) if from_files else None
-    limit = RestartLimit(max_restarts, restart_window)
-    deployment = Deployment(
-        loaded,
-        sharding,
-        make_group,
-        group=group,
-        keep_weights=kind == "cpu" or host_copy,
-        restart=restart,
-        limit=limit,
-        checkpoint=checkpoint,
-    )
-    what = "loading" if from_files else "cutting"
-    with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
-        deployment.start(loaded, advance)
+        location = Location(place, revision, token, cache, local_files_only, subfolder, variant)
+        check_directory(location)
+    if not isinstance(model, (str, os.PathLike)):
+        _check_model(model)
+    loaded: Any = model
+    workers = group if make_group is None else make_group(wait=False)  # they import torch while this process plans
+    assert workers is not None
+    try:
+        if location is not None:
+            loaded = _open(model, location, model_class, target, trust_remote_code, load_options)
+        sharding = _make_plan(loaded, world_size, custom_policies, target)
+        deployment = Deployment(
+            loaded,
+            sharding,
+            workers,
+            make_group,
+            keep_weights=kind == "cpu" or host_copy,
+            restart=restart,
+            limit=RestartLimit(max_restarts, restart_window),
+            checkpoint=None if location is None else Checkpoint.take(loaded, sharding),
+            show_progress=progress,
+        )
+        what = "cutting" if location is None else "loading"
+        with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
+            deployment.start(loaded, advance)
+    except BaseException:
+        if make_group is not None:
+            workers.close()
+        raise
     enter(loaded, deployment, seed)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
@@ -194,7 +203,7 @@ def plan(
         UnsupportedModelError: not a transformers model, or no policy fits it.
         PolicyError: a policy does not fit the model.
     """
-    _check_count(num_gpus)
+    check_count(num_gpus)
     return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
 
 
@@ -208,10 +217,6 @@ def _open(
 ) -> PreTrainedModel:
     """A model whose weights have not been read yet."""
     if isinstance(model, PreTrainedModel):
-        if is_parallelized(model):
-            raise AlreadyParallelizedError(
-                f"{type(model).__name__} is parallelized already; call deparallelize() first"
-            )
         fill_skeleton(model, location)
         return model
     return load_skeleton(
@@ -228,8 +233,8 @@ def _group_maker(
     start_timeout: float,
 ) -> functools.partial[WorkerGroup]:
     """Check where the workers go; starting them is left to the caller, who may have to do it again."""
-    _check_platform()
-    world_size, kind = _placement(num_gpus, device, device_ids)
+    check_platform()
+    world_size, kind = placement(num_gpus, device, device_ids)
     if backend not in BACKENDS:
         raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
     checked_seconds(timeout, "timeout")
@@ -246,12 +251,14 @@ def _group_maker(
     )
 
 
-def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
+def _check_model(model: nn.Module) -> None:
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
     if not isinstance(model, PreTrainedModel):
+        cls = type(model)
+        hint = "; pass what its merge_and_unload() returns" if hasattr(model, "merge_and_unload") else ""
         raise UnsupportedModelError(
-            f"parallelize takes a transformers PreTrainedModel, not {type(model).__module__}.{type(model).__name__}"
+            f"parallelize takes a transformers PreTrainedModel, not {cls.__module__}.{cls.__name__}{hint}"
         )
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise UnsupportedModelError(
@@ -259,10 +266,16 @@ def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype:
         )
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
+
+
+def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
+    _check_model(model)
     return build_plan(model, world_size, select(model, custom, world_size), dtype)
 
 
 def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype == "auto":
+        dtype = None
     if isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
         if name not in _DTYPES:
@@ -273,46 +286,3 @@ def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | 
     if fp16 and dtype not in (None, torch.float16):
         raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
     return torch.float16 if fp16 else dtype
-
-
-def _placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | None) -> tuple[int, str]:
-    """(world size, "cpu" or "cuda")."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise PlacementError(f"device is {device!r}; it takes 'auto', 'cpu' or 'cuda'")
-    available = torch.cuda.device_count()
-    kind = device if device != "auto" else "cuda" if available else "cpu"
-    if device == "auto" and kind == "cpu":
-        _say_once("no CUDA device here: the workers run on the CPU (device='cpu' says so and silences this)")
-    count = num_gpus if num_gpus is not None else len(device_ids) if device_ids else available if kind == "cuda" else 2
-    _check_count(count)
-    if kind == "cpu":
-        if device_ids is not None:
-            raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
-        return count, kind
-    ids = list(device_ids) if device_ids is not None else list(range(count))
-    if len(ids) != count:
-        raise PlacementError(f"num_gpus is {count}, but device_ids names {len(ids)} devices: {ids}")
-    missing = [index for index in ids if not 0 <= index < available]
-    if missing:
-        raise PlacementError(
-            f"num_gpus is {count}, but only {available} CUDA devices are visible (no device {missing})"
-        )
-    return count, kind
-
-
-def _check_count(count: Any) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PlacementError(f"num_gpus is {count!r}; it takes a number, at least 1")
-
-
-def _check_platform() -> None:
-    if sys.platform != "linux":
-        raise UnsupportedPlatformError(
-            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a"
-            " container would do"
-        )
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning(message)

@@ -119,7 +119,7 @@ class WorkerError(GroupError):
 
 
 class StaleCacheError(ParallelError):
-    """A key/value cache was used after the workers that held it were gone."""
+    """A key/value cache was used after its workers were gone, or after a request failed while it was writing to it."""
 
 
 class RequestCancelledError(GroupError):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.saving import write_pretrained
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.dispatch import Dispatcher
@@ -82,14 +83,17 @@ class Parallelized:
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         deployment = deployment_of(self)
         whole: dict[int, torch.Tensor] = {}
-        for name, tensor in listed.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
-                continue
-            plain = name.removeprefix(prefix)
-            held = get_tensor(self, plain, deployment.plan.tensors[plain].is_buffer)  # type: ignore[arg-type]
-            if id(held) not in whole:
-                whole[id(held)] = deployment.read(plain)
-            listed[name] = whole[id(held)]
+        bar = progress_bar(f"gathering {type(self).__name__}", deployment.plan.bytes_whole, deployment.show_progress)
+        with bar as advance:
+            for name, tensor in listed.items():
+                if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+                    continue
+                plain = name.removeprefix(prefix)
+                held = get_tensor(self, plain, deployment.plan.tensors[plain].is_buffer)  # type: ignore[arg-type]
+                if id(held) not in whole:
+                    whole[id(held)] = deployment.read(plain)
+                    advance(whole[id(held)].nbytes)
+                listed[name] = whole[id(held)]
         return listed
 
     def save_pretrained(

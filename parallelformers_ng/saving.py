@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from parallelformers_ng.checkpoint.location import Location
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.saving import shard_checkpoint
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index
-from parallelformers_ng.checkpoint.source import Location, load_skeleton
+from parallelformers_ng.checkpoint.source import load_skeleton
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
 from parallelformers_ng.model import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
@@ -46,15 +47,15 @@ def save_sharded(
     limit = parse_size(max_shard_size)
     plan = deployment.plan
     names = saved_names(model, plan)
-    total = sum(plan.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
+    # Rank 0 reports for all, as they write at the same time; it writes what all hold whole, too.
+    total = sum(plan.tensors[name].bytes_on(0) for name in names)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"saving {type(model).__name__}", total, progress) as advance,
     ):
-        write_index(partial, model, plan, names, deployment.save(partial, names, limit))
-        advance(total)
+        write_index(partial, model, plan, names, deployment.save(partial, names, limit, advance))
 
 
 def shard(

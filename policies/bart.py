@@ -1,10 +1,12 @@
+from typing import ClassVar
+
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class BartPolicy(Policy):
     """Encoder and decoder layers; the decoder's add cross-attention, where it has an encoder."""
 
-    block = ("BartEncoderLayer", "BartDecoderLayer")
+    block: ClassVar[str | tuple[str, ...]] = ("BartEncoderLayer", "BartDecoderLayer")
     plan = {
         "self_attn": Heads("num_heads", scaled=("embed_dim",)),
         "self_attn.q_proj": Column(),

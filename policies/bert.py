@@ -21,7 +21,7 @@ class BertPolicy(Policy):
         "intermediate.dense": Column(),
         "output.dense": Row(),
     }
-    optional = ("crossattention",)
+    optional: ClassVar[tuple[str, ...]] = ("crossattention",)
 
 
 class BertHeadPolicy(Policy):

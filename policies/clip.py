@@ -1,10 +1,12 @@
+from typing import ClassVar
+
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class CLIPPolicy(Policy):
     """The layer of both towers, text and vision."""
 
-    block = "CLIPEncoderLayer"
+    block: ClassVar[str | tuple[str, ...]] = "CLIPEncoderLayer"
     plan = {
         "self_attn": Heads("num_heads", scaled=("embed_dim",)),
         "self_attn.q_proj": Column(),
@@ -19,6 +21,10 @@ class CLIPPolicy(Policy):
 class CLIPProjectionPolicy(Policy):
     """From each tower into the space that they share."""
 
-    block = ("CLIPModel", "CLIPTextModelWithProjection", "CLIPVisionModelWithProjection")
+    block: ClassVar[str | tuple[str, ...]] = (
+        "CLIPModel",
+        "CLIPTextModelWithProjection",
+        "CLIPVisionModelWithProjection",
+    )
     plan = {"text_projection": Column(gather=True), "visual_projection": Column(gather=True)}
     optional = ("text_projection", "visual_projection")

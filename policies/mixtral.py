@@ -1,4 +1,4 @@
-from parallelformers_ng.policies.llama import LlamaPolicy
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.policy import Experts
 
 
@@ -7,6 +7,6 @@ class MixtralPolicy(LlamaPolicy):
 
     block = "MixtralDecoderLayer"
     plan = {
-        **{path: rule for path, rule in LlamaPolicy.plan.items() if path.startswith("self_attn")},
+        **ATTENTION,
         "mlp.experts": Experts(),
     }

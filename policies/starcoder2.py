@@ -1,4 +1,4 @@
-from parallelformers_ng.policies.llama import LlamaPolicy
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.policy import Column, Row
 
 
@@ -7,7 +7,7 @@ class Starcoder2Policy(LlamaPolicy):
 
     block = "Starcoder2DecoderLayer"
     plan = {
-        **{path: rule for path, rule in LlamaPolicy.plan.items() if path.startswith("self_attn")},
+        **ATTENTION,
         "mlp.c_fc": Column(),
         "mlp.c_proj": Row(),
     }

@@ -1,10 +1,12 @@
+from typing import ClassVar
+
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class ViTPolicy(Policy):
     """An encoder over image patches. The patch embedding and the classifier are small and stay whole."""
 
-    block = "ViTLayer"
+    block: ClassVar[str | tuple[str, ...]] = "ViTLayer"
     plan = {
         "attention": Heads("num_attention_heads"),
         "attention.q_proj": Column(),

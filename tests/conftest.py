@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has them and all that they start ignore Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,9 @@ from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order
 from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.traced import register
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, GroupError, ProtocolError
+from parallelformers_ng.sharding.layers import GatheredColumnParallel, RowParallel, parallel_class
 
 SLOT_BYTES, ONE_SHOT_BYTES = 4096, 1024
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -288,6 +290,37 @@ def _check_broadcasts(communicator: Communicator) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_broadcast_from_every_rank(group: RankGroup, kernel: str) -> None:
     group.run(kernel, _check_broadcasts)
+
+
+class _Block(torch.nn.Module):
+    """A block cut over the ranks, and a head whose outputs are put together."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(communicator.rank)
+        self.down, self.head = torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 3)
+        for parameter in self.parameters():
+            parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
+        for layer, kind in ((self.down, RowParallel), (self.head, GatheredColumnParallel)):
+            layer.__class__ = parallel_class(kind, torch.nn.Linear)
+            layer.communicator = communicator
+        self.head.gathered_sizes = [3] * communicator.world_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.down(x)))
+
+
+def _check_compiled(communicator: Communicator) -> None:
+    register(communicator)
+    block, x = _Block(communicator), torch.randn(2, 6, generator=torch.Generator().manual_seed(9))
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), block(x))
+
+
+def test_compiled_layers_hold_their_collectives_in_one_graph(pair: RankGroup) -> None:
+    pair.run(KERNELS[0], _check_compiled)
 
 
 def _barrier_order(communicator: Communicator) -> tuple[float, float]:

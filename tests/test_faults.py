@@ -155,15 +155,15 @@ def test_without_restart_the_model_stays_down_and_gives_its_weights_back(want):
 
 
 class RaiseOnce:
-    """A forward hook that raises on rank 1 when it is first called."""
+    """A forward hook that raises on rank 1 when it is called for the first time, or after `spared` times."""
 
-    def __init__(self) -> None:
-        self.raised = False
+    def __init__(self, spared: int = 0) -> None:
+        self.left = spared
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         rank = next(layer.communicator.rank for layer in module.modules() if hasattr(layer, "communicator"))
-        if rank == 1 and not self.raised:
-            self.raised = True
+        self.left -= 1
+        if rank == 1 and self.left == -1:
             raise ZeroDivisionError("a layer gave out")
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import re
-import select
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
 PRELUDE = """
@@ -60,57 +58,61 @@ def await_end_of_workers(parent: int, seconds: float) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("way", ["file", "-c", "stdin", "thread"])
-def test_scripts_need_no_main_guard_and_end_quietly(way, tmp_path):
-    """Also with a request in flight in a daemon thread, and with a worker that has just died."""
-    ending = {
-        "file": "",
-        "-c": "os.kill(deployment_of(model).pids[1], signal.SIGKILL); time.sleep(0.2)\n",
-        "stdin": (
-            "threading.Thread(target=lambda: [right() for _ in range(10**6)], daemon=True).start()\ntime.sleep(0.2)\n"
-        ),
-        "thread": "",
-    }[way]
-    body = START + "print(right(), flush=True)\n" + ending
-    if way == "thread":
-        body = f"def work():\n    {START}    print(right())\nt = threading.Thread(target=work)\nt.start()\nt.join()\n"
-    script = PRELUDE + body
-    if way == "stdin":
-        result = run(["-"], script)
-    elif way == "-c":
-        result = run(["-c", script])
-    else:
-        (tmp_path / "script.py").write_text(script)
-        result = run([str(tmp_path / "script.py")])
+SERVER = """
+import queue
+from parallelformers_ng.errors import GroupClosedError
+def too_late():
+    try: right()
+    except GroupClosedError as error: print("shutting down" in str(error))
+parallelize(model, 2, device="cpu")
+stopping = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stopping.set())  # the server's own
+answers = queue.Queue()
+def serve():
+    while not stopping.is_set():
+        answers.put(right())
+server = threading.Thread(target=serve)
+server.start()
+answers.get()
+os.kill(os.getpid(), signal.SIGTERM)
+server.join()
+print(all(list(answers.queue)), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+STARTED_IN_A_THREAD = """
+thread = threading.Thread(target=parallelize, args=(model, 2), kwargs={"device": "cpu"})
+thread.start()
+thread.join()
+print(right(), flush=True)
+os.kill(deployment_of(model).pids[1], signal.SIGKILL)
+time.sleep(0.2)
+"""
+IN_FLIGHT = (
+    START
+    + """
+print(right(), flush=True)
+threading.Thread(target=lambda: [right() for _ in range(10**6)], daemon=True).start()
+time.sleep(0.2)
+"""
+)
+
+
+def test_a_file_that_drains_on_sigterm_ends_quietly(tmp_path):
+    """With a handler of its own and without deparallelize; what calls the model even later is told so."""
+    # What is registered first runs last, after the workers have ended.
+    (tmp_path / "script.py").write_text(f"import atexit\natexit.register(lambda: too_late())\n{PRELUDE}{SERVER}")
+    result = run([str(tmp_path / "script.py")])
+    assert (result.stdout, result.stderr, result.returncode) == ("True True\nTrue\n", "", 0)
+
+
+def test_a_command_whose_worker_has_just_died_ends_quietly():
+    """The model was parallelized by a thread that has ended since."""
+    result = run(["-c", PRELUDE + STARTED_IN_A_THREAD])
     assert (result.stdout, result.stderr, result.returncode) == ("True\n", "", 0)
 
 
-FORKED = """
-import logging
-from parallelformers_ng.errors import WrongProcessError
-def tries():
-    for action in (right, lambda: model(**inputs), model.memory_allocated, model.deparallelize):
-        try:
-            action()
-        except WrongProcessError as error:
-            yield "must parallelize the model itself" in str(error)
-        else:
-            yield action
-sys.stdout.flush()
-child = os.fork()
-if child == 0:
-    print(list(tries()), flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-print(right())
-model.deparallelize()
-print(right())
-"""
-
-
-def test_a_forked_child_is_told_so_and_the_parent_goes_on():
-    result = run(["-c", PRELUDE + START + FORKED])
-    assert result.stdout.splitlines() == ["[True, True, True, True]", "True", "True"], result.stderr
+def test_standard_input_with_a_request_in_flight_in_a_daemon_thread_ends_quietly():
+    result = run(["-"], PRELUDE + IN_FLIGHT)
+    assert (result.stdout, result.stderr, result.returncode) == ("True\n", "", 0)
 
 
 KILLED = {
@@ -121,62 +123,38 @@ KILLED = {
         "def slowly(*args): print('now', flush=True); hand_over(*args); time.sleep(60)\n"
         "deployment.hand_over = slowly\n" + START
     ),
-    "request": START + "print('now', flush=True)\nwhile True: right()\n",
-    "gloo": "parallelize(model, 2, device='cpu', backend='gloo')\nprint('now', flush=True)\nwhile True: right()\n",
+    "request": "parallelize(model, 2, device='cpu', backend='gloo')\nprint('now', flush=True)\nwhile True: right()\n",
 }
 
 
-@pytest.mark.parametrize("when", KILLED)
-def test_nothing_outlives_a_killed_parent(when, tmp_path):
+def test_nothing_outlives_killed_parents(tmp_path):
     shared = set(os.listdir("/dev/shm"))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + KILLED[when]],
-        env=environment(TMPDIR=str(tmp_path)),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "now\n"
-    time.sleep(0.5)
-    assert len(workers_of(parent.pid)) == 2
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    await_end_of_workers(parent.pid, 2)
+    parents = [
+        subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + script],
+            env=environment(TMPDIR=str(tmp_path)),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for script in KILLED.values()
+    ]
+    for parent, when in zip(parents, KILLED, strict=True):
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "now\n"
+        time.sleep(0.5)
+        assert len(workers_of(parent.pid)) == 2, when
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        await_end_of_workers(parent.pid, 2)
     assert set(os.listdir("/dev/shm")) <= shared
     assert os.listdir(tmp_path) == []
 
 
-class Terminal:
-    """A Python REPL on a pseudo-terminal."""
-
-    def __init__(self) -> None:
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.execve(sys.executable, [sys.executable, "-q", "-i"], environment(PYTHON_BASIC_REPL="1"))
-
-    def read_until(self, pattern: str, seconds: float) -> str:
-        """What the terminal shows until `pattern`, which must come in time."""
-        seen, end = "", time.monotonic() + seconds
-        while not re.search(pattern, seen):
-            assert select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0], f"no {pattern!r} in {seen!r}"
-            seen += os.read(self._fd, 1 << 16).decode(errors="replace")
-        return seen
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def close(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self._fd)
-
-
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    terminal = Terminal()
-    yield terminal
-    terminal.close()
+    with Terminal(environment()) as terminal:
+        yield terminal
 
 
 def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(terminal, tmp_path):
@@ -198,67 +176,108 @@ def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(te
         assert "next True True" in terminal.read_until("next (True|False) .*\n>>> ", 60)
 
 
+class Interpreter:
+    """A process in which one script runs after another, since what costs is to import and to start."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        # In a mount namespace with a /dev/shm of 1 MB, where the system lets us have one.
+        may_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
+        shell = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+        wrapper = ["unshare", "-rm", "sh", "-c", shell, "sh"] if may_mount else []
+        driver = "for line in sys.stdin:\n    exec(eval(line), globals())\n    print('done', flush=True)\n"
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*wrapper, sys.executable, "-c", f"{PRELUDE}\n{driver}"],
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def run(self, script: str) -> list[str]:
+        """The lines that a script prints."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{script!r}\n")
+        self.process.stdin.flush()
+        lines = []
+        for line in self.process.stdout:
+            if line == "done\n":
+                return lines
+            lines.append(line.rstrip())
+        raise AssertionError(f"the interpreter ended after {lines}; it wrote: {self.log.read_text()}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    interpreter = Interpreter(tmp_path_factory.mktemp("interpreter") / "errors")
+    yield interpreter
+    interpreter.close()
+
+
 SMALL = """
-import subprocess
 before = os.listdir("/dev/shm")
 big = torch.ones(1, 40, 48).repeat(300, 1, 1)
 parallelize(model, 2, device='cpu')
 print(right(), tuple(model(inputs_embeds=big).logits.shape), os.listdir("/dev/shm") == before)
 """
+FORKED = """
+import multiprocessing
+from parallelformers_ng.errors import ParallelError, WrongProcessError
+def tries():
+    for action in (right, lambda: model(**inputs), model.memory_allocated, model.deparallelize):
+        try:
+            action()
+        except WrongProcessError as error:
+            yield "must parallelize the model itself" in str(error)
+        else:
+            yield action
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    print(list(tries()), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+child = multiprocessing.get_context("fork").Process(target=lambda: print(list(tries()), flush=True))
+child.start()
+child.join()
+try:
+    multiprocessing.get_context("spawn").Process(target=print, args=(model,)).start()
+except ParallelError as error:
+    print("pickling" in str(error))
+print(right())
+model.deparallelize()
+print(right())
+"""
 
 
-def test_a_tiny_dev_shm_is_enough():
-    """In a mount namespace of its own, where the system lets us have one; elsewhere nothing may appear in /dev/shm."""
-    may_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
-    shell = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
-    wrapper = ["unshare", "-rm", "sh", "-c", shell, "sh"] if may_mount else []
-    result = subprocess.run(
-        [*wrapper, sys.executable, "-c", PRELUDE + SMALL],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.stdout == "True (300, 40, 131) True\n", result.stderr
+def test_a_tiny_dev_shm_is_enough_and_forked_children_are_told_that_the_model_is_not_theirs(interpreter):
+    """The parent's model is none the worse for it."""
+    assert interpreter.run(SMALL) == ["True (300, 40, 131) True"]
+    assert interpreter.run(FORKED) == ["[True, True, True, True]", "[True, True, True, True]", "True", "True", "True"]
 
 
 LIMITED = """
 import resource
 from parallelformers_ng.errors import SharedMemoryError
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # of files, memfds among them
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # of files, memfds among them
+model = gpt2()
+if limit > 1 << 20: model.extra = torch.nn.Linear(1 << 13, 1 << 12)
 try:
     parallelize(model, 2, device='cpu')
 except SharedMemoryError as error:
     print(type(error).__name__, right(), all(not tensor.is_meta for tensor in model.state_dict().values()))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
 
 
 @pytest.mark.parametrize("limit", [1 << 12, 64 << 20])
-def test_a_memory_limit_is_a_typed_error_and_leaves_the_model_as_it_was(limit):
+def test_a_memory_limit_is_a_typed_error_and_leaves_the_model_as_it_was(interpreter, limit):
     """The lower limit stops the arena, the other the weights."""
-    model = "" if limit == 1 << 12 else "model.extra = torch.nn.Linear(1 << 13, 1 << 12)\n"
-    result = run(["-c", f"{PRELUDE}limit = {limit}\n{model}{LIMITED}"])
-    assert result.stdout == "SharedMemoryError True True\n", result.stderr
-
-
-DRAINED = """
-import queue
-stopping = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stopping.set())  # the server's own
-answers = queue.Queue()
-def serve():
-    while not stopping.is_set():
-        answers.put(right())
-server = threading.Thread(target=serve)
-server.start()
-answers.get()
-os.kill(os.getpid(), signal.SIGTERM)
-server.join()
-model.deparallelize()
-print(all(list(answers.queue)), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-"""
-
-
-def test_a_server_drains_on_sigterm_with_a_handler_of_its_own():
-    result = run(["-c", PRELUDE + START + DRAINED])
-    assert (result.stdout, result.stderr, result.returncode) == ("True True\n", "", 0)
+    assert interpreter.run(f"limit = {limit}\n{LIMITED}") == ["SharedMemoryError True True"]

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from parallelformers_ng import parallelize
 from parallelformers_ng.checkpoint.files import SafetensorsFile, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.nodes import read, read_shard
-from parallelformers_ng.checkpoint.source import Checkpoint, Location, load_skeleton
+from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.checkpoint.reading import read, read_shard
+from parallelformers_ng.checkpoint.source import Checkpoint, load_skeleton
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.model import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
@@ -230,3 +231,18 @@ def test_what_cannot_be_loaded_is_refused_by_name(saved: dict[str, Path], tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(UnsupportedModelError, match=r"no model class NoSuchModel"):
         parallelize(tmp_path, 2, device="cpu")
+
+
+def test_workers_that_were_started_for_a_refused_model_are_gone(tmp_path: Path, saved: dict[str, Path]) -> None:
+    """They start while the parent plans, so a refusal finds them importing torch; it does not wait for that."""
+    (tmp_path / "config.json").write_text((saved["llama"] / "config.json").read_text())
+    before = held()
+    with pytest.raises(CheckpointError, match="holds none of"):
+        parallelize(tmp_path, 2, device="cpu")
+    assert held() == before
+
+
+def held() -> tuple[list[str], int]:
+    """This process's children, and how many descriptors it has."""
+    children = [Path(path, "children").read_text() for path in Path("/proc/self/task").iterdir()]
+    return sorted(" ".join(children).split()), len(os.listdir("/proc/self/fd"))

@@ -101,6 +101,7 @@ def test_views_conjugates_gradients_and_parameters_are_flattened_to_values():
     base = torch.randn(4, 6, dtype=torch.complex64)
     assert torch.equal(round_trip(base.t()[1:, ::2]), base.t()[1:, ::2])
     assert torch.equal(round_trip(base.conj()), base.conj())
+    assert torch.equal(round_trip(torch.arange(9.0)[::3]), torch.arange(9.0)[::3])
     result = round_trip(torch.nn.Parameter(torch.ones(3)))
     assert type(result) is torch.Tensor
     assert not result.requires_grad
@@ -200,6 +201,33 @@ def test_open_files_arrive_as_descriptors_of_the_receiver():
     assert result["file"].fd != fd
     result["file"].close()
     os.close(fd)
+
+
+def test_frames_that_come_at_once_keep_their_own_tensors_and_descriptors(ends):
+    files = [os.memfd_create(f"test-{number}") for number in range(3)]
+    for number, fd in enumerate(files):
+        os.write(fd, b"%d" % number)
+    for number, fd in enumerate(files):
+        ends[0].send(Kind.EVENT, number, "plain")
+        tensor = torch.full((INLINE_TENSOR_BYTES if number == 1 else 3,), number)
+        ends[0].send(Kind.EVENT, number, [number, FileDescriptor(fd), tensor])
+    for number, fd in enumerate(files):
+        os.close(fd)
+        assert ends[1].recv() == (Kind.EVENT, number, "plain")
+        _, _, (value, descriptor, tensor) = ends[1].recv()
+        assert value == number == tensor[-1]
+        assert os.pread(descriptor.fd, 1, 0) == b"%d" % number
+        descriptor.close()
+    assert not ends[1].has_more
+
+
+def test_fields_at_their_defaults_are_left_out_and_come_back():
+    given = CausalLMOutputWithPast(logits=torch.ones(2))
+    assert b"hidden_states" not in encode(given, KEY).header
+    back = round_trip(given)
+    assert type(back) is CausalLMOutputWithPast
+    assert list(back) == ["logits"]
+    assert vars(back).keys() == vars(given).keys()
 
 
 def random_value(source: random.Random, depth: int):

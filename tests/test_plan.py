@@ -18,6 +18,7 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
 from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.selection import is_block
 from tests.zoo.decoders import decoder, gpt2
 
 
@@ -37,6 +38,14 @@ def test_every_query_head_is_somewhere_once_beside_its_key_head(query: int, key:
         readers = [share.key[place // share.groups] for place in range(len(share.query))]
         assert readers == [head // (query // key) for head in share.query]
         assert len(share.key) * share.groups == len(share.query)
+
+
+def test_of_two_cuts_of_grouped_heads_the_one_with_the_smaller_largest_rank_is_taken() -> None:
+    def sizes(query: int, key: int) -> list[tuple[int, int, int]]:
+        return [(len(share.query), len(share.key), share.groups) for share in share_heads(query, key, 2)]
+
+    assert sizes(9, 3) == [(6, 2, 3), (3, 1, 3)]
+    assert sizes(6, 3) == [(3, 3, 1), (3, 3, 1)]
 
 
 def test_fused_parts_are_cut_part_by_part() -> None:
@@ -200,3 +209,18 @@ def test_fp16_keeps_what_transformers_keeps(groups) -> None:
     model.deparallelize()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "as from_pretrained(dtype=float16) leaves it"
+
+
+def test_a_block_without_the_layers_that_a_policy_wants_is_not_its_own() -> None:
+    """Two releases may call two blocks by one name."""
+
+    class Fused(LlamaPolicy):
+        holds = ("self_attn.qkv_proj",)
+
+    class Separate(LlamaPolicy):
+        holds = ("self_attn.q_proj", "mlp.gate_proj")
+
+    layer = decoder("Llama").model.layers[0]
+    assert is_block(layer, LlamaPolicy)
+    assert is_block(layer, Separate)
+    assert not is_block(layer, Fused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -82,11 +83,17 @@ def test_a_worker_that_dies_between_requests_is_found_by_the_next(group):
 
 
 def test_exit_codes_and_crashes_are_told_apart(group):
+    assert "SystemExit: 7" in str(within(1, group.call, "leave", 7))  # of a callback, not of the worker
     error = within(1, group.call, "exit", 1, 5)
     assert (error.rank, error.signal, error.exit_code) == (1, None, 5)
-    with WorkerGroup(2, target=TARGET, threads=1) as other:
-        error = within(2, other.call, "crash", 0)
-        assert (error.rank, error.signal) == (0, signal.SIGSEGV)
+
+
+@pytest.mark.parametrize(("method", "signal"), [("crash", signal.SIGSEGV), ("touch_lost_memory", signal.SIGBUS)])
+def test_a_crash_in_native_code_is_a_death_by_its_signal_and_leaves_a_traceback(method, signal, capfd):
+    with WorkerGroup(2, target=TARGET, threads=1) as group:
+        error = within(1, group.call, method, 0)
+    assert (error.rank, error.signal) == (0, signal)
+    assert f"in {method}" in capfd.readouterr().err
 
 
 def test_a_stopped_worker_runs_into_the_deadline(group):
@@ -131,6 +138,27 @@ def test_a_worker_that_cannot_start_says_why(target, pattern):
     assert me.num_fds() == before
 
 
+def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left():
+    me = psutil.Process()
+    children, limits = set(me.children()), resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    fillers = [os.dup(0)]
+    while fillers[-1] <= highest:
+        fillers.append(os.dup(0))
+    before = me.num_fds()
+    for more in range(1, 12):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + more, limits[1]))
+        try:
+            with pytest.raises(StartupError, match="open files"):
+                WorkerGroup(2, target=TARGET, threads=1, start_timeout=60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert me.num_fds() == before, more
+    for fd in fillers:
+        os.close(fd)
+    assert set(me.children()) <= children
+
+
 def test_a_worker_that_is_never_ready_runs_into_the_deadline():
     children = set(psutil.Process().children())
     with pytest.raises(StartupError, match=r"rank . was not ready within 0.5 s; it was importing torch"):
@@ -159,30 +187,62 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
     assert group.call("sum_of_ranks", 1.0) == 3.0
 
 
-@pytest.mark.parametrize("method", ["spin", "echo"])
-def test_workers_end_with_a_killed_parent_also_mid_request_and_with_forks_alive(method):
-    script = (
-        "import os, time\n"
-        "from parallelformers_ng.runtime.group import WorkerGroup\n"
-        "group = WorkerGroup(2, target='runtime_target:Target', threads=1)\n"
-        "if os.fork() == 0:\n"
-        "    time.sleep(8)\n"
-        "    os._exit(0)\n"
-        "print(*group.pids, flush=True)\n"
-        f"group.call({method!r})\n"
-        "time.sleep(60)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True)
+ORPHANING = """
+import ctypes, os, re, signal, subprocess, sys, threading, time
+from parallelformers_ng.runtime.group import WorkerGroup
+
+def endless(rank):  # within native code, which never lets go of the interpreter lock
+    re.match("(a+)+$", "a" * 60 + "b")
+
+def crash(rank):  # and blocks while it writes its traceback to standard error, a full pipe that nobody reads
+    ctypes.string_at(0)
+
+def stop(group, rank):
+    os.kill(group.pids[rank], signal.SIGSTOP)
+
+def lend(group):  # copies of all ends to a child that lives on
+    worker = group._processes.workers[0]
+    subprocess.Popen(["sleep", "8"], pass_fds=[worker.lifeline, worker.channel.fileno()])
+
+FAULTS = {
+    "in a Python loop": (1, lambda group: group.call("spin")),
+    "in native code": (1, lambda group: group.call("call_it", endless)),
+    "crashed into a full pipe": (1, lambda group: group.call("call_it", crash)),
+    "in a collective whose peer is stopped": (2, lambda group: (stop(group, 1), group.call("barrier"))),
+    "while its sockets live on": (1, lend),
+}
+
+full = os.pipe()[1]
+os.dup2(full, 2)
+groups = {name: WorkerGroup(size, target="runtime_target:Target", threads=1) for name, (size, _) in FAULTS.items()}
+os.set_blocking(2, False)
+try:
+    while os.write(2, b" " * 4096): pass
+except BlockingIOError:
+    os.set_blocking(2, True)
+for name, (_, fault) in FAULTS.items():
+    print(name, *groups[name].pids, sep=",", flush=True)
+    threading.Thread(target=fault, args=(groups[name],)).start()
+time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANING], env=environment(), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    time.sleep(0.3)
+    workers = {}
+    for _ in range(5):
+        name, *pids = parent.stdout.readline().strip().split(",")
+        workers.update({int(pid): name for pid in pids})
+    assert len(workers) == 6
+    time.sleep(1.0)
+    assert not [name for pid, name in workers.items() if not running(pid)]
     parent.kill()
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 2
-    while any(running(pid) for pid in pids):
-        assert time.monotonic() < deadline
+    while left := [name for pid, name in workers.items() if running(pid)]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.02)
 
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
-import os
-import random
-import shutil
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tqdm import tqdm
 
 from parallelformers_ng import cli, parallelize, save_sharded
-from parallelformers_ng.checkpoint.nodes import read_shard
+from parallelformers_ng.checkpoint.location import Location
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.source import Checkpoint, Location, load_skeleton
+from parallelformers_ng.checkpoint.reading import read_shard
+from parallelformers_ng.checkpoint.source import Checkpoint, load_skeleton
 from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
-from parallelformers_ng.saving import shard
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.registry import select
+from tests.damage import DAMAGE, damaged, flip_weight, save_intact
 from tests.zoo.families import CASES
 
 BY_NAME = {case.name: case for case in CASES}
@@ -170,84 +171,24 @@ def test_a_directory_is_replaced_where_it_cannot_be_swapped(tmp_path: Path, monk
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same weights as a sharded directory, as one file, and as several with an index."""
-    model = BY_NAME["llama"].make()
-    folder = tmp_path_factory.mktemp("intact")
-    model.save_pretrained(folder / "one")
-    model.save_pretrained(folder / "several", max_shard_size="40KB")
-    shard(str(folder / "one"), folder / "sharded", 2, max_shard_size="30KB")
-    return {kind: folder / kind for kind in ("one", "several", "sharded")}
-
-
-def truncate(path: Path, draw: random.Random) -> None:
-    os.truncate(path, draw.randrange(path.stat().st_size))
-
-
-def remove(path: Path, draw: random.Random) -> None:
-    path.unlink()
-
-
-def flip_header(path: Path, draw: random.Random) -> None:
-    """Flip a bit of the header of a safetensors file, or of an index."""
-    data = bytearray(path.read_bytes())
-    end = len(data) if path.suffix == ".json" else 8 + int.from_bytes(data[:8], "little")
-    data[draw.randrange(end)] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
-def flip_weight(path: Path, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(8 + int.from_bytes(data[:8], "little"), len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
-def reshape(path: Path, draw: random.Random) -> None:
-    """Wrong shapes in a file that is otherwise in order."""
-    tensors = load_file(path)
-    name = draw.choice(sorted(tensors))
-    tensors[name] = tensors[name].flatten()[:-1].clone()
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-DAMAGE: dict[str, list[tuple[Callable[[Path, random.Random], None], str]]] = {
-    "sharded": [
-        (truncate, "*.safetensors"), (remove, "*.safetensors"), (flip_header, "*.safetensors"),
-        (flip_weight, "*.safetensors"), (reshape, "*.safetensors"), (flip_header, "*.index.json"),
-        (truncate, "*.index.json"),
-    ],
-    "several": [
-        (truncate, "*.safetensors"), (remove, "*.safetensors"), (flip_header, "*.safetensors"),
-        (reshape, "*.safetensors"), (flip_header, "*.index.json"), (truncate, "*.index.json"),
-    ],
-    "one": [
-        (truncate, "*.safetensors"), (remove, "*.safetensors"), (flip_header, "*.safetensors"),
-        (reshape, "*.safetensors"),
-    ],
-}  # fmt: skip
-ROUNDS = 12  # of each kind: 204 damaged checkpoints
+    return save_intact(BY_NAME["llama"].make(), tmp_path_factory.mktemp("intact"))
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_refused_by_the_files_name_or_harmless(kind: str, intact: dict[str, Path], tmp_path: Path) -> None:
+    """A slice; `python -m benchmarks.loading --only damage` does two hundred, with workers."""
     state = BY_NAME["llama"].make().state_dict()
-    for seed in range(ROUNDS):
-        for damage, pattern in DAMAGE[kind]:
-            draw = random.Random(seed)
-            broken = tmp_path / f"{damage.__name__}-{seed}"
-            shutil.copytree(intact[kind], broken)
-            path = draw.choice(sorted(broken.glob(pattern)))
-            damage(path, draw)
-            refusal = ""
-            try:
-                loaded = load_whole(broken, 2)
-            except CheckpointError as error:
-                refusal = str(error)
-            assert not refusal or str(broken) in refusal, f"{damage.__name__} {seed}: {refusal}"
-            if not refusal:
-                assert damage is not flip_weight
-                assert loaded.keys() >= state.keys(), f"{damage.__name__} {seed}: weights were drawn instead"
-                assert all(torch.equal(loaded[name], state[name]) for name in state), f"{damage.__name__} {seed}"
-            shutil.rmtree(broken)
+    for broken in damaged(kind, intact[kind], tmp_path, rounds=4):
+        refusal = ""
+        try:
+            loaded = load_whole(broken.directory, 2)
+        except CheckpointError as error:
+            refusal = str(error)
+        assert not refusal or str(broken.directory) in refusal, f"{broken.name}: {refusal}"
+        if not refusal:
+            assert broken.damage is not flip_weight
+            assert loaded.keys() >= state.keys(), f"{broken.name}: weights were drawn instead"
+            assert all(torch.equal(loaded[name], state[name]) for name in state), broken.name
     assert not list(tmp_path.iterdir())
 
 
@@ -290,3 +231,65 @@ def test_the_bar_is_silent_where_standard_error_is_no_terminal(capfd: pytest.Cap
     with progress_bar("loading", 100) as advance:
         advance(100)
     assert capfd.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_bar_each_shows_bytes_and_rate(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading, saving both ways and gathering both ways, to the end; and nothing of it where it is not wanted."""
+    BY_NAME["llama"].make().save_pretrained(tmp_path / "whole")
+    # A model this small is done before the bar would be drawn a second time.
+    eager = functools.partial(tqdm, mininterval=0, miniters=1)
+    monkeypatch.setattr("parallelformers_ng.checkpoint.progress.tqdm", eager)
+
+    def lived(progress: bool) -> str:
+        monkeypatch.setattr("sys.stderr", Terminal())
+        model = parallelize(tmp_path / "whole", group=groups(2), progress=progress)
+        model.state_dict()
+        save_sharded(model, tmp_path / "cut", progress=progress)
+        model.save_pretrained(tmp_path / "saved", progress=progress)
+        model.deparallelize()
+        return sys.stderr.getvalue()
+
+    shown = lived(progress=True)
+    for what in ("loading", "gathering", "saving"):
+        seen = [line for line in shown.split("\r") if line.startswith(f"{what} LlamaForCausalLM")]
+        assert any("100%" in line and "B/s" in line for line in seen), f"{what}: {seen}"
+    assert lived(progress=False) == ""
+
+
+def test_an_interrupted_save_pretrained_leaves_the_previous_one(
+    tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parallelize(BY_NAME["llama"].make(), group=groups(2)) as model:
+        model.save_pretrained(tmp_path, max_shard_size="60KB")
+        before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        files = []
+
+        def full(path: Path, *rest: Any) -> Any:
+            files.append(path)
+            if len(files) == 3:
+                raise OSError(28, "No space left on device")
+            return write_safetensors(path, *rest)
+
+        monkeypatch.setattr("parallelformers_ng.checkpoint.saving.write_safetensors", full)
+        with pytest.raises(OSError, match="No space"):
+            model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path, groups) -> None:
+    model = BY_NAME["t5"].make()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert len(tied) > len(dict(model.named_parameters()))
+    with parallelize(model, group=groups(2)):
+        save_sharded(model, tmp_path / "cut")
+        model.save_pretrained(tmp_path / "whole")
+    index = json.loads((tmp_path / "cut" / "parallelformers_ng.index.json").read_text())
+    names = [name for facts in index["tensors"].values() for name in facts["names"]]
+    assert sorted(names) == sorted(set(names))
+    assert len(index["tensors"]) < len(names)
+    assert len(load_file(tmp_path / "whole" / "model.safetensors")) < len(names)

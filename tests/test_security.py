@@ -6,6 +6,7 @@ import ast
 import ipaddress
 import os
 import random
+import re
 import socket
 import struct
 import sys
@@ -132,6 +133,18 @@ def test_sizes_are_bounded_before_memory_is_set_aside(offset, form, value):
             channel.receive()
     channel.close()
     assert psutil.Process().memory_info().vms - before < 1 << 28
+
+
+def test_every_test_that_the_promises_name_exists():
+    """`…` in a name stands for any letters."""
+    words = re.findall(r"`([^`\n]+)`", (PACKAGE.parent / "SECURITY.md").read_text())
+    tests = "\n".join(path.read_text() for path in (PACKAGE.parent / "tests").glob("test_*.py"))
+    for word in words:
+        if "test_" in word or "…" in word:
+            file, _, name = word.rpartition("::")
+            assert (PACKAGE.parent / "tests" / file).exists(), word
+            if not name.endswith(".py"):
+                assert re.search(rf"def {re.escape(name).replace('…', '.*')}\(", tests), word
 
 
 # Where bytes may become code, and why that is safe. One more place needs a reason here and in SECURITY.md.

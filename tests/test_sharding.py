@@ -9,15 +9,21 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.partition import count_once, cut_interleaved, share_heads
+from parallelformers_ng.sharding.partition import count_once, cut_interleaved, cut_width, group_runs, share_heads
 from parallelformers_ng.sharding.registry import select
 from tests.zoo.build import largest_difference
 from tests.zoo.decoders import bloom
-from tests.zoo.families import CASES, Case
+from tests.zoo.families import ALL, Case
+
+NARROW = ("_a_proj", "indexer", "adapter_list", "per_layer", "altup", "laurel")
+"""Latents of attention, and other layers from or to a width far below the hidden state's."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+SHAPES = {"gpt2", "bert", "t5", "t5-gated-untied", "vit", "llama", "llama-tied-biased", "mistral", "qwen3", "mixtral"}
+RUNS = [(case, size) for case in ALL for size in ((1, 2, 3, 4, 5, 8) if case.name in SHAPES else (2, 4, 5))]
+
+
+@pytest.mark.parametrize(("case", "world_size"), RUNS, ids=lambda value: getattr(value, "name", value))
 def test_every_rank_gives_what_the_whole_model_gives(case: Case, world_size: int) -> None:
     model = case.make()
     inputs = case.inputs()
@@ -36,8 +42,8 @@ def test_every_rank_gives_what_the_whole_model_gives(case: Case, world_size: int
     assert largest_difference(results[0], want) <= 1e-4
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", [case for case in CASES if case.generates], ids=lambda case: case.name)
+@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.parametrize("case", [case for case in ALL if case.generates], ids=lambda case: case.name)
 def test_every_rank_generates_what_the_whole_model_generates(case: Case, world_size: int) -> None:
     model = case.make()
     inputs = {name: value for name, value in case.inputs().items() if not name.startswith("decoder_")}
@@ -52,12 +58,12 @@ def test_every_rank_generates_what_the_whole_model_generates(case: Case, world_s
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_everything_large_is_cut(case: Case) -> None:
-    """Tables of positions aside: on models this small they weigh more than they ever do."""
+    """Tables of positions and narrow layers aside: on models this small they weigh more than they ever do."""
     model = case.make()
     plan = build_plan(model, 2, select(model))
-    tables = ("position", "wpe", "rel_embeddings")
+    tables = ("position", "wpe", "rel_embeddings", *NARROW)
     tensors = [t for t in plan.stored() if t.name in plan.cuttable and not any(word in t.name for word in tables)]
     cut_bytes = sum(tensor.bytes_whole for tensor in tensors if not tensor.is_replicated)
     assert cut_bytes >= 0.95 * sum(tensor.bytes_whole for tensor in tensors), plan.replicated
@@ -77,3 +83,21 @@ def test_interleaved_groups_are_cut_by_query_heads() -> None:
 
 def test_a_column_that_several_ranks_hold_is_counted_once() -> None:
     assert count_once([[(0, 4)], [(2, 6), (2, 4)], [(0, 4)]]) == [((0, 4),), ((2, 4),), ()]
+
+
+def test_parts_whose_heads_differ_in_width_are_cut_on_their_own() -> None:
+    """Four query heads three wide and two key heads two wide, then a column for each query head."""
+    ranges = cut_width(20, ("query", "key", "query"), share_heads(4, 2, 2), 2, (3, 2, 1))
+    assert ranges == [((0, 6), (12, 14), (16, 18)), ((6, 12), (14, 16), (18, 20))]
+    with pytest.raises(PolicyError, match="12 \\+ 4 \\+ 4 wide, not 21"):
+        cut_width(21, ("query", "key", "query"), share_heads(4, 2, 2), 2, (3, 2, 1))
+
+
+def test_interleaved_parts_whose_heads_differ_in_width() -> None:
+    """Two groups of k k, q q, three and one columns wide, on two ranks."""
+    ranges = cut_interleaved(10, ("key", "query"), share_heads(4, 2, 2), (3, 1))
+    assert ranges == [((0, 5),), ((5, 10),)]
+
+
+def test_runs_of_columns_lie_in_one_group_each() -> None:
+    assert group_runs([(2, 6), (0, 2)], [(0, 4)], 4) == ((0, 2, 0, True), (2, 4, 1, True), (4, 6, 0, False))

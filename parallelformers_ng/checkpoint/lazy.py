@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from parallelformers_ng.checkpoint.nodes import Node, Operation, read, release
+from parallelformers_ng.checkpoint.nodes import Node, Operation, release
+from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import UnsupportedModelError
 
 _SAME_VALUES = ("aten.alias.default", "aten.detach.default", "aten.clone.default")

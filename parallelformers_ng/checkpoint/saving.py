@@ -18,8 +18,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.nodes import Node, leaves, read_shard, release
+from parallelformers_ng.checkpoint.nodes import Node, leaves, release
 from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
@@ -37,7 +38,8 @@ def write_pretrained(
 ) -> None:
     """Write an ordinary checkpoint of a model whose weights are elsewhere, one tensor at a time.
 
-    Each file is complete before it takes its name, and the index comes last.
+    All files are written before the first takes its name, so that an earlier checkpoint in `directory` stays whole
+    until then; the index comes last.
 
     Args:
         model: the model, on `meta`.
@@ -63,15 +65,17 @@ def write_pretrained(
     )
     total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in lazy.values())
     reader = _Reader()
-    with progress_bar(f"saving {type(model).__name__}", total, progress) as advance:
-        for name, keys in split.filename_to_tensors.items():
-            entries = {key: (tuple(lazy[key].shape), lazy[key].dtype) for key in _by_leaf(keys, lazy)}
-            partial = directory / f".{name}.partial"
-            try:
-                write_safetensors(partial, entries, lambda key: reader.value(lazy[key]), advance)
-                partial.replace(directory / name)
-            finally:
-                partial.unlink(missing_ok=True)
+    partials = {name: directory / f".{name}.partial" for name in split.filename_to_tensors}
+    try:
+        with progress_bar(f"saving {type(model).__name__}", total, progress) as advance:
+            for name, keys in split.filename_to_tensors.items():
+                entries = {key: (tuple(lazy[key].shape), lazy[key].dtype) for key in _by_leaf(keys, lazy)}
+                write_safetensors(partials[name], entries, lambda key: reader.value(lazy[key]), advance)
+        for name, partial in partials.items():
+            partial.replace(directory / name)
+    finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
     index_path = directory / SAFE_WEIGHTS_INDEX_NAME
     if split.is_sharded:
         index = {"metadata": {"total_size": total, **split.metadata}, "weight_map": split.tensor_to_filename}

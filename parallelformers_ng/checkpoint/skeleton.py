@@ -26,8 +26,9 @@ from parallelformers_ng.sharding.plan import ShardPlan
 class Skeleton:
     """A model's modules and its plan. Its own pickle is a few hundred bytes per layer, whatever the model weighs."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, model: bytes, plan: bytes) -> None:
+        self.model = model
+        self.plan = plan
 
     @classmethod
     def of(cls, model: nn.Module, plan: ShardPlan) -> Skeleton:
@@ -41,17 +42,17 @@ class Skeleton:
         for name, tensor in plan.tensors.items():
             names.setdefault(id(get_tensor(model, name, tensor.is_buffer)), name)
         try:
-            _Pickler(buffer, names).dump((model, plan))
+            _Pickler(buffer, names).dump(model)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a hook,"
                 " a lock, an open file) cannot be copied; remove it before parallelize"
             ) from error
-        return cls(buffer.getvalue())
+        return cls(buffer.getvalue(), cloudpickle.dumps(plan))  # apart: its thousands of ranges are no tensors
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """The module tree with every tensor on `meta`, and the plan."""
-        model, plan = _Unpickler(io.BytesIO(self.data)).load()
+        model, plan = _Unpickler(io.BytesIO(self.model)).load(), pickle.loads(self.plan)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 # What a model's constructor does besides building modules: its recorders of hidden states and

@@ -7,60 +7,31 @@ Nothing is read here but headers: transformers' own `from_pretrained` runs in th
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-    logging,
-)
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import logging
 
-from parallelformers_ng.checkpoint.files import CheckpointFile, FileLeaf, file_leaves, open_file
+from parallelformers_ng.checkpoint.files import CheckpointFile, FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves, read
+from parallelformers_ng.checkpoint.location import (
+    Location,
+    check_directory,
+    open_weights,
+    read_config,
+    read_generation_config,
+)
+from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves
+from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import place
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.sharding.inject import get_tensor, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
-
-_CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a checkpoint is; the arguments of the same names of `from_pretrained`.
-
-    Attributes:
-        path: a directory or a model id of the hub.
-    """
-
-    path: str
-    revision: str | None = None
-    token: str | bool | None = None
-    cache_dir: str | None = None
-    local_files_only: bool = False
-    subfolder: str = ""
-
-    @property
-    def download(self) -> dict[str, Any]:
-        """Arguments for the functions that fetch or find a file."""
-        options = dataclasses.asdict(self)
-        del options["path"]
-        return {**options, "revision": self.revision or "main"}
 
 
 class Checkpoint:
@@ -126,15 +97,15 @@ def load_skeleton(
         CheckpointError: a file is missing or damaged; it is named.
         UnsupportedModelError: the configuration names no class that can be loaded, or the weights are quantized.
     """
-    _check_directory(location)
-    config = _read_config(location, trust_remote_code)
+    check_directory(location)
+    config = read_config(location, trust_remote_code)
     cls = model_class or _class_of(config, location, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{location.path} is quantized; quantized weights cannot be cut yet")
+        raise UnsupportedModelError(f"{location} is quantized; quantized weights cannot be cut yet")
     model = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, options or {})
     model.config.name_or_path = model.name_or_path = location.path
     if model.can_generate():
-        model.generation_config = _generation_config(location)
+        model.generation_config = read_generation_config(location)
     return model
 
 
@@ -144,16 +115,14 @@ def fill_skeleton(model: PreTrainedModel, location: Location) -> None:
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
     """
-    _check_directory(location)
+    check_directory(location)
     tensors = _tensors(_from_pretrained(type(model), model.config, location, model.dtype, {}))
     for name, tensor in _tensors(model).items():
         if tensor.device.type != "meta":
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
             found = list(tensors[name].shape) if name in tensors else "nothing"
-            raise CheckpointError(
-                f"{location.path} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}"
-            )
+            raise CheckpointError(f"{location} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}")
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 
@@ -168,13 +137,16 @@ def _from_pretrained(
     given = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read
+    log, named = logging.get_logger("transformers.modeling_utils"), _Named(location)
+    log.addFilter(named)
     # Wrong shapes are refused below, with the file's name.
     options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     try:
         model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
     except RuntimeError as error:
-        raise CheckpointError(f"{location.path} cannot be converted to {cls.__name__}: {error}") from error
+        raise CheckpointError(f"{location} cannot be converted to {cls.__name__}: {error}") from error
     finally:
+        log.removeFilter(named)
         if shows:
             logging.enable_progress_bar()
     if not given:
@@ -183,10 +155,21 @@ def _from_pretrained(
     return model
 
 
+class _Named:
+    """Names the checkpoint in transformers' report of missing and unexpected keys, which it gets without a path."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+
+    def filter(self, record: Any) -> bool:
+        record.msg = str(record.msg).replace("from: None\n", f"from: {self._location}\n")
+        return True
+
+
 def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: Location) -> None:
     for name, found, wanted in mismatched:
         # A converted tensor comes from several; then the directory has to do.
-        where = _path_of(state[name]) if name in state else location.path
+        where = _path_of(state[name]) if name in state else location
         raise CheckpointError(f"{where} holds {list(found)} for {name}, and the configuration says {list(wanted)}")
 
 
@@ -216,67 +199,20 @@ def lazy_state(location: Location) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    if is_sharded_directory(location.path):
-        return {name: LazyTensor(node) for name, node in open_sharded(location.path).items()}
-    return {leaf.key: LazyTensor(leaf) for path in _weight_files(location) for leaf in file_leaves(open_file(path))}
-
-
-def _weight_files(location: Location) -> list[str]:
-    found = next((path for name in _CANDIDATES if (path := _cached(location, name)) is not None), None)
-    if found is None:
-        raise CheckpointError(f"{location.path} holds none of {', '.join(_CANDIDATES)}; one of them has the weights")
-    if not found.endswith(".index.json"):
-        return [found]
-    index = _read_json(found)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{found} is damaged: it has no weight_map from names to files")
-    if any(os.path.basename(name) != name for name in weight_map.values()):
-        raise CheckpointError(f"{found} is damaged: it names a file outside its directory")
-    try:
-        paths, _ = get_checkpoint_shard_files(location.path, found, **location.download)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"a file that {found} names is missing: {error}") from error
-    stored = {os.path.basename(path): set(open_file(path).entries()) for path in paths}
-    for key, name in weight_map.items():
-        if key not in stored[name]:
-            raise CheckpointError(f"{found} says that {name} holds {key}, and it does not: one of them is damaged")
-    return list(paths)
-
-
-def _cached(location: Location, name: str) -> str | None:
-    return cached_file(
-        location.path,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        **location.download,
-    )
-
-
-def _check_directory(location: Location) -> None:
-    """A path that is meant to be local must not end as a question to the hub."""
-    looks_local = location.path.startswith((".", "/", "~")) or location.path.count("/") > 1
-    if looks_local and not Path(location.path).is_dir():
-        raise CheckpointError(f"{location.path} is no directory")
-
-
-def _read_config(location: Location, trust_remote_code: bool) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(location.path, trust_remote_code=trust_remote_code, **location.download)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{Path(location.path) / 'config.json'} cannot be read: {error}") from error
+    if is_sharded_directory(location.directory):
+        return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
+    return {leaf.key: LazyTensor(leaf) for file in open_weights(location) for leaf in file_leaves(file)}
 
 
 def _class_of(config: PretrainedConfig, location: Location, trust_remote_code: bool) -> type[PreTrainedModel]:
     names = list(getattr(config, "architectures", None) or [])
     if not names:
-        raise UnsupportedModelError(f"{location.path}: its configuration names no architectures; pass model_class=")
+        raise UnsupportedModelError(f"{location}: its configuration names no architectures; pass model_class=")
     remote = {value.rpartition(".")[2]: value for value in (getattr(config, "auto_map", None) or {}).values()}
     if names[0] in remote:
         if not trust_remote_code:
             raise UnsupportedModelError(
-                f"{location.path}: {names[0]} is code that comes with the checkpoint; read it, then pass"
+                f"{location}: {names[0]} is code that comes with the checkpoint; read it, then pass"
                 " trust_remote_code=True"
             )
         download = {key: value for key, value in location.download.items() if key != "subfolder"}
@@ -284,23 +220,6 @@ def _class_of(config: PretrainedConfig, location: Location, trust_remote_code: b
     cls = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
         raise UnsupportedModelError(
-            f"{location.path}: transformers {transformers.__version__} has no model class {names[0]}; pass model_class="
+            f"{location}: transformers {transformers.__version__} has no model class {names[0]}; pass model_class="
         )
     return cls
-
-
-def _generation_config(location: Location) -> GenerationConfig:
-    """As `from_pretrained` finds it: its own file, else what older configurations hold."""
-    try:
-        return GenerationConfig.from_pretrained(location.path, **location.download)
-    except OSError:
-        return GenerationConfig.from_pretrained(
-            location.path, config_file_name="config.json", _from_model_config=True, **location.download
-        )
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error

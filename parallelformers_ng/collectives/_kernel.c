@@ -39,7 +39,7 @@ static const uint64_t LONGEST_SLEEP_NS = 500000;  /* so that an abort is seen wi
 static const uint64_t SIGNAL_CHECK_NS = 50000000; /* a handler of the worker runs this soon in a long wait */
 
 typedef struct {
-    uint64_t magic, world_size, slot_bytes, one_shot_bytes;
+    uint64_t magic, world_size, slot_bytes, one_shot_bytes, may_spin;
     _Alignas(128) _Atomic uint64_t abort;
     _Alignas(128) _Atomic uint64_t cancel;
 } Header;
@@ -380,11 +380,9 @@ static int Kernel_init(Kernel *k, PyObject *args, PyObject *kwargs)
                      k->world_size);
         return -1;
     }
-    cpu_set_t cpus;
-    int enough = sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) >= k->world_size;
-    k->spins = enough ? SPINS : 0; /* a spin that keeps a peer off its core only delays both */
     k->timeout_ns = (uint64_t)(timeout * 1e9);
     k->header = k->arena.buf;
+    k->spins = k->header->may_spin ? SPINS : 0;
     k->slot_bytes = (size_t)k->header->slot_bytes;
     k->one_shot_bytes = (size_t)k->header->one_shot_bytes;
     return 0;

@@ -32,6 +32,7 @@ class Arena:
         world_size: int,
         slot_bytes: int = DEFAULT_SLOT_BYTES,
         one_shot_bytes: int = DEFAULT_ONE_SHOT_BYTES,
+        cpus: int | None = None,
     ) -> Arena:
         """Reserves the memory: two slots per rank and about 1 KiB of words per rank.
 
@@ -40,6 +41,8 @@ class Arena:
             slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message goes in several rounds.
             one_shot_bytes: with three ranks or more, a sum up to this size in bytes is taken by every rank for
                 itself (one round); a larger one is reduce-scattered and gathered (two rounds, less traffic).
+            cpus: how many CPUs the ranks have together, by default this process's. Where they are fewer than the
+                ranks, a rank that waits gives its CPU up at once: a spin would only keep off the peer it waits for.
 
         Raises:
             ValueError: an argument is out of range.
@@ -64,7 +67,8 @@ class Arena:
             os.posix_fallocate(fd, 0, nbytes)
             # Sealed, nobody who holds the descriptor can take the memory away below the others.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            header = (layout.MAGIC, world_size, slot_bytes, one_shot_bytes)
+            may_spin = int((cpus or len(os.sched_getaffinity(0))) >= world_size)
+            header = (layout.MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
             os.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in header), 0)
             return cls(fd, world_size)
         except BaseException:

@@ -20,7 +20,10 @@ class Communicator(ABC):
     Attributes:
         rank: this rank, 0 to `world_size` - 1.
         world_size: number of ranks.
+        traced_number: by which the operators of `traced.py` find it, None before it has one.
     """
+
+    traced_number: int | None = None
 
     def __init__(self, rank: int, world_size: int, arena: ArenaMap | None = None) -> None:
         if not 0 <= rank < world_size:

@@ -2,7 +2,7 @@
 
 | bytes | what |
 | --- | --- |
-| 0 … 4096 | header: magic, world size, slot bytes, one-shot bytes, abort word, cancel word, the parent's abort reason |
+| 0 … 4096 | header: magic, world size, slot and one-shot bytes, spin, abort and cancel words, the parent's reason |
 | 1024 per rank | line: counter, two signatures, the rank's abort reason |
 | two slots per rank, from the next page on | what a rank contributes to even and to odd steps |
 
@@ -25,7 +25,8 @@ SLOT_ALIGNMENT = 64
 REASON_OFFSET, REASON_BYTES = 512, 512
 
 # Words, counted in units of 8 bytes, of the header …
-MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, ABORT_WORD, CANCEL_WORD = 0, 1, 2, 3, 16, 32
+MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
+ABORT_WORD, CANCEL_WORD = 16, 32
 # … and of a line.
 COUNTER_WORD, SIGNATURE_WORD = 0, 1
 
@@ -60,6 +61,7 @@ class ArenaMap:
         self.words = memoryview(self.memory).cast("Q")
         self.world_size = world_size
         self.slot_bytes = self.words[SLOT_BYTES_WORD]
+        self.may_spin = self.words[SPIN_WORD] != 0
         found = self.words[WORLD_SIZE_WORD]
         fits = len(self.memory) >= arena_bytes(world_size, self.slot_bytes)
         if self.words[MAGIC_WORD] != MAGIC or found != world_size or not fits:

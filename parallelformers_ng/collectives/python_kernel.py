@@ -62,7 +62,7 @@ class PythonKernel:
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._spins = SPINS if len(os.sched_getaffinity(0)) >= world_size else 0
+        self._spins = SPINS if arena.may_spin else 0
         self._slot_bytes = arena.slot_bytes
         self._one_shot_bytes = arena.words[layout.ONE_SHOT_BYTES_WORD]
         start = layout.slots_offset(world_size)

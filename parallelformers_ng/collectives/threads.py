@@ -20,17 +20,25 @@ class _Meeting:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier_ = threading.Barrier(world_size, timeout=timeout)
         self.left: list[Any] = [None] * world_size
+        self.ended = False
+
+    def end(self) -> None:
+        """A rank will not come again: whoever waits for it is let go."""
+        self.ended = True
+        if self.barrier_.n_waiting:
+            self.barrier_.abort()
 
     def exchange(self, rank: int, item: T) -> list[T]:
+        if self.ended:
+            self.barrier_.abort()
         try:
             self.left[rank] = item
             self.barrier_.wait()
             seen = list(self.left)
             self.barrier_.wait()
         except threading.BrokenBarrierError:
-            raise CollectiveAbortedError(
-                f"rank {rank}: another rank raised, or did not come within the timeout"
-            ) from None
+            reason = "ended without it" if self.ended else "raised, or did not come within the timeout"
+            raise CollectiveAbortedError(f"rank {rank}: waited for a collective, and another rank {reason}") from None
         return seen
 
 
@@ -82,6 +90,7 @@ def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float
         communicator = ThreadCommunicator(rank, world_size, meeting)
         try:
             results[rank] = body(communicator)
+            meeting.end()
         except BaseException as error:  # handed to the caller below
             errors[rank] = error
             communicator.abort(str(error))

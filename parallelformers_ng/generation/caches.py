@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from parallelformers_ng.runtime.leaves import Handle
 
@@ -50,6 +57,15 @@ def _length(layer: Any) -> int:
         return -1
     length = count()
     return int(length)
+
+
+_COUNTING = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def shows_every_write(cache: Cache) -> bool:
+    """Whether no forward can write to the cache without its lengths telling. The states of linear attention and the
+    cross-attention of an encoder-decoder change and have no length."""
+    return not isinstance(cache, EncoderDecoderCache) and all(type(layer) in _COUNTING for layer in cache.layers)
 
 
 CACHE_BLOCK = 1 << 16
@@ -99,8 +115,15 @@ class CacheTable:
             if cache is not None:
                 del self._ids[id(cache)]
 
-    def handle(self, cache: Cache) -> Handle:
-        return Handle("cache", {"id": self.put(cache), "facts": facts_of(cache)})
+    def handle(self, cache: Cache, told: Container[int] = ()) -> Handle:
+        """What the caller gets for a cache.
+
+        Args:
+            cache: one that is held, or will be from now on.
+            told: numbers of caches whose facts reach the caller anyway.
+        """
+        number = self.put(cache)
+        return Handle("cache", {"id": number, "facts": None if number in told else facts_of(cache)})
 
     def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a cache, or copy it. Returns what it returned, a handle for a new cache."""
@@ -111,26 +134,29 @@ class CacheTable:
 
 def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
     """`value` with every cache in it replaced; containers and model outputs keep their types."""
-    return _map(value, lambda leaf: change(leaf) if isinstance(leaf, Cache) else leaf)
+    return _map(value, Cache, change, in_place=False)
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
-    """The same for handles."""
-    return _map(value, lambda leaf: change(leaf) if isinstance(leaf, Handle) else leaf)
+    """The same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
+    return _map(value, Handle, change, in_place=True)
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (torch.Tensor, str, bytes, int, float)) or value is None:
+def _map(value: Any, kind: type, change: Callable[[Any], Any], in_place: bool) -> Any:
+    if isinstance(value, _PLAIN):
         return value
     if type(value) in (list, tuple):
-        changed = [_map(item, change) for item in value]
+        changed = [_map(item, kind, change, in_place) for item in value]
         return value if all(new is old for new, old in zip(changed, value, strict=True)) else type(value)(changed)
     if isinstance(value, dict):  # ModelOutput is one; it sets its attributes along with its items
-        changes = {key: new for key, item in value.items() if (new := _map(item, change)) is not item}
+        changes = {k: new for k, item in value.items() if (new := _map(item, kind, change, in_place)) is not item}
         if not changes:
             return value
-        altered = copy.copy(value)
+        altered = value if in_place else copy.copy(value)
         for key, new in changes.items():
             altered[key] = new  # not update(), which ModelOutput refuses
         return altered
-    return change(value)
+    return change(value) if isinstance(value, kind) else value
+
+
+_PLAIN = (torch.Tensor, str, bytes, int, float, type(None))

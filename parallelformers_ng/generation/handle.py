@@ -14,7 +14,7 @@ from parallelformers_ng.errors import ParallelError, StaleCacheError
 from parallelformers_ng.generation.caches import CacheFacts
 
 if TYPE_CHECKING:
-    from parallelformers_ng.deployment import Deployment
+    from parallelformers_ng.generation.owner import CacheOwner
 
 
 class CacheHandle(Cache):
@@ -22,20 +22,31 @@ class CacheHandle(Cache):
 
     Lengths and properties are answered here; what changes or reads the contents (`crop`, `reorder_cache`, `reset`, a
     copy) runs on the workers. When the handle goes, so does the cache. After a restart of the workers it is gone, and
-    every use of the handle raises `StaleCacheError`.
+    every use of the handle raises `StaleCacheError`. So it does after a request that failed while it was writing to the
+    cache, since each rank may then hold another length.
     """
 
     _number: int
     _incarnation: int
     _facts: CacheFacts
-    _deployment: weakref.ref[Deployment]
+    _deployment: weakref.ref[CacheOwner]
+    _doubtful = False  # a request that had it failed; the ranks are asked before the next use
+    _torn = False
 
-    def _owner(self) -> Deployment:
+    def _owner(self) -> CacheOwner:
         deployment = self._deployment()
         if deployment is None or deployment.incarnation != self._incarnation:
             raise StaleCacheError(
                 f"this {type(self).__name__} was held by workers that are gone (restarted or stopped);"
                 " run the prompt again"
+            )
+        if self._doubtful:
+            self._torn = not deployment.is_untouched(self)
+            self._doubtful = False
+        if self._torn:
+            raise StaleCacheError(
+                f"a request failed or was interrupted while it was writing to this {type(self).__name__}, of which the"
+                " ranks may now hold different lengths; run the prompt again"
             )
         return deployment
 
@@ -99,7 +110,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
     cross_attention_cache = self_attention_cache
 
 
-def adopt(cache: Cache | None, deployment: Deployment, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
+def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
     cls = handle_class(_cache_class(facts)) if cache is None else handle_class(type(cache))  # type: ignore[arg-type]

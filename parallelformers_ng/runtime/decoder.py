@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import hmac
-import importlib
 import json
 import math
 import os
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import NotPortableError, ProtocolError
+from parallelformers_ng.runtime.classes import field_defaults, is_model_output, signed_class, verify
 from parallelformers_ng.runtime.leaves import (
     ALIGNMENT,
     ALL_DTYPES,
@@ -31,8 +30,6 @@ from parallelformers_ng.runtime.leaves import (
     TENSOR_DTYPES,
     FileDescriptor,
     Handle,
-    is_model_output,
-    signature,
 )
 
 Restore = Callable[[Handle], Any]
@@ -120,7 +117,8 @@ class Decoder:
         start = _natural(offset)
         if start % ALIGNMENT or start + size > self._blob.numel():
             raise ProtocolError(f"a tensor at {start} + {size} does not lie in {self._blob.numel()} bytes, aligned")
-        return self._blob[start : start + size].view(dtype).reshape(shape)
+        flat = self._blob[start : start + size].view(dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def _items(self, nodes: list[Any]) -> list[Any]:
         return [self.value(node) for node in nodes]
@@ -198,15 +196,9 @@ class Decoder:
         return range(start, stop, step)
 
     def _class(self, name: Any, signed: Any) -> type:
-        self._verify("class", _text(name).encode(), signed)
-        module, _, qualname = name.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for part in qualname.split("."):
-                found = getattr(found, part)
-        except Exception as error:  # importing a module runs it, and it may raise anything
-            raise NotPortableError(f"the class {name} cannot be imported in this process: {error}") from error
-        return found
+        if self._key is None:
+            raise ProtocolError("a class came before there was a key to check its name with")
+        return signed_class(self._key, _text(name), _text(signed))
 
     def _named_tuple(self, node: list[Any]) -> Any:
         cls = self._class(node[1], node[2])
@@ -220,12 +212,17 @@ class Decoder:
         cls = self._class(name, signed)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise ProtocolError(f"{name} is no dataclass")
-        if names != [field.name for field in dataclasses.fields(cls)]:
+        fields = field_defaults(cls)
+        values = dict(zip(names, self._items(nodes), strict=True))
+        if not values.keys() <= fields.keys() or any(
+            default is dataclasses.MISSING and field not in values for field, default in fields.items()
+        ):
             raise ProtocolError(f"{name} has other fields than {str(names)[:200]}")
         instance: Any = cls.__new__(cls)
         # The constructor is left out: it was run where the object was made, and its work is in the fields.
         mapping = is_model_output(cls)
-        for field, value in zip(names, self._items(nodes), strict=True):
+        for field, default in fields.items():
+            value = values.get(field, default)
             if mapping and value is not None:
                 instance[field] = value
             else:
@@ -250,8 +247,7 @@ class Decoder:
     def _verify(self, purpose: str, data: bytes, signed: Any) -> None:
         if self._key is None:
             raise ProtocolError(f"a {purpose} came before there was a key to check it with")
-        if not hmac.compare_digest(bytes.fromhex(_text(signed)), signature(self._key, purpose, data)):
-            raise ProtocolError(f"the signature of a {purpose} is wrong; it was not read")
+        verify(self._key, purpose, data, _text(signed))
 
 
 def _text(node: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import NotPortableError
+from parallelformers_ng.runtime.classes import is_all_fields, is_importable, plain_fields, signature, signed_name
 from parallelformers_ng.runtime.leaves import (
     DTYPE_NAMES,
     INLINE_BYTES,
@@ -25,8 +26,6 @@ from parallelformers_ng.runtime.leaves import (
     FileDescriptor,
     Handle,
     aligned,
-    is_model_output,
-    signature,
 )
 
 Replace = Callable[[Any], Any]
@@ -108,27 +107,29 @@ class Encoder:
         if stand_in is not obj:
             self._kept.append(stand_in)
             return self._nested("", stand_in)
-        cls = type(obj)
+        cls: type = type(obj)
         numpy = sys.modules.get("numpy")
         if numpy is not None and (cls is numpy.ndarray or isinstance(obj, numpy.generic)):
             if obj.dtype.kind in "biufcSUmM" and obj.dtype.itemsize:
                 return self._array(obj, cls is not numpy.ndarray)
             return self._pickle(obj)
-        if _is_importable(cls):
+        if is_importable(cls):
             if (
                 isinstance(obj, tuple)
                 and len(getattr(cls, "_fields", ())) == len(obj)
                 and not getattr(obj, "__dict__", {})
             ):
                 return ["nt", *self._reference(cls), *self._items(obj)]
-            if _is_plain_dataclass(obj):
-                names = [field.name for field in dataclasses.fields(obj)]
-                values = [self._nested(f".{name}", getattr(obj, name)) for name in names]
-                return ["dc", *self._reference(cls), names, values]
+            defaults = plain_fields(cls)
+            if defaults is not None and is_all_fields(obj, defaults):
+                # What is at its default is left out: most of a request and most of an output.
+                fields = [(name, v) for name, default in defaults.items() if (v := getattr(obj, name)) is not default]
+                values = [v if _is_plain(v) else self._nested(f".{name}", v) for name, v in fields]
+                return ["dc", *self._reference(cls), [name for name, _ in fields], values]
         return self._pickle(obj)
 
     def _integer(self, obj: int) -> Any:
-        if obj.bit_length() <= 64:
+        if _is_plain(obj):
             return obj
         if obj.bit_length() > MAX_INTEGER_BITS:
             raise NotPortableError(
@@ -137,8 +138,6 @@ class Encoder:
         return ["i", hex(obj)]
 
     def _nested(self, step: str, obj: Any) -> Any:
-        if type(obj) in _PLAIN:
-            return obj
         if len(self._path) >= MAX_DEPTH:
             raise NotPortableError(
                 f"{self._where()[:200]}… is nested deeper than {MAX_DEPTH} levels, or contains itself"
@@ -149,14 +148,15 @@ class Encoder:
         return node
 
     def _items(self, obj: Any) -> list[Any]:
-        return [self._nested(f"[{index}]", item) for index, item in enumerate(obj)]
+        return [item if _is_plain(item) else self._nested(f"[{index}]", item) for index, item in enumerate(obj)]
 
     def _pairs(self, obj: Mapping[Any, Any]) -> list[Any]:
         nodes = []
         for key, value in obj.items():
-            step = key if not self._path and type(key) is str else f"[{key!r}]"
-            nodes.append(key if type(key) in _PLAIN else self._nested(f"{step} (the key)", key))
-            nodes.append(value if type(value) in _PLAIN else self._nested(step, value))
+            nodes.append(key if _is_plain(key) else self._nested(f"[{key!r}] (the key)", key))
+            if not _is_plain(value):
+                value = self._nested(key if not self._path and type(key) is str else f"[{key!r}]", value)
+            nodes.append(value)
         return nodes
 
     def _bytes(self, data: bytes) -> Any:
@@ -169,8 +169,7 @@ class Encoder:
         if index is None:
             if not self.is_portable_tensor(obj):
                 return self._pickle(obj)
-            flat = obj.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
-            index = self._append(flat.view(torch.uint8), DTYPE_NAMES[obj.dtype], list(obj.shape))
+            index = self._append(_flat_bytes(obj), DTYPE_NAMES[obj.dtype], list(obj.shape))
             self._seen[id(obj)] = index
             self._kept.append(obj)
         return ["T", index]
@@ -195,13 +194,17 @@ class Encoder:
         return ["fd", len(self.fds) - 1]
 
     def _reference(self, cls: type) -> list[str]:
-        name = f"{cls.__module__}:{cls.__qualname__}"
-        return [name, self._sign("class", name.encode()).hex()]
+        if self.key is None:
+            raise self._unsigned()
+        return signed_name(cls, self.key)
 
     def _sign(self, purpose: str, data: bytes) -> bytes:
         if self.key is None:
-            raise NotPortableError(f"{self._where()} needs a signature, and this message is sent before there is a key")
+            raise self._unsigned()
         return signature(self.key, purpose, data)
+
+    def _unsigned(self) -> NotPortableError:
+        return NotPortableError(f"{self._where()} needs a signature, and this message is sent before there is a key")
 
     def _pickle(self, obj: Any) -> Any:
         # cloudpickle is needed by few messages, so the workers' start does not wait for its import.
@@ -249,26 +252,17 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
     return [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items()] if not callable(obj) else []
 
 
-def _is_importable(cls: type) -> bool:
-    """True where the receiving process can find the class by name."""
-    return cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__ and cls.__module__ in sys.modules
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor on CPU, contiguous, as uint8 `[bytes]`."""
+    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _is_plain_dataclass(obj: Any) -> bool:
-    """True where the fields are all there is to an object, so that no pickle is needed."""
-    if not dataclasses.is_dataclass(obj):
-        return False
-    cls = type(obj)
-    if is_model_output(cls):
-        return True
-    names = {field.name for field in dataclasses.fields(obj)}
-    return (
-        cls.__new__ is object.__new__
-        and cls.__reduce_ex__ is object.__reduce_ex__
-        and not hasattr(cls, "__setstate__")
-        and getattr(obj, "__dict__", {}).keys() <= names
-        and all(hasattr(obj, name) for name in names)
-    )
+def _is_plain(obj: Any) -> bool:
+    """True for what JSON carries as it is."""
+    kind = type(obj)
+    return kind in _PLAIN or (kind is int and obj.bit_length() <= 64)
 
 
 _PLAIN = frozenset({type(None), bool, float, str})

@@ -17,6 +17,7 @@ from parallelformers_ng.runtime.processes import Processes
 
 OnEvent = Callable[[Any], object]
 
+_ANSWERS = frozenset({Kind.RESULT, Kind.DONE, Kind.ERROR})
 _LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
 
 
@@ -149,26 +150,32 @@ class Exchange:
         """Wait until every rank has answered this request. Returns what `on_event` raised."""
         failure: BaseException | None = None
         while len(self._answers) < len(self._processes.workers):
-            rest = deadline - time.monotonic()
-            if rest <= 0:
-                raise RequestTimeoutError("the deadline passed")
-            events = self._poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)
-            for fd, _ in events:
-                if fd in self._pidfds:
-                    raise WorkerGoneError(self._rank_of[fd])
-            for fd, _ in events:
-                rank = self._rank_of[fd]
+            for rank in self._ready(deadline):
                 frame = self._receive(rank, deadline)
                 if frame.kind is Kind.EVENT and rank == 0:
                     event = self._read_event(frame)
                     if on_event is not None and failure is None:
                         failure = self._deliver(event, on_event)
-                elif frame.kind in (Kind.RESULT, Kind.ERROR) and rank not in self._answers:
+                elif frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
                 else:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
         return failure
+
+    def _ready(self, deadline: float) -> list[int]:
+        """Wait until a frame has come. Returns the ranks that sent one."""
+        ahead = [worker.rank for worker in self._processes.workers if worker.channel.has_more]
+        if ahead:
+            return ahead
+        rest = deadline - time.monotonic()
+        if rest <= 0:
+            raise RequestTimeoutError("the deadline passed")
+        fds = [fd for fd, _ in self._poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
+        for fd in fds:
+            if fd in self._pidfds:
+                raise WorkerGoneError(self._rank_of[fd])
+        return [self._rank_of[fd] for fd in fds]
 
     def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
         self.in_event = True
@@ -203,6 +210,9 @@ class Exchange:
         raised: dict[int, Any] = {}
         self._needs_reset = any(frame.kind is Kind.ERROR for frame in self._answers.values())
         for rank, frame in sorted(self._answers.items()):
+            if frame.kind is Kind.DONE:
+                values.append(None)
+                continue
             value = frame.decode(self._key, self._restore)
             if frame.kind is Kind.ERROR:
                 raised[rank] = value

@@ -41,6 +41,7 @@ class Kind(enum.IntEnum):
     EVENT = 4
     READY = 5
     GOODBYE = 6
+    DONE = 7  # the request ran; this rank's value is not wanted
 
 
 class Flag:
@@ -164,27 +165,29 @@ class FixedPart(NamedTuple):
     sequence: int
     header_size: int
     tensor_size: int
+    descriptors: int
 
 
 FIXED_SIZE = _FIXED.size
 
 
-def read_fixed_part(data: bytes | bytearray, descriptors: int) -> FixedPart:
+def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> FixedPart:
     """Read the first bytes of a frame, before memory is set aside for the rest.
 
     Args:
-        data: FIXED_SIZE bytes.
-        descriptors: how many file descriptors came with them.
+        data: where they are, from `begin` on.
+        begin: FIXED_SIZE bytes or more before the end of `data`.
+        descriptors: how many file descriptors came; those of later frames may be among them.
 
     Raises:
         ProtocolError: the bytes are no frame, or announce more than the limits allow.
     """
-    magic, version, kind, flags, sequence, header_size, tensor_size, count = _FIXED.unpack(data)
+    magic, version, kind, flags, sequence, header_size, tensor_size, count = _FIXED.unpack_from(data, begin)
     if magic != _MAGIC or version != _VERSION or kind not in _KINDS or flags & ~_ALL_FLAGS:
-        raise ProtocolError(f"no frame of this version: {bytes(data).hex()}")
-    shared = bool(flags & Flag.MEMFD)
+        raise ProtocolError(f"no frame of this version: {bytes(data[begin : begin + FIXED_SIZE]).hex()}")
+    shared = flags & Flag.MEMFD
     if header_size > MAX_HEADER_BYTES or tensor_size > (MAX_TENSOR_BYTES if shared else INLINE_TENSOR_BYTES):
         raise ProtocolError(f"a frame announces {header_size} + {tensor_size} bytes, beyond the limits")
-    if count != descriptors or (shared and not descriptors):
+    if count > descriptors or (shared and not count):
         raise ProtocolError(f"a frame announces {count} file descriptors, {descriptors} came")
-    return FixedPart(_KINDS[kind], flags, sequence, header_size, tensor_size)
+    return FixedPart(_KINDS[kind], flags, sequence, header_size, tensor_size, count)

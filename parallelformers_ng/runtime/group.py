@@ -13,17 +13,17 @@ from typing import Any, NoReturn
 
 from parallelformers_ng.errors import (
     ChannelClosedError,
-    GroupClosedError,
     GroupError,
     ProtocolError,
     RequestTimeoutError,
-    WrongProcessError,
 )
-from parallelformers_ng.runtime import startup
+from parallelformers_ng.runtime import endings, startup
+from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Replace, encode
+from parallelformers_ng.runtime.endings import Ending
 from parallelformers_ng.runtime.exchange import Exchange, OnEvent, WorkerGoneError
-from parallelformers_ng.runtime.frames import Flag, Kind, Packed
+from parallelformers_ng.runtime.frames import Flag, Packed
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.turns import Turns
 
@@ -49,6 +49,8 @@ class WorkerGroup:
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
         replace: this process's side of `messages.encode`.
         restore: this process's side of `messages.decode`.
+        wait: False returns at once, so that the caller can work while the workers import torch;
+            `wait_until_ready` has to come before the first call.
 
     Raises:
         StartupError: a worker could not start; the message ends with what it wrote to standard error.
@@ -69,13 +71,14 @@ class WorkerGroup:
         threads: int | None = None,
         replace: Replace | None = None,
         restore: Restore | None = None,
+        wait: bool = True,
     ) -> None:
         self.world_size = world_size
         self.device_names = startup.device_names(world_size, device, device_ids)
         self.timeout = timeout
         self.in_use = False  # by a model; for those who hand one group to several models in turn
         self._turns = Turns()
-        self._fault: Callable[[], GroupError] | None = None
+        self._fault: Ending | None = None
         self.owner = os.getpid()
         self._key = secrets.token_bytes(32)
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
@@ -84,7 +87,7 @@ class WorkerGroup:
         # Also at interpreter exit, and when the group is dropped without being closed.
         self._finalizer = weakref.finalize(self, _finish, self._processes, self._turns)
         try:
-            startup.start(
+            deadline = startup.launch(
                 self._processes,
                 target=target,
                 device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
@@ -92,18 +95,37 @@ class WorkerGroup:
                 backend=backend,
                 timeout=timeout,
                 start_timeout=start_timeout,
-                threads=threads or max(1, len(os.sched_getaffinity(0)) // world_size),
+                threads=threads or max(1, usable_cpus() // world_size),
             )
         except BaseException:
             self._finalizer()
             raise
         self._exchange = Exchange(self._processes, self._key, restore)
+        self._wait: Callable[[], None] | None = functools.partial(
+            startup.await_ready, self._processes, deadline, start_timeout
+        )
+        if wait:
+            self.wait_until_ready()
 
     def __enter__(self) -> WorkerGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait for workers that were started with `wait=False`. Where they are ready, it does nothing.
+
+        Raises:
+            StartupError: as the constructor does.
+        """
+        if self._wait is not None:
+            try:
+                self._wait()
+            except BaseException:
+                self._finalizer()
+                raise
+            self._wait = None
 
     @property
     def pids(self) -> list[int]:
@@ -147,13 +169,19 @@ class WorkerGroup:
         """
         return self._request(method, [(args, kwargs)], 0, timeout, on_event)[0]
 
-    def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
+    def call_each(
+        self,
+        method: str,
+        per_rank: Iterable[tuple[Any, ...]],
+        timeout: float | None = None,
+        on_event: OnEvent | None = None,
+    ) -> list[Any]:
         """Run one method on every rank, with arguments of its own.
 
         Args:
             method: a public method of the target.
             per_rank: for each rank, the tuple of its arguments.
-            timeout: as in `call`.
+            timeout, on_event: as in `call`.
 
         Returns:
             Each rank's value. Raises what `call` raises.
@@ -161,16 +189,14 @@ class WorkerGroup:
         arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(tuple(args), {}) for args in per_rank]
         if len(arguments) != self.world_size:
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
-        return self._request(method, arguments, Flag.EACH, timeout, None)
+        return self._request(method, arguments, Flag.EACH, timeout, on_event)
 
     def close(self) -> None:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
         if os.getpid() != self.owner:
             return
         if self._fault is None:
-            self._fault = functools.partial(
-                GroupClosedError, "the worker group was closed; parallelize the model again to use it"
-            )
+            self._fault = endings.closed()
         if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
@@ -179,8 +205,8 @@ class WorkerGroup:
             self._processes.kill()
         if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
             try:
-                if polite and self._finalizer.alive:
-                    self._say_goodbye()
+                if polite and self._finalizer.alive and self._wait is None:  # while starting they would not hear
+                    self._processes.dismiss(_GOODBYE_SECONDS)
                 self._finalizer()
             finally:
                 self._turns.release()
@@ -188,10 +214,7 @@ class WorkerGroup:
     def check_process(self) -> None:
         """Raise WrongProcessError in any process but the one that started the group."""
         if os.getpid() != self.owner:
-            raise WrongProcessError(
-                f"this worker group belongs to process {self.owner}, this is {os.getpid()}; a forked process must "
-                "parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
-            )
+            raise endings.wrong_process(self.owner, os.getpid())
 
     def watch_descriptors(self) -> list[int]:
         """Duplicates of the workers' pidfds, readable once the worker has ended. The caller closes them."""
@@ -208,14 +231,6 @@ class WorkerGroup:
                 self._end(self._death_of(dead[0]))
         finally:
             self._turns.release()
-
-    def _say_goodbye(self) -> None:
-        try:
-            for worker in self._processes.workers:
-                worker.channel.send(Kind.GOODBYE, 0, None, time.monotonic() + _GOODBYE_SECONDS)
-        except (ChannelClosedError, RequestTimeoutError, ValueError):
-            return  # gone or stuck already: the finalizer ends it without asking
-        self._processes.end(patience=_GOODBYE_SECONDS)
 
     def _request(
         self,
@@ -261,7 +276,7 @@ class WorkerGroup:
         except RequestTimeoutError:
             self._fail_timed_out(method, limit)
         except (ChannelClosedError, ProtocolError) as error:
-            self._fail(functools.partial(type(error), *error.args))
+            self._fail(endings.as_before(error))
         except GroupError:
             raise  # the answers are all in, and one is an exception or cannot be rebuilt here
         except BaseException:
@@ -277,13 +292,7 @@ class WorkerGroup:
             drained = self._exchange.abandon(_INTERRUPT_SECONDS)
         finally:
             if not drained:
-                self._end(
-                    functools.partial(
-                        GroupError,
-                        "the worker group was ended: the workers did not leave an interrupted request within "
-                        f"{_INTERRUPT_SECONDS:g} s; parallelize the model again to use it",
-                    )
-                )
+                self._end(endings.not_interrupted(_INTERRUPT_SECONDS))
 
     def _check_usable(self) -> None:
         self.check_process()
@@ -292,26 +301,24 @@ class WorkerGroup:
         if not self._finalizer.alive:
             if threading.current_thread().daemon:
                 threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
-            raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
+            raise endings.at_exit()
 
-    def _death_of(self, rank: int) -> Callable[[], GroupError]:
+    def _death_of(self, rank: int) -> Ending:
         return self._processes.workers[rank].death(self.device_names[rank])
 
     def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
         text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"
-        self._end(functools.partial(GroupError, f"the worker group was ended, because an earlier request {text}"))
+        self._end(endings.overdue(text))
         raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
 
-    def _fail(self, fault: Callable[[], GroupError]) -> NoReturn:
-        self._end(fault)
-        assert self._fault is not None
-        raise self._fault() from None
+    def _fail(self, fault: Ending) -> NoReturn:
+        raise self._end(fault)() from None
 
-    def _end(self, fault: Callable[[], GroupError]) -> None:
-        """The group is dead from here on. Where it was closed or died before, that stays the reason."""
-        if self._fault is None:
-            self._fault = fault
+    def _end(self, fault: Ending) -> Ending:
+        """The group is dead from here on. Returns why: where it was closed or died before, that stays the reason."""
+        self._fault = self._fault or fault
         self._finalizer()
+        return self._fault
 
 
 def _finish(processes: Processes, turns: Turns) -> None:

@@ -1,8 +1,7 @@
-"""What the encoder and the decoder of messages must agree on: special leaves, limits, signatures."""
+"""What the encoder and the decoder of messages must agree on: special leaves and limits."""
 
 from __future__ import annotations
 
-import hmac
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -63,15 +62,3 @@ class Handle:
 def aligned(size: int) -> int:
     """`size` bytes, rounded up to the alignment of tensors in a message."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def signature(key: bytes, purpose: str, data: bytes) -> bytes:
-    """HMAC-SHA256 of `data`, bound to its `purpose` so that a signed class name is never a signed pickle."""
-    return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
-
-
-def is_model_output(cls: type) -> bool:
-    """True for subclasses of transformers' ModelOutput, without importing transformers."""
-    return any(
-        base.__qualname__ == "ModelOutput" and base.__module__.startswith("transformers.") for base in cls.__mro__
-    )

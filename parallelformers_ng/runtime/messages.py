@@ -5,7 +5,7 @@ int stand for themselves; everything else is an array whose first item is a tag:
 
     ["l", 1, 2]                          the list [1, 2]           ["t", …] tuple   ["s", …] set   ["d", k, v, …] dict
     ["T", 0]                             tensor 0 of the table [[dtype, shape, offset], …] that follows the tree
-    ["dc", "pkg.mod:Name", mac, […], …]  a dataclass or ModelOutput, field by field
+    ["dc", "pkg.mod:Name", mac, […], …]  a dataclass or ModelOutput: the fields that are not at their defaults
     ["p", mac, "…"]                      a pickle, for objects that callers hand over; read only if the MAC is right
     ["fd", 0]                            an open file              ["h", kind, payload]  an object that stays behind
 

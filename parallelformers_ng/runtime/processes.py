@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
@@ -15,7 +16,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from parallelformers_ng.errors import StartupError, WorkerDiedError
+from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, StartupError, WorkerDiedError
+from parallelformers_ng.runtime.frames import Kind
 from parallelformers_ng.runtime.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
@@ -32,35 +34,48 @@ class WorkerProcess:
     Args:
         rank: its rank.
         threads: for the OpenMP and BLAS libraries of the worker.
+        cpus: the CPUs it is kept to; by default those of this process.
 
     Raises:
-        StartupError: the interpreter could not be started.
+        StartupError: the interpreter could not be started, or this process may open no more files.
     """
 
-    def __init__(self, rank: int, threads: int) -> None:
+    def __init__(self, rank: int, threads: int, cpus: set[int] | None = None) -> None:
         if not sys.executable:
             raise StartupError("sys.executable is empty, so there is no interpreter to start the workers with")
         self.rank = rank
-        self.log = os.memfd_create(f"parallelformers_ng-stderr-{rank}", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stderr=self.log,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(threads),
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            os.close(self.log)
-            raise StartupError(f"rank {rank}: {sys.executable} could not be started: {error}") from error
-        finally:
-            theirs.close()
-        self.pid = self.process.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        self.channel = Channel(ours)
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            try:
+                self.log = os.memfd_create(f"parallelformers_ng-stderr-{rank}", os.MFD_CLOEXEC)
+                ours.callback(os.close, self.log)
+                connection, their_connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                ours.enter_context(connection)
+                theirs.enter_context(their_connection)
+                their_lifeline, self.lifeline = os.pipe()  # nothing is ever written; see watch.exit_with_parent
+                ours.callback(os.close, self.lifeline)
+                theirs.callback(os.close, their_lifeline)
+                self.process = self._start((their_connection.fileno(), their_lifeline), threads)
+                ours.callback(self.process.wait)
+                ours.callback(self.process.kill)
+                self.pid = self.process.pid
+                if cpus is not None:
+                    with contextlib.suppress(ProcessLookupError):  # ended already, as whoever waits for it will see
+                        os.sched_setaffinity(self.pid, cpus)  # threads that it starts later inherit this
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError as error:
+                raise StartupError(f"rank {rank}: {sys.executable} could not be started: {error}") from error
+            ours.pop_all()
+        self.channel = Channel(connection)
+
+    def _start(self, inherited: tuple[int, int], threads: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*_COMMAND, *map(str, inherited), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stderr=self.log,
+            pass_fds=inherited,
+            env=_environment(threads),
+            start_new_session=True,
+        )
 
     def has_ended(self, timeout: float = 0.0) -> bool:
         """True once the process is gone, waiting for that up to `timeout` seconds."""
@@ -110,7 +125,8 @@ class WorkerProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             os.close(self.log)
-            self.pidfd = self.log = -1
+            os.close(self.lifeline)
+            self.pidfd = self.log = self.lifeline = -1
 
 
 class Processes:
@@ -137,6 +153,19 @@ class Processes:
                 self.arena.abort()
                 for worker in self.workers:
                     worker.kill()
+
+    def dismiss(self, patience: float) -> None:
+        """Ask the workers, all idle, to leave, and end as `end` does. Those that are gone or stuck end without asking.
+
+        Args:
+            patience: seconds that they get.
+        """
+        try:
+            for worker in self.workers:
+                worker.channel.send(Kind.GOODBYE, 0, None, time.monotonic() + patience)
+        except (ChannelClosedError, RequestTimeoutError, ValueError):
+            return
+        self.end(patience)
 
     def end(self, patience: float = 0.0) -> None:
         """End every worker and close everything. Does nothing the second time, or in a forked child.
@@ -183,6 +212,12 @@ def _environment(threads: int) -> dict[str, str]:
     environment = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(threads)
+    # A set of strings that a caller's processor goes through has the same order on every rank.
+    environment.setdefault("PYTHONHASHSEED", "0")
+    # A pass over a long prompt asks for the same few megabytes again and again; given back to the system in between,
+    # every page would be cleared and mapped anew. 32 MiB is the most that glibc takes.
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     # Enough to find this package and torch; the exact list follows in the first message.
     environment["PYTHONPATH"] = os.pathsep.join(module_path())
     return environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,34 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.checkpoint.nodes import read_shard, release
+from parallelformers_ng.checkpoint.nodes import Node, release
+from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded import write_rank
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.source import Checkpoint
+from parallelformers_ng.checkpoint.staging import Staging
 from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.generation.caches import CacheFacts, CacheTable, facts_of, map_caches, map_handles
-from parallelformers_ng.generation.lockstep import LockStep
+from parallelformers_ng.generation.caches import (
+    CacheFacts,
+    CacheTable,
+    facts_of,
+    map_caches,
+    map_handles,
+    shows_every_write,
+)
+from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
+from parallelformers_ng.kernels.layers import install
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
 from parallelformers_ng.sharding.layers import Recording
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 
 
 class Replica:
@@ -47,6 +58,7 @@ class Replica:
         self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
         self.recording = Recording()
+        self.staging: Staging | None = None
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
@@ -55,6 +67,8 @@ class Replica:
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
+        if self.device.type == "cpu":
+            install(model)
         self.recording = inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 
@@ -84,25 +98,38 @@ class Replica:
         assert self.plan is not None
         for stored in names:
             node = self.checkpoint.nodes[stored]
-            part = read_shard(node, self.plan.tensors[stored].shards[self.rank], self.rank)
-            if self.device.type != "cpu":
-                part = part.to(self.device)
-                release(node)
+            part = self._read(node, self.plan.tensors[stored].shards[self.rank])
             for name in self.aliases[stored]:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
     def loaded(self) -> None:
         """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
         self.checkpoint = Checkpoint({})
+        self.staging = None
+        gc.collect()
+        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them
+
+    def _read(self, node: Node, shard: Shard) -> torch.Tensor:
+        """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer."""
+        if self.device.type == "cpu":
+            return read_shard(node, shard, self.rank)
+        if self.staging is None:
+            self.staging = Staging(self.device)
+        part = self.staging.to_device(read_shard(node, shard, self.rank, copy=False))
+        release(node)
+        return part
 
     def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
-        """Write this rank's files of a sharded directory; the arguments are those of `write_rank`."""
+        """Write this rank's files of a sharded directory; the arguments are those of `write_rank`.
+
+        Rank 0 emits the bytes that it wrote, tensor by tensor.
+        """
         assert self.plan is not None
 
         def part(tensor: TensorPlan) -> torch.Tensor:
             return get_tensor(self.model, tensor.name, tensor.is_buffer)
 
-        return write_rank(Path(directory), self.plan, names, self.rank, limit, part)
+        return write_rank(Path(directory), self.plan, names, self.rank, limit, part, self.emit)
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
         """This rank's part of some stored tensors, on CPU."""
@@ -112,9 +139,11 @@ class Replica:
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
+        gc.unfreeze()
         self.model = None
         self.plan = None
         self.checkpoint = Checkpoint({})
+        self.staging = None
         self.caches = CacheTable()
 
     def run(self, call: Call) -> Answer:
@@ -130,10 +159,11 @@ class Replica:
             self._add_generation_hooks(kwargs, call)
         self.recording.weights = self._wants_weights(kwargs)
         module = self.model.get_submodule(call.path)
-        with torch.inference_mode(), self._autocast(call.autocast), Randomness(call.rng, self.device) as draws:
+        agreed = agreed_criteria(module) if call.method == "generate" else contextlib.nullcontext()
+        with torch.inference_mode(), self._autocast(call.autocast), Randomness(call.rng, self.device) as draws, agreed:
             output = getattr(module, call.method)(*args, **kwargs)
         return Answer(
-            output=map_caches(output, self.caches.handle),
+            output=map_caches(output, lambda cache: self.caches.handle(cache, told=used)),
             rng=draws.moved(),
             caches={number: facts_of(cache) for number, cache in used.items()},
             states=watch.changes() if watch is not None else {},
@@ -146,6 +176,11 @@ class Replica:
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs)
         return result, facts_of(self.caches.get(number))
+
+    def cache_facts(self, number: int) -> CacheFacts | None:
+        """What a cache has become; None where it may have been written to in a way that its facts do not show."""
+        cache = self.caches.get(number)
+        return facts_of(cache) if shows_every_write(cache) else None
 
     def held_caches(self) -> int:
         """How many caches this rank holds."""

@@ -49,8 +49,12 @@ class Service:
         while (frame := self.channel.receive()).kind is not Kind.GOODBYE:
             self._check_order(frame)
             try:
-                self.channel.send(Kind.RESULT, frame.sequence, {"result": self._run(frame)})
-            except Exception as error:  # everything that a request raises belongs to the caller
+                value = self._run(frame)
+                if self.rank == 0 or frame.flags & Flag.EACH:
+                    self.channel.send(Kind.RESULT, frame.sequence, {"result": value})
+                else:
+                    self.channel.send(Kind.DONE, frame.sequence, None)
+            except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
                 self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error))
 
@@ -67,8 +71,7 @@ class Service:
         method = request["method"]
         if method.startswith("_"):
             raise GroupError(f"the method {method!r} is private to the worker; call a public one")
-        value = getattr(self.target, method)(*request["args"], **request["kwargs"])
-        return value if self.rank == 0 or frame.flags & Flag.EACH else None
+        return getattr(self.target, method)(*request["args"], **request["kwargs"])
 
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:

@@ -17,12 +17,13 @@ from parallelformers_ng.errors import (
     SharedMemoryError,
     StartupError,
 )
-from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime import cores, failures
 from parallelformers_ng.runtime.frames import OUT_OF_MEMORY, Kind
 from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
 
 _FIRST_PHASE = "importing torch"
+_LATE_SECONDS = 1.0  # to read what the workers said, where the caller was busy until the deadline
 
 
 def device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
@@ -48,13 +49,13 @@ def create_arena(world_size: int) -> collectives.Arena:
         SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
     """
     try:
-        return collectives.Arena.create(world_size)
+        return collectives.Arena.create(world_size, cpus=cores.usable_cpus())
     except OSError as error:
         kind = SharedMemoryError if error.errno in OUT_OF_MEMORY else StartupError
         raise kind(f"the collectives of {world_size} workers cannot be set up: {error.strerror}") from error
 
 
-def start(
+def launch(
     processes: Processes,
     *,
     target: str,
@@ -64,8 +65,8 @@ def start(
     timeout: float,
     start_timeout: float,
     threads: int,
-) -> None:
-    """Start one worker per device and wait until all are ready. The caller ends the processes if this raises.
+) -> float:
+    """Start one worker per device; `await_ready` waits for them. The caller ends the processes if this raises.
 
     Args:
         processes: receives the workers.
@@ -77,13 +78,17 @@ def start(
         start_timeout: seconds until all must be ready.
         threads: of each worker.
 
+    Returns:
+        When all must be ready, on the clock of `time.monotonic`.
+
     Raises:
-        StartupError: a worker raised, ended, or took too long.
+        StartupError: a worker could not be started, or ended.
     """
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
+    cpus = cores.placement(world_size, threads) if device_names[0].startswith("cpu") else None
     for rank in range(world_size):
-        processes.workers.append(WorkerProcess(rank, threads))
+        processes.workers.append(WorkerProcess(rank, threads, None if cpus is None else cpus[rank]))
     common: dict[str, Any] = {
         "key": key,
         "target": target,
@@ -107,8 +112,7 @@ def start(
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
         worker.channel.key = key
-    _await_ready(processes, deadline, start_timeout)
-    _pass_on_logs(processes)
+    return deadline
 
 
 def _needs_rendezvous(backend: str, device_name: str) -> bool:
@@ -117,7 +121,18 @@ def _needs_rendezvous(backend: str, device_name: str) -> bool:
     return (auto if backend == "auto" else backend) != "shared_memory"
 
 
-def _await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
+def await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
+    """Wait until all workers are ready. The caller ends the processes if this raises.
+
+    Args:
+        processes: the workers, as `launch` started them.
+        deadline: when all must be ready, what `launch` returned. Who comes late finds them ready or not.
+        start_timeout: the seconds that this was, for the message.
+
+    Raises:
+        StartupError: a worker raised, ended, or took too long.
+    """
+    deadline = max(deadline, time.monotonic() + _LATE_SECONDS)
     poll = select.poll()
     waiting: dict[int, WorkerProcess] = {}
     for worker in processes.workers:
@@ -126,13 +141,14 @@ def _await_ready(processes: Processes, deadline: float, start_timeout: float) ->
     phases = dict.fromkeys(range(len(processes.workers)), _FIRST_PHASE)
     while waiting:
         rest = deadline - time.monotonic()
-        events = poll.poll(max(rest, 0.0) * 1000)
-        if not events and rest <= 0:
+        ahead = [fd for fd, worker in waiting.items() if worker.channel.has_more]
+        ready = ahead or [fd for fd, _ in poll.poll(max(rest, 0.0) * 1000)]
+        if not ready and rest <= 0:
             late = next(iter(waiting.values()))
             raise StartupError(
                 f"rank {late.rank} was not ready within {start_timeout:g} s; it was {phases[late.rank]}{_tail(late)}"
             )
-        for fd, _ in events:
+        for fd in ready:
             worker = waiting[fd]
             try:
                 kind, _, value = worker.channel.recv(deadline)
@@ -146,6 +162,7 @@ def _await_ready(processes: Processes, deadline: float, start_timeout: float) ->
                 phases[worker.rank] = str(value)
             else:
                 _fail_raised(worker, value, phases[worker.rank])
+    _pass_on_logs(processes)
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:

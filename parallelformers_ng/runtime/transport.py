@@ -14,26 +14,40 @@ import torch
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Replace, encode
-from parallelformers_ng.runtime.frames import FIXED_SIZE, Flag, Frame, Kind, Packed, map_memfd, pack, read_fixed_part
+from parallelformers_ng.runtime.frames import (
+    FIXED_SIZE,
+    FixedPart,
+    Flag,
+    Frame,
+    Kind,
+    Packed,
+    map_memfd,
+    pack,
+    read_fixed_part,
+)
 from parallelformers_ng.runtime.leaves import MAX_DESCRIPTORS
 
 FOREVER = float("inf")  # the deadline of a wait that ends only with the other process
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 _LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
+_READ_AHEAD_BYTES = 32 << 10  # so that one system call brings a whole small frame
+# Plain ints: the operators of enum.IntFlag take microseconds.
+_NO_SIGNAL, _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 class Channel:
     """One end of a control channel. Not for two threads at once.
 
     Args:
-        connection: one end of an AF_UNIX stream pair. It becomes non-blocking.
+        connection: one end of an AF_UNIX stream pair.
         key: signs and checks pickles and class names; None until both sides have one.
         replace: see `messages.encode`.
         restore: see `messages.decode`.
+        patient: all waits are without a deadline, which saves system calls.
 
     Attributes:
-        in_transit: true while a frame is partly sent or received. If that stays so after an exception, the stream
+        in_transit: true while a frame is partly sent or taken. If that stays so after an exception, the stream
             cannot be used again.
         sent: the sequence number of the last frame that was sent whole.
     """
@@ -44,15 +58,18 @@ class Channel:
         key: bytes | None = None,
         replace: Replace | None = None,
         restore: Restore | None = None,
+        patient: bool = False,
     ) -> None:
-        connection.setblocking(False)
+        connection.setblocking(patient)
         self.connection = connection
         self.key = key
         self.replace = replace
         self.restore = restore
         self.in_transit = False
         self.sent = -1
-        self._fixed = bytearray(FIXED_SIZE)
+        self._ahead = bytearray(_READ_AHEAD_BYTES)
+        self._begin = self._end = 0  # of what was read ahead and is not taken yet
+        self._fds: list[int] = []  # that came with it, in the order of their frames
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
@@ -60,9 +77,15 @@ class Channel:
         """The descriptor of the socket, for poll."""
         return self.connection.fileno()
 
+    @property
+    def has_more(self) -> bool:
+        """True where the next frame, or a part of it, was read ahead: poll need not tell of it."""
+        return self._end > self._begin
+
     def close(self) -> None:
         """Close the socket in this process."""
         self.connection.close()
+        self._close_descriptors()
 
     def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = FOREVER, flags: int = 0) -> None:
         """Encode a value and send it.
@@ -92,7 +115,7 @@ class Channel:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packed.fds))] if packed.fds else []
         while rest:
             try:
-                count = self.connection.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
+                count = self.connection.sendmsg([rest], rights, _NO_SIGNAL)
             except BlockingIOError:
                 writable = select.poll()
                 writable.register(self.connection, select.POLLOUT)
@@ -123,55 +146,99 @@ class Channel:
         """
         fds: list[int] = []
         try:
-            self._fill(memoryview(self._fixed), deadline, fds)
-            return self._finish(deadline, fds)
+            while self._end - self._begin < FIXED_SIZE:
+                self._read_ahead(deadline)
+            self.in_transit = True
+            part = read_fixed_part(self._ahead, self._begin, len(self._fds))
+            self._begin += FIXED_SIZE
+            fds, self._fds = self._fds[: part.descriptors], self._fds[part.descriptors :]
+            header = self._take(part.header_size, deadline)
+            blob = self._take_tensors(part, fds, deadline)
+            if self._fds and not self.has_more:
+                raise ProtocolError(f"{len(self._fds)} more file descriptors came than a frame announces")
         except BaseException:
             for fd in fds:
                 os.close(fd)
+            self._close_descriptors()
             raise
-
-    def _finish(self, deadline: float, fds: list[int]) -> Frame:
-        kind, flags, sequence, header_size, tensor_size = read_fixed_part(self._fixed, len(fds))
-        header = bytearray(header_size)
-        self._fill(memoryview(header), deadline, None)
-        if flags & Flag.MEMFD:
-            blob = map_memfd(fds[-1], tensor_size)
-            os.close(fds.pop())
-        elif tensor_size:
-            blob = torch.empty(tensor_size, dtype=torch.uint8)  # torch's own memory is aligned; some kernels rely on it
-            self._fill(memoryview(blob.numpy()), deadline, None)
-        else:
-            blob = _NO_TENSORS
         self.in_transit = False
-        return Frame(kind, flags, sequence, bytes(header), blob, fds)
+        return Frame(part.kind, part.flags, part.sequence, header, blob, fds)
 
-    def _fill(self, rest: memoryview, deadline: float, fds: list[int] | None) -> None:
+    def _take_tensors(self, part: FixedPart, fds: list[int], deadline: float) -> torch.Tensor:
+        if part.flags & Flag.MEMFD:
+            blob = map_memfd(fds[-1], part.tensor_size)
+            os.close(fds.pop())
+            return blob
+        if not part.tensor_size:
+            return _NO_TENSORS
+        blob = torch.empty(
+            part.tensor_size, dtype=torch.uint8
+        )  # torch's own memory is aligned; some kernels rely on it
+        self._take_into(memoryview(blob.numpy()), deadline)
+        return blob
+
+    def _take(self, size: int, deadline: float) -> bytes:
+        if size <= self._end - self._begin:
+            taken = bytes(self._ahead[self._begin : self._begin + size])
+            self._begin += size
+            return taken
+        buffer = bytearray(size)
+        self._take_into(memoryview(buffer), deadline)
+        return bytes(buffer)
+
+    def _take_into(self, rest: memoryview, deadline: float) -> None:
+        """Fill `rest` with what was read ahead, then from the socket: never more than belongs to this frame."""
+        count = min(len(rest), self._end - self._begin)
+        rest[:count] = self._ahead[self._begin : self._begin + count]
+        self._begin += count
+        rest = rest[count:]
         while rest:
             try:
-                count = self.connection.recv_into(rest) if fds is None else self._fill_with_descriptors(rest, fds)
+                count = self.connection.recv_into(rest)
             except BlockingIOError:
                 _wait(self._readable, deadline, "answer")
                 continue
             except OSError as error:
-                raise ChannelClosedError(f"a message could not be received: {error.strerror}") from error
+                raise _closed(error) from error
             if not count:
                 raise ChannelClosedError("the process at the other end is gone")
-            self.in_transit = True
             rest = rest[count:]
 
-    def _fill_with_descriptors(self, rest: memoryview, fds: list[int]) -> int:
-        count, rights, flags, _ = self.connection.recvmsg_into([rest], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    def _read_ahead(self, deadline: float) -> None:
+        if self._begin:
+            self._ahead[: self._end - self._begin] = self._ahead[self._begin : self._end]
+            self._begin, self._end = 0, self._end - self._begin
+        free = memoryview(self._ahead)[self._end :]
+        while True:
+            try:
+                count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+                break
+            except BlockingIOError:
+                _wait(self._readable, deadline, "answer")
+            except OSError as error:
+                raise _closed(error) from error
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
-                fds.extend(received)
-        if flags & socket.MSG_CTRUNC:
+                self._fds.extend(received)
+        if flags & _TRUNCATED:
             raise ProtocolError("more file descriptors came than one frame may carry, or than this process may open")
-        return count
+        if not count:
+            raise ChannelClosedError("the process at the other end is gone")
+        self._end += count
+
+    def _close_descriptors(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
 
 
 _NO_TENSORS = torch.empty(0, dtype=torch.uint8)
+
+
+def _closed(error: OSError) -> ChannelClosedError:
+    return ChannelClosedError(f"a message could not be received: {error.strerror}")
 
 
 def _wait(poll: select.poll, deadline: float, what: str) -> None:

@@ -2,13 +2,134 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from parallelformers_ng.sharding.layers import HeadParallel
+from parallelformers_ng.collectives.traced import all_reduce
+from parallelformers_ng.sharding.layers import BiasedHeadParallel, HeadParallel, ParallelLayer, parallel_class
+
+
+class NarrowedHeadParallel(BiasedHeadParallel):
+    """Attention that merges its heads to the width of its input: `merged.view(batch, length, hidden.size(-1))`.
+
+    On a rank the merged heads are narrower than the input, so such a view can only be meant for them.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        width = hidden.shape[-1]
+        with _NarrowedViews(width, width // self.head_count * len(self.head_indices)):
+            return super().forward(*args, **kwargs)
+
+
+class _NarrowedViews(TorchFunctionMode):
+    """Turns a view to `whole` columns, of a tensor with elements for `own` columns only, into one to these."""
+
+    def __init__(self, whole: int, own: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.own = own
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
+            tensor, *size = args
+            shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+            if shape and shape[-1] == self.whole and tensor.numel() == math.prod(shape[:-1]) * self.own:
+                args = (tensor, (*shape[:-1], self.own))
+        return func(*args, **(kwargs or {}))
+
+
+class NgramAttentionParallel(NarrowedHeadParallel):
+    """Attention with a stream for each token ahead (Qi et al. 2020, arXiv:2001.04063), whose relative positions are
+    made from the hidden state for all heads.
+
+    For the streams ahead, the modelling code makes them in one order of positions, streams and heads and reads them in
+    another, so that a head uses those of others: each rank makes all and takes those that its heads read.
+    """
+
+    num_attn_heads: int
+
+    def get_main_relative_pos_embeddings(self, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
+        return self._own(super().get_main_relative_pos_embeddings, 1, hidden, weights, *args)  # type: ignore[misc]
+
+    def get_predict_relative_pos_embeddings(
+        self, hidden: torch.Tensor, weights: torch.Tensor, *args: Any
+    ) -> torch.Tensor:
+        return self._own(super().get_predict_relative_pos_embeddings, 2, hidden, weights, *args)  # type: ignore[misc]
+
+    def _own(self, make: Callable, dim: int, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
+        """This rank's heads, dimension `dim`, of what `make` gives for all; of the weights it reads the shape."""
+        own, self.num_attn_heads = self.num_attn_heads, self.head_count
+        sizes = [self.head_count if d == dim else size for d, size in enumerate(weights.shape)]
+        whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)
+        self.num_attn_heads = own
+        return whole.index_select(dim, torch.tensor(self.head_indices, device=whole.device))
+
+
+_GENERATOR = threading.Lock()
+
+
+class ReformerAttentionParallel(HeadParallel):
+    """Attention within buckets of equal hash (Kitaev et al. 2020, arXiv:2001.04451). Head n hashes its vectors by
+    random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. The rotations are those of the whole model.
+
+    Attributes:
+        head_indices: this rank's heads.
+        head_count: heads of the whole model.
+    """
+
+    head_indices: Sequence[int]
+    head_count: int
+
+    def _hash_vectors(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # With a `hash_seed` it seeds and then draws; ranks that are threads share the generator.
+        with _GENERATOR, _WholeDraws(self.head_count, self.head_indices):
+            return super()._hash_vectors(*args, **kwargs)  # type: ignore[misc]
+
+
+class _WholeDraws(TorchFunctionMode):
+    """Draws for all heads, dimension 0, whenever a rank's heads draw, and keeps theirs."""
+
+    def __init__(self, head_count: int, head_indices: Sequence[int]) -> None:
+        super().__init__()
+        self.head_count = head_count
+        self.head_indices = list(head_indices)
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.randn:
+            return func(*args, **(kwargs or {}))
+        (shape,) = args
+        return func((self.head_count, *shape[1:]), **(kwargs or {}))[self.head_indices]
+
+
+class RenewedAttention(ParallelLayer):
+    """A module that changes between full and sparse attention by making a new one around the same layers.
+
+    Attributes:
+        carried: what the new one takes over from the old: its counts of heads and what `HeadParallel` needs.
+    """
+
+    carried: Sequence[str]
+
+    def set_attention_type(self, *args: Any, **kwargs: Any) -> None:
+        before = self.self
+        super().set_attention_type(*args, **kwargs)  # type: ignore[misc]
+        after: Any = self.self
+        cls: type = type(after)
+        if after is not before:
+            after.__class__ = parallel_class(HeadParallel, cls)
+            for name in self.carried:
+                setattr(after, name, getattr(before, name))
 
 
 class XLNetAttentionParallel(HeadParallel):
@@ -23,7 +144,7 @@ class XLNetAttentionParallel(HeadParallel):
 
     def post_attention(self, h: torch.Tensor, attn_vec: torch.Tensor, residual: bool = True) -> torch.Tensor:
         partial = torch.einsum("ibnd,hnd->ibh", attn_vec, self.o)
-        projected = self.dropout(self.communicator.all_reduce(partial))
+        projected = self.dropout(all_reduce(self.communicator, partial))
         return self.layer_norm(projected + h if residual else projected)
 
 

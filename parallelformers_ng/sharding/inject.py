@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.sharding import attention, layers
+from parallelformers_ng.collectives.traced import register
+from parallelformers_ng.sharding import attention, layers, norms
 from parallelformers_ng.sharding.plan import LayerKind, ShardPlan
 
 _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
@@ -20,10 +21,19 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "vocabulary_head": layers.VocabularyParallelHead,
     "heads": layers.HeadParallel,
     "biased_heads": layers.BiasedHeadParallel,
+    "narrowed_heads": attention.NarrowedHeadParallel,
+    "ngram_attention": attention.NgramAttentionParallel,
+    "reformer_attention": attention.ReformerAttentionParallel,
+    "renewed": attention.RenewedAttention,
+    "gathered_input": layers.GatheredInput,
+    "grouped_column": layers.GroupedColumnParallel,
+    "quantized_embedding": layers.QuantizedEmbeddingParallel,
     "wavlm_attention": attention.WavLMAttentionParallel,
     "xlnet_attention": attention.XLNetAttentionParallel,
-    "norm": layers.RMSNormParallel,
-    "head_norms": layers.HeadNormsParallel,
+    "norm": norms.RMSNormParallel,
+    "gated_norm": norms.GatedRMSNormParallel,
+    "gaussian_topk": norms.GaussianTopKParallel,
+    "head_norms": norms.HeadNormsParallel,
 }
 
 
@@ -35,6 +45,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
     Returns:
         The switch by which the model's layers show what a caller wants to see.
     """
+    register(communicator)
     recording = layers.Recording()
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)
@@ -45,9 +56,9 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
             module.recording = recording
         for name, value in layer.attributes[rank].items():
             set_attribute(module, name, value)
-        if layer.kind == "vocabulary_embedding":
+        if isinstance(module, layers.VocabularyParallelEmbedding):
             # torch checks it against the rows held here; it only matters to gradients.
-            module.padding_idx = None
+            module.padding_idx = None  # type: ignore[assignment]
     return recording
 
 

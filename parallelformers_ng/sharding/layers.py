@@ -10,16 +10,18 @@ whatever else the module carries (hooks, attributes, a subclass's own forward) s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.traced import all_gather, all_reduce
 from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.policy import Place
 
 
 class ParallelLayer(nn.Module):
@@ -42,18 +44,15 @@ class RowParallel(ParallelLayer):
     Rank 0 holds b and the others zeros, so it is added once.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.communicator.all_reduce(super().forward(*args, **kwargs))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
 
 
 class Reduced(ParallelLayer):
     """Sums what a module with cut parameters gives: its output, or the first item of a tuple of outputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (self.communicator.all_reduce(output[0]), *output[1:])
-        return self.communicator.all_reduce(output)
+        return on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
 
 
 class GatheredColumnParallel(ParallelLayer):
@@ -61,12 +60,50 @@ class GatheredColumnParallel(ParallelLayer):
 
     Attributes:
         gathered_sizes: outputs of each rank.
+        gathered_dim: their dimension; a convolution's is that of its channels.
     """
 
     gathered_sizes: Sequence[int]
+    gathered_dim: int = -1
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.communicator.all_gather(super().forward(*args, **kwargs), dim=-1, sizes=self.gathered_sizes)
+        part = super().forward(*args, **kwargs)
+        return all_gather(self.communicator, part, self.gathered_dim, self.gathered_sizes)
+
+
+class GatheredInput(ParallelLayer):
+    """Puts its inputs together, of which each rank has some, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
+
+    Attributes:
+        input_sizes: inputs that each rank has to give, 0 for a rank with nothing but a copy.
+    """
+
+    input_sizes: Sequence[int]
+
+    def forward(self, part: torch.Tensor) -> torch.Tensor:
+        own = part.narrow(-1, 0, self.input_sizes[self.communicator.rank])
+        return super().forward(all_gather(self.communicator, own, -1, self.input_sizes))
+
+
+class GroupedColumnParallel(ParallelLayer):
+    """A convolution in groups of channels of which this rank computes some outputs, each from its own group's inputs.
+
+    Attributes:
+        pieces: for each group that has outputs here, the range of its input channels and how many outputs they are.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    pieces: Sequence[tuple[int, int, int]]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        counts = [count for *_, count in self.pieces]
+        biases = [None] * len(counts) if self.bias is None else self.bias.split(counts)
+        outputs = [
+            nn.functional.conv1d(states[:, start:stop], weight, bias, self.stride, self.padding, self.dilation)
+            for (start, stop, _), weight, bias in zip(self.pieces, self.weight.split(counts), biases, strict=True)
+        ]
+        return torch.cat(outputs, dim=1) if outputs else states[:, :0]
 
 
 class VocabularyParallelEmbedding(ParallelLayer):
@@ -90,8 +127,11 @@ class VocabularyParallelEmbedding(ParallelLayer):
         else:
             local = input - self.first_row
             elsewhere = (local < 0) | (local >= self.row_count)
-            found = super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.communicator.all_reduce(found)
+            found = self._look_up(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return all_reduce(self.communicator, found)
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows)
 
     def _check_range(self, ids: torch.Tensor) -> None:
         """A whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on every rank."""
@@ -104,6 +144,16 @@ class VocabularyParallelEmbedding(ParallelLayer):
                 raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
         else:
             torch._assert_async(((ids >= 0) & (ids < size)).all())
+
+
+class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
+    """I-BERT's embedding, which gives a scaling factor as well: none, as long as it does not quantize."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(ids), None
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        return super()._look_up(rows)[0]
 
 
 class VocabularyParallelHead(GatheredColumnParallel):
@@ -126,39 +176,34 @@ class HeadParallel(ParallelLayer):
 
     Attributes:
         head_sizes: query heads of each rank, 0 for a rank without any.
-        weights_index: place of the weights among the outputs.
-        weights_dim: their dimension of heads.
+        weights_at: the outputs with a dimension of heads: their places, step by step, and that dimension.
         recording: shared by all layers of a model.
     """
 
     head_sizes: Sequence[int]
-    weights_index: int
-    weights_dim: int
+    weights_at: Sequence[tuple[tuple[Place, ...], int]]
     recording: Recording
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        if not self.recording.weights or not isinstance(output, tuple) or len(output) <= self.weights_index:
-            return output
-        weights = output[self.weights_index]
-        if not isinstance(weights, torch.Tensor):
-            return output
-        whole = self.gather_heads(weights, self.weights_dim)
-        return (*output[: self.weights_index], whole, *output[self.weights_index + 1 :])
+        if self.recording.weights:
+            for place, dim in self.weights_at:
+                output = replaced(output, place, partial(self.gather_heads, dim=dim))
+        return output
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
         """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
         out."""
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
-        return self.communicator.all_gather(own, dim=dim, sizes=self.head_sizes)
+        return all_gather(self.communicator, own, dim, self.head_sizes)
 
 
 class BiasedHeadParallel(HeadParallel):
     """Attention over this rank's heads where the model makes a bias for all heads outside: b ↦ b[heads of this rank].
 
     Attributes:
-        bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` or
-            `[batch · heads, …, keys]`.
+        bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or
+            more dimensions, or `[batch · heads, …, keys]` of three.
         head_indices: this rank's heads.
         head_count: heads of the whole model.
     """
@@ -177,49 +222,34 @@ class BiasedHeadParallel(HeadParallel):
 
     def _own_part(self, bias: torch.Tensor) -> torch.Tensor:
         heads = torch.tensor(self.head_indices, device=bias.device)
-        if bias.ndim == 4:
+        if bias.ndim >= 4:
             return bias if bias.shape[1] == 1 else bias.index_select(1, heads)
         return bias.unflatten(0, (-1, self.head_count)).index_select(1, heads).flatten(0, 1)
 
 
-class RMSNormParallel(ParallelLayer):
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over a width that is cut:
-
-        y = w ⊙ x / √(ε + Σᵣ ‖xᵣ‖² / N)
-
-    Attributes:
-        width: N, columns of the whole model.
-        counted: this rank's columns whose squares it adds; those that an earlier rank holds too are left to that rank.
-    """
-
-    weight: torch.Tensor
-    variance_epsilon: float
-    width: int
-    counted: Sequence[tuple[int, int]]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        inputs = hidden_states.to(torch.float32)
-        squares = inputs.new_zeros(*inputs.shape[:-1], 1)
-        for start, stop in self.counted:
-            squares = squares + inputs[..., start:stop].pow(2).sum(-1, keepdim=True)
-        mean = self.communicator.all_reduce(squares) / self.width
-        normalised = inputs * torch.rsqrt(mean + self.variance_epsilon)
-        return (self.weight * normalised).to(hidden_states.dtype)
+def on_tensor(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change an output, or the first item of a tuple of outputs."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-class HeadNormsParallel(ParallelLayer):
-    """A norm for each head, yₕ = normₕ(xₕ), over this rank's heads: dimension 1 of the input.
-
-    Attributes:
-        head_indices: this rank's heads, which choose from the list `norms`.
-    """
-
-    norms: nn.ModuleList
-    head_indices: Sequence[int]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        heads = hidden_states.split(1, dim=1)
-        return torch.cat([self.norms[index](head) for index, head in zip(self.head_indices, heads, strict=True)], dim=1)
+def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same outputs with the tensor at `place` changed; as they are, where there is none."""
+    step: Any
+    step, *rest = place
+    known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
+    if not known:
+        return output
+    found = output[step]
+    if rest:
+        found = replaced(found, rest, change)
+    elif isinstance(found, torch.Tensor):
+        found = change(found)
+    if isinstance(output, dict):
+        return {**output, step: found}
+    items = [*output[:step], found, *output[step + 1 :]]
+    if isinstance(output, list):
+        return items
+    return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
 
 
 @cache

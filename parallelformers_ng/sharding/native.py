@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.sharding.inference import Proposal
 from parallelformers_ng.sharding.policy import Column, Row, Rule
+from parallelformers_ng.sharding.proposal import Proposal
 from parallelformers_ng.sharding.structure import Layer
 
 _COLUMN = ("colwise", "local_colwise")

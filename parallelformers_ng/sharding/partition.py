@@ -55,7 +55,9 @@ def share_heads(query_heads: int, key_heads: int, world_size: int) -> list[HeadS
 
     Where the ratio of query to key/value heads differs within a rank (6 query and 3 key/value heads on 2 ranks: q0 q1
     read k0, q2 reads k1), grouped attention has no number to express it; the rank then holds its key/value heads once
-    per query head, and its groups are 1.
+    per query head, and its groups are 1. Of that and of whole groups for each rank (q0–q3 with k0 k1, q4 q5 with k2)
+    the one is taken whose largest rank has fewer rows of weights: 9 query and 3 key/value heads on 2 ranks are cut in
+    6 + 3 with 2 + 1, not in 5 + 4 with as many key/value heads.
 
     Raises:
         PolicyError: the query heads are not a multiple of the key/value heads.
@@ -63,8 +65,16 @@ def share_heads(query_heads: int, key_heads: int, world_size: int) -> list[HeadS
     if query_heads < 1 or key_heads < 1 or query_heads % key_heads:
         raise PolicyError(f"{query_heads} query heads cannot share {key_heads} key/value heads evenly")
     ratio = query_heads // key_heads
+    even = _share_queries(spread(query_heads, world_size), ratio)
+    if key_heads < world_size:
+        return even
+    groups = _share_queries([(start * ratio, stop * ratio) for start, stop in spread(key_heads, world_size)], ratio)
+    return min(even, groups, key=lambda shares: max(len(share.query) + len(share.key) for share in shares))
+
+
+def _share_queries(ranges: Sequence[Range], ratio: int) -> list[HeadShare]:
     shares = []
-    for start, stop in spread(query_heads, world_size):
+    for start, stop in ranges:
         if start == stop:
             shares.append(HeadShare(query=(0,), key=(0,), groups=1, idle=True))
             continue
@@ -91,13 +101,20 @@ def join(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(joined)
 
 
-def cut_width(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], world_size: int) -> list[tuple[Range, ...]]:
+def cut_width(
+    size: int,
+    parts: Sequence[Unit],
+    heads: Sequence[HeadShare],
+    world_size: int,
+    head_widths: Sequence[int] = (),
+) -> list[tuple[Range, ...]]:
     """Cut a dimension of `size`, packed from `parts`, for every rank.
 
     Args:
         size: length of the dimension.
         parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
         heads: the head shares of the surrounding attention, empty where there is none.
+        head_widths: columns of one head in each part; none where all heads are equally wide.
 
     Returns:
         For each rank the ranges it holds, in order.
@@ -106,7 +123,11 @@ def cut_width(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], worl
         PolicyError: the parts do not fit the size.
     """
     whole = {"query": _total(heads, "query"), "key": _total(heads, "key"), "column": 1}
-    if heads and "column" not in parts:
+    if head_widths:
+        widths = [head * whole[part] for part, head in zip(parts, head_widths, strict=True)]
+        if sum(widths) != size:
+            raise PolicyError(f"its parts are {' + '.join(map(str, widths))} wide, not {size}")
+    elif heads and "column" not in parts:
         units = sum(whole[part] for part in parts)
         if size % units:
             raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
@@ -133,13 +154,16 @@ def cut_width(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], worl
     return [join(ranges) for ranges in per_rank]
 
 
-def cut_interleaved(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare]) -> list[tuple[Range, ...]]:
+def cut_interleaved(
+    size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], head_widths: Sequence[int] = ()
+) -> list[tuple[Range, ...]]:
     """Cut a dimension of `size` in which each key/value head's group lies together: `q q k v | q q k v | …`.
 
     Args:
         size: length of the dimension.
         parts: the parts of one group: "query" stands for all its query heads, "key" for one key or value head.
         heads: the head shares of the surrounding attention.
+        head_widths: columns of one head in each part; none where all heads are equally wide.
 
     Returns:
         For each rank the ranges it holds, in order.
@@ -149,19 +173,23 @@ def cut_interleaved(size: int, parts: Sequence[Unit], heads: Sequence[HeadShare]
     """
     groups = _total(heads, "key")
     ratio = _total(heads, "query") // groups
-    units = sum(ratio if part == "query" else 1 for part in parts) * groups
-    if size % units:
-        raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
-    head = size // units
+    counts = [ratio if part == "query" else 1 for part in parts]
+    if not head_widths:
+        units = sum(counts) * groups
+        if size % units:
+            raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
+        head_widths = [size // units] * len(parts)
+    elif sum(count * head for count, head in zip(counts, head_widths, strict=True)) * groups != size:
+        raise PolicyError(f"its width {size} is not {groups} groups of {counts} heads, {list(head_widths)} wide each")
     per_rank = []
     for share in heads:
         ranges: list[Range] = []
         for index, group in enumerate(share.key):
             start = size // groups * group
-            for part in parts:
+            for part, count, head in zip(parts, counts, head_widths, strict=True):
                 mine = share.query[index * share.groups : (index + 1) * share.groups] if part == "query" else (0,)
                 ranges += [(start + query % ratio * head, start + (query % ratio + 1) * head) for query in mine]
-                start += head * (ratio if part == "query" else 1)
+                start += head * count
         per_rank.append(join(ranges))
     return per_rank
 
@@ -186,6 +214,31 @@ def count_once(per_rank: Sequence[Sequence[Range]]) -> list[tuple[Range, ...]]:
                 own.append((index, index + 1))
         counted.append(join(own))
     return counted
+
+
+def group_runs(
+    held: Sequence[Range], counted: Sequence[Range], group_width: int
+) -> tuple[tuple[int, int, int, bool], ...]:
+    """A rank's columns in runs that lie in one group of `group_width` and are counted here throughout or not at all.
+
+    Args:
+        held: the ranges it holds.
+        counted: the ranges, in its own columns, that it answers for (`count_once`).
+
+    Returns:
+        `(start, stop, group, is counted)` for each run, in the rank's own columns.
+
+    >>> group_runs([(2, 6)], [(0, 4)], 4)
+    ((0, 2, 0, True), (2, 4, 1, True))
+    """
+    columns = [column for start, stop in held for column in range(start, stop)]
+    mine = {index for start, stop in counted for index in range(start, stop)}
+    keyed = groupby(enumerate(columns), key=lambda item: (item[1] // group_width, item[0] in mine))
+    runs = []
+    for (group, is_counted), same in keyed:
+        indices = [index for index, _ in same]
+        runs.append((indices[0], indices[-1] + 1, group, is_counted))
+    return tuple(runs)
 
 
 def _total(heads: Sequence[HeadShare], unit: str) -> int:

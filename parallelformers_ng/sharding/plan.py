@@ -15,8 +15,10 @@ import torch
 from parallelformers_ng.sharding.partition import Range
 
 LayerKind = Literal[
-    "column", "gathered_column", "row", "reduced", "norm", "head_norms",
+    "column", "gathered_column", "row", "reduced", "norm", "gated_norm", "gaussian_topk", "head_norms",
     "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads", "wavlm_attention", "xlnet_attention",
+    "narrowed_heads", "ngram_attention", "reformer_attention", "renewed",
+    "gathered_input", "grouped_column", "quantized_embedding",
 ]  # fmt: skip
 
 
@@ -174,10 +176,13 @@ class ShardPlan:
 
     @property
     def cut_share(self) -> float:
-        """Share of the cuttable bytes (Linear, Conv1D, Embedding, stacked experts) that are cut, between 0 and 1."""
+        """Share of the cuttable bytes (Linear, Conv1D, Embedding, stacked experts) that are cut, between 0 and 1.
+
+        It is 1 where there are none.
+        """
         cuttable = [tensor for tensor in self.stored() if tensor.name in self.cuttable]
         total = sum(tensor.bytes_whole for tensor in cuttable)
-        return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 0.0
+        return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""

@@ -18,6 +18,23 @@ Unit = Literal["", "query", "key", "column"]
 """What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module
 with a `Heads` rule and "column" elsewhere."""
 
+Place = int | str
+"""Where a tensor is among the outputs of a module: an index in a tuple or a key in a dictionary."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several projections packed in one layer whose heads differ in width: the pieces of a state-space mixer.
+
+    Args:
+        unit: "query" or "key": which heads it is made of.
+        width: columns of one of them, as a number or as the attribute that holds it, on the module with the `Heads`
+            rule.
+    """
+
+    unit: Unit
+    width: int | str
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -33,18 +50,24 @@ class Column(Rule):
             than query heads.
         fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
             `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
-            Each part is cut on its own. Projections interleaved *per head* (Bloom) are one part: a head is contiguous.
+            Each part is cut on its own; one whose heads have a width of their own is a `Part`. Projections interleaved
+            *per head* (Bloom) are one part: a head is contiguous.
         interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
             group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
         heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
         gather: put the cut outputs together again, for a layer whose reader needs all of them.
+        gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
+        widths: attributes of the module that holds the layer that are as large as its outputs are many (`conv_dim`),
+            where the forward reads them.
     """
 
     unit: Unit = ""
-    fused: int | tuple[Unit, ...] = 1
-    interleaved: tuple[Unit, ...] = ()
+    fused: int | tuple[Unit | Part, ...] = 1
+    interleaved: tuple[Unit | Part, ...] = ()
     heads: str | None = None
     gather: bool = False
+    gather_inputs: bool = False
+    widths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,14 +96,20 @@ class Heads(Rule):
 
     Args:
         query: attribute that holds the number of query heads.
-        key: attribute that holds the number of key/value heads; "" where it is the number of query heads.
+        key: attribute that holds the number of key/value heads; "" where `groups` says it, or where it is the number
+            of query heads.
         groups: attribute that holds query heads per key/value head, "" where the module has none.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: the same for attributes proportional to the key/value heads.
-        weights: place of the attention weights among the module's outputs.
+        weights: place of the attention weights among the module's outputs: an index, a key, or several one after
+            another; None where it gives none of its own.
         weights_dim: their dimension of heads.
+        more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
         biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
-            (ALiBi). Each rank takes those of its heads: dimension 1 of four, or dimension 0 (batch × heads) of three.
+            (ALiBi). Each rank takes those of its heads: dimension 1 of four or more, or dimension 0 (batch × heads) of
+            three.
+        fresh: attributes that keep a state from call to call, as wide as all heads; a rank begins without.
+        input_width: the forward takes the width of its merged heads from its input and not from an attribute.
         layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the
             heads as it is; "" for all others.
     """
@@ -90,10 +119,13 @@ class Heads(Rule):
     groups: str = ""
     scaled: tuple[str, ...] = ()
     scaled_key: tuple[str, ...] = ()
-    weights: int = 1
+    weights: Place | tuple[Place, ...] | None = 1
     weights_dim: int = 1
+    more_weights: tuple[tuple[Place, int], ...] = ()
     biases: tuple[str, ...] = ()
-    layer: Literal["", "wavlm_attention", "xlnet_attention"] = ""
+    fresh: tuple[str, ...] = ()
+    input_width: bool = False
+    layer: Literal["", "ngram_attention", "reformer_attention", "wavlm_attention", "xlnet_attention"] = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +135,12 @@ class Experts(Rule):
     For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Their geometry
     (transposed, gate and up side by side or interleaved, biases) comes from the attributes of transformers' experts
     interface.
+
+    Args:
+        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
     """
+
+    reduce: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,14 +150,15 @@ class Slice(Rule):
     Args:
         dim: the dimension to cut.
         unit: what that dimension is counted in, as in `Column`.
-        fused: parts packed along it, as in `Column`.
+        fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
+            `Heads` rule.
         heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
         partial: its products are summed over the ranks, so a rank without heads holds zeros.
     """
 
     dim: int
     unit: Unit = ""
-    fused: int | tuple[Unit, ...] = 1
+    fused: int | str | tuple[Unit | Part, ...] = 1
     heads: str | None = None
     partial: bool = False
 
@@ -131,9 +169,38 @@ class Reduce(Rule):
 
 
 @dataclass(frozen=True)
+class Vocabulary(Rule):
+    """Cut an embedding by rows: each rank looks up the ids that it holds, and the results are summed. Needed for tables
+    that the model does not name as its input embeddings."""
+
+
+@dataclass(frozen=True)
+class Gather(Rule):
+    """Put a module's cut outputs together, for one that uses the weights of a cut layer past that layer.
+
+    Args:
+        layer: path, beneath the module, of the layer whose outputs it computes.
+    """
+
+    layer: str
+
+
+@dataclass(frozen=True)
+class Renewed(Rule):
+    """Says that a module may put another attention in the place of one of its own while it runs (`set_attention_type`);
+    the new one takes over the share of heads.
+
+    Args:
+        attention: name of the child that is replaced, which has a `Heads` rule above this one.
+    """
+
+    attention: str
+
+
+@dataclass(frozen=True)
 class Norm(Rule):
     """Normalise cut outputs by the root mean square of all of them, as the whole model does; the ranks sum their
-    squares.
+    squares. Groups of columns with a root mean square each, and a gate, come from the norm itself.
 
     A norm per head needs no rule: its width is not cut.
 
@@ -158,14 +225,23 @@ class HeadNorms(Rule):
     unit: Unit = "query"
 
 
+@dataclass(frozen=True)
+class GaussianTopK(Rule):
+    """Keep of cut outputs those that stand out from the mean and the deviation of all of them; the ranks sum both. For
+    a module whose forward does so in `_gaussian_topk` (Gemma 3n's MLP)."""
+
+
 class Policy:
     """How the layers of one block class are cut. Subclass it; write no methods.
 
     Attributes:
-        block: class name of the module the plan's paths are relative to, or several that share one layout.
-        plan: path beneath the block → rule. "" is the block itself. A path matches in every block of the model where
-            it exists and must match in at least one.
+        block: class name of the module the plan's paths are relative to, or several that share one layout. A name that
+            families share is preceded by its package: "ctrl.EncoderLayer".
+        plan: path beneath the block → rule. "" is the block itself, and a `*` stands for any one name. A path matches
+            in every block of the model where it exists and must match in at least one.
         optional: paths (each with all that lies beneath) that a configuration may leave out, e.g. cross-attention.
+        holds: paths of layers without which a module of that name is another block, as in an earlier release of
+            transformers; the policy then leaves it alone.
         requires: attribute path beneath the block → the value for which the plan is right, for settings that change how
             the forward computes. A model with another value is refused.
     """
@@ -173,6 +249,7 @@ class Policy:
     block: ClassVar[str | tuple[str, ...]] = ()
     plan: ClassVar[dict[str, Rule]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
+    holds: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[dict[str, object]] = {}
 
     @classmethod

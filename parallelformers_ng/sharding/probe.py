@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.sharding.structure import setting
+from parallelformers_ng.sharding.sample_inputs import SampleInputs
 
-BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
-_SAMPLES = 4000
 _CROSS = re.compile(
     r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
 )
-_FRAMES = 64
 
 
 def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
@@ -27,15 +24,15 @@ def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
         model: a transformers model or a part of one.
         seed: of the random values.
     """
-    maker = _Maker(model, seed)
-    yield from maker.images_in_text()
+    maker = SampleInputs(model, seed)
+    yield from _media_in_text(maker)
     named = maker.names
     text = [name for name in ("input_ids",) if name in named]
     main = getattr(model, "main_input_name", "input_ids")
     main = main if main in named else next(iter(named), "")
     if "encoder_hidden_states" in named and any(_CROSS.search(name) for name, _ in model.named_modules()):
         yield maker.arguments({main, "encoder_hidden_states", *text, *maker.required}, "plain", True)
-    for image in ("plain", "flat", "video", "wide"):
+    for image in ("plain", "flat", "patches", "video", "wide"):
         for mask in (True, False):
             yield maker.arguments({main, *text, *maker.required}, image, mask)
         yield maker.arguments({main, *maker.required}, image, False)
@@ -43,190 +40,84 @@ def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
     yield maker.arguments({main, *maker.required}, "plain", False, rows=1)
 
 
-class _Maker:
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.model = model
-        self.config: Any = getattr(model, "config", None)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        parameters = inspect.signature(model.forward).parameters
-        plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self.names = {name for name, p in parameters.items() if p.kind in plain}
-        self.required = {name for name, p in parameters.items() if p.kind in plain and p.default is p.empty}
+def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
+    """Texts with as many placeholder tokens as the model makes of an image, of a sound, and of both."""
+    if "input_ids" not in maker.names:
+        return
+    images = next(_images(maker), None)
+    sounds = next(_sounds(maker), None)
+    if images and sounds:
+        yield _text(maker, images, sounds)
+    for media in (images, sounds):
+        if media:
+            yield _text(maker, media)
 
-    def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for name in sorted(wanted & self.names):
-            value = self.value(name, image, rows)
-            if value is not None:
-                made[name] = value
-        if mask and "input_ids" in made and "attention_mask" in self.names:
-            made["attention_mask"] = torch.ones(made["input_ids"].shape, dtype=torch.long)
-        encoded = any(name in made for name in ("input_ids", "input_features", "input_values", "pixel_values"))
-        if "decoder_input_ids" in self.names and encoded and self.is_encoder_decoder():
-            made["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
-        return made
 
-    def is_encoder_decoder(self) -> bool:
-        return bool(getattr(self.config, "is_encoder_decoder", False)) or "decoder_input_ids" in self.required
+Media = tuple[int, int, dict[str, Any]]
+"""Its placeholder token, how many of these stand for it, and the arguments that carry it."""
 
-    # -- single arguments ----------------------------------------------------------------------------------------
 
-    def value(self, name: str, image: str, rows: int) -> Any:
-        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids"):
-            return self.ids(rows, LENGTH)
-        if name in ("attention_mask", "text_attention_mask"):
-            return torch.ones(rows, LENGTH, dtype=torch.long)
-        if name in ("pixel_values", "pixel_values_videos", "flattened_patches", "images", "pixel_values_images"):
-            return self.pixels(image if name != "pixel_values_videos" else "video", rows)
-        if name in ("input_features", "input_values", "audio_values", "input_spectrogram", "spectrogram", "waveform"):
-            return self.sound(name, image, rows)
-        if name == "encoder_hidden_states":
-            width = self.find(
-                "encoder_hidden_size", "cross_attention_dim", "hidden_size", "d_model", "n_embd", default=32
-            )
-            return self.randn(rows, LENGTH - 2, int(width))
-        if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
-            return self.states(image, rows)
-        if name in ("grid_thw", "image_grid_thw"):
-            return torch.tensor([[1, 4, 4]])
-        if name in ("past_values", "past_observed_mask", "future_values", "past_time_features", "future_time_features"):
-            return self.series(name, rows)
-        if name == "bbox":
-            return torch.zeros(rows, LENGTH, 4, dtype=torch.long)
-        if name == "return_loss":
-            return False
-        return None
+def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:
+    pieces = [maker.ids(1, 3)]
+    arguments: dict[str, Any] = {}
+    for token, count, given in media:
+        pieces += [torch.full((1, count), token), maker.ids(1, 4)]
+        arguments |= given
+    ids = torch.cat(pieces, dim=1)
+    arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    kinds = torch.zeros_like(ids)
+    for kind, (token, _, _) in enumerate(media, start=1):
+        kinds[ids == token] = kind
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in maker.names:
+            arguments[name] = kinds
+    return arguments
 
-    def find(self, *names: str, default: Any = None) -> Any:
-        """The first of these attributes that the configuration or one inside it has."""
-        configs = [self.config]
-        for config in configs:
-            for key in names:
-                value = None if config is None else setting(config, key)
-                if value is not None and not isinstance(value, str):
-                    return value
-            inner = [v for v in vars(config).values() if hasattr(v, "to_dict")] if config is not None else []
-            configs += inner
-        return default
 
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+def _images(maker: SampleInputs) -> Iterator[Media]:
+    token = maker.find("image_token_id", "image_token_index")
+    method = getattr(maker.model, "get_image_features", None)
+    if not isinstance(token, int) or method is None or "pixel_values" not in maker.names:
+        return
+    grids = "image_grid_thw" in maker.names
+    for image in ("flat", "patches") if grids else ("plain", "video"):
+        given: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
+        if grids:
+            given["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        if "image_sizes" in maker.names:
+            given["image_sizes"] = torch.tensor([list(maker.image_size())])
+        if count := _tokens_of(method, given):
+            yield token, count, given
 
-    def ids(self, rows: int, length: int) -> torch.Tensor:
-        vocabularies = [
-            m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > 40
-        ]
-        size = int(self.find("vocab_size", default=min(vocabularies, default=32)))
-        special = self.special_ids()
-        usable = [index for index in range(3, min(size, 500)) if index not in special]
-        picks = torch.randint(0, len(usable), (rows, length), generator=self.generator)
-        return torch.tensor(usable)[picks]
 
-    def special_ids(self) -> set[int]:
-        found: set[int] = set()
-        configs = [self.config]
-        for config in configs:
-            for key, value in vars(config).items() if config is not None else ():
-                if hasattr(value, "to_dict"):
-                    configs.append(value)
-                elif key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
-                    found.add(value)
-                elif key.endswith("token_id") and isinstance(value, list):
-                    found.update(v for v in value if isinstance(v, int))
-        return found
+def _sounds(maker: SampleInputs) -> Iterator[Media]:
+    token = maker.find("audio_token_id", "audio_token_index")
+    method = getattr(maker.model, "get_audio_features", None)
+    name = next((n for n in ("input_features", "input_values") if n in maker.names), "")
+    if not isinstance(token, int) or method is None or not name:
+        return
+    for image in ("plain", "flat", "video", "wide"):
+        sound = maker.sound(name, image, 1)
+        for frames in dict.fromkeys((sound.shape[-1], sound.shape[1])):
+            given: dict[str, Any] = {name: sound}
+            for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
+                if mask in maker.names:
+                    given[mask] = torch.ones(1, frames, dtype=torch.long)
+            if count := _tokens_of(method, given):
+                yield token, count, given
 
-    def image_size(self) -> tuple[int, int]:
-        size = self.find("image_size", "img_size", "input_size", default=64)
-        if isinstance(size, dict):
-            size = (size.get("height", 64), size.get("width", 64))
-        if isinstance(size, (list, tuple)):
-            return (int(size[-2]), int(size[-1])) if len(size) >= 2 else (int(size[0]), int(size[0]))
-        return int(size), int(size)
 
-    def pixels(self, image: str, rows: int) -> torch.Tensor:
-        channels = self.find("num_channels", "in_channels", "in_chans", default=3)
-        channels = channels if isinstance(channels, int) else 3
-        height, width = self.image_size()
-        if image == "video":
-            frames = self.find("num_frames", "frames_per_clip", "temporal_patch_size", default=2)
-            return self.randn(rows, int(frames), channels, height, width)
-        if image == "flat":
-            patch = self.find("patch_size", default=16)
-            patch = patch if isinstance(patch, int) else patch[-1]
-            temporal = self.find("temporal_patch_size", default=1)
-            return self.randn(16, channels * int(temporal) * patch * patch)
-        if image == "wide":
-            return self.randn(rows, channels, 224, 224)
-        return self.randn(rows, channels, height, width)
-
-    def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
-        bins = self.find("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", default=80)
-        if name == "input_values" and image == "plain":
-            return self.randn(rows, _SAMPLES)
-        if name == "input_values" and image == "flat":
-            return self.randn(rows, 1, _SAMPLES)
-        positions = self.find("max_source_positions", default=0)
-        length = self.find("max_length", default=_FRAMES) if name == "input_values" else _FRAMES
-        if name == "input_features" and positions and image == "plain":
-            return self.randn(rows, int(bins), 2 * int(positions))
-        if image == "video":
-            return self.randn(rows, int(bins), _FRAMES)
-        return self.randn(rows, int(length), int(bins))
-
-    def states(self, image: str, rows: int) -> torch.Tensor:
-        if "grid_thw" in self.names:
-            return self.pixels("flat", rows)
-        width = self.find("hidden_size", "d_model", "n_embd", default=32)
-        return self.randn(rows, LENGTH, int(width))
-
-    def series(self, name: str, rows: int) -> torch.Tensor | None:
-        context = int(self.find("context_length", "prediction_length", default=16))
-        lags = max(self.find("lags_sequence", default=[0]) or [0])
-        past = context + (lags if isinstance(lags, int) else 0)
-        future = int(self.find("prediction_length", default=4) or 4)
-        inputs = int(self.find("num_input_channels", default=0) or 0)
-        if name == "past_values":
-            return self.randn(rows, past, inputs) if inputs else self.randn(rows, past)
-        if name == "past_observed_mask":
-            return torch.ones(rows, past, inputs) if inputs else torch.ones(rows, past)
-        if name == "future_values":
-            return None if inputs else self.randn(rows, future)
-        count = max(1, int(self.find("num_time_features", default=0) or 0) or 1)
-        return self.randn(rows, past if name.startswith("past") else future, count)
-
-    # -- images inside a text ------------------------------------------------------------------------------------
-
-    def images_in_text(self) -> Iterator[dict[str, Any]]:
-        """A text with as many image tokens as the model makes of an image."""
-        token = self.find("image_token_id", "image_token_index")
-        maker = getattr(self.model, "get_image_features", None)
-        if not isinstance(token, int) or maker is None or not {"input_ids", "pixel_values"} <= self.names:
-            return
-        grids = "image_grid_thw" in self.names
-        for image in ("flat",) if grids else ("plain", "video"):
-            pixels = self.pixels(image, 1)
-            extra: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, 4, 4]])} if grids else {}
-            if "image_sizes" in self.names:
-                extra["image_sizes"] = torch.tensor([list(self.image_size())])
-            count = self._image_tokens(maker, pixels, extra)
-            if count:
-                ids = torch.cat([self.ids(1, 3), torch.full((1, count), token), self.ids(1, 4)], dim=1)
-                given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, **extra}
-                if "mm_token_type_ids" in self.names:
-                    given["mm_token_type_ids"] = (ids == token).long()
-                if "token_type_ids" in self.names:
-                    given["token_type_ids"] = (ids == token).long()
-                yield given
-
-    def _image_tokens(self, maker: Any, pixels: torch.Tensor, extra: dict[str, Any]) -> int:
-        accepted = inspect.signature(maker).parameters
-        try:
-            with torch.no_grad():
-                features = maker(pixels, **{name: value for name, value in extra.items() if name in accepted})
-        except Exception:  # any model code may run here; its refusal only means that this form of image is not its own
-            return 0
-        features = getattr(features, "pooler_output", features)
-        pieces = features if isinstance(features, (list, tuple)) else [features]
-        width = pieces[0].shape[-1] if isinstance(pieces[0], torch.Tensor) else 0
-        return sum(piece.numel() for piece in pieces) // width if width else 0
+def _tokens_of(method: Any, given: dict[str, Any]) -> int:
+    accepted = inspect.signature(method).parameters
+    free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in accepted.values())
+    try:
+        with torch.no_grad():
+            features = method(**{name: value for name, value in given.items() if free or name in accepted})
+    except Exception:  # any model code may run here; its refusal only means that this form is not its own
+        return 0
+    features = getattr(features, "pooler_output", features)
+    pieces = list(features) if isinstance(features, (list, tuple)) else [features]
+    if not pieces or not isinstance(pieces[0], torch.Tensor):
+        return 0
+    width = pieces[0].shape[-1]
+    return sum(piece.numel() for piece in pieces) // width if width else 0

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.sharding.policy import Policy
-from parallelformers_ng.sharding.selection import Selection, is_block, is_covered
+from parallelformers_ng.sharding.selection import Selection, block_names, is_block, is_covered
 
 __all__ = ["Selection", "is_block", "repeated_blocks", "select", "written_policies"]
 
@@ -35,7 +35,7 @@ def select(
         UnsupportedModelError: no policy fits.
     """
     customs = _check_custom(custom)
-    class_names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    class_names = {name for module in model.modules() for name in block_names(module)}
     for policy in customs:
         if not class_names & set(policy.blocks()):
             raise PolicyError(
@@ -44,6 +44,7 @@ def select(
             )
     taken = {name for policy in customs for name in policy.blocks()}
     written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
+    written = [p for p in written if not p.holds or any(is_block(module, p) for module in model.modules())]
     policies = (*customs, *written)
     sources = (["custom"] if customs else []) + (["written"] if written else [])
     selection = Selection(policies, "+".join(sources))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.sharding.policy import Policy
@@ -29,10 +30,19 @@ class Selection:
     vocabulary: bool = True
 
 
+def block_names(module: nn.Module) -> set[str]:
+    """The names by which a policy may call a module: those of its classes, alone and behind their package."""
+    names = set()
+    for cls in type(module).__mro__:
+        package = cls.__module__.rpartition(".")[0].rpartition(".")[2]
+        names |= {cls.__name__, f"{package}.{cls.__name__}"}
+    return names
+
+
 def is_block(module: nn.Module, policy: type[Policy]) -> bool:
-    """Whether `module` is a block of `policy`, by class name, a subclass included."""
-    names = policy.blocks()
-    return any(cls.__name__ in names for cls in type(module).__mro__)
+    """Whether `module` is a block of `policy`, by class name, a subclass included, and by the layers it must hold."""
+    named = not block_names(module).isdisjoint(policy.blocks())
+    return named and (not policy.holds or set(policy.holds) <= {name for name, _ in module.named_modules()})
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
@@ -44,7 +54,7 @@ def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[st
                 if path and not any(hasattr(child, "config_class") for child in module.children()):
                     found.add(path)
                 else:
-                    found.update(f"{path}.{rule}".strip(".") for rule in policy.plan)
+                    found.update(f"{path}.{rule.partition('*')[0]}".strip(".") for rule in policy.plan)
     return found
 
 
@@ -55,6 +65,8 @@ def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
     total = left = 0
     for path, module in model.named_modules():
         large = [p.numel() for p in module._parameters.values() if p is not None and p.ndim == 3]
+        if isinstance(module, _ConvNd):
+            large = []
         if isinstance(module, (nn.Linear, Conv1D)):
             large = [module.weight.numel()]
         if not large or path in vocabulary:

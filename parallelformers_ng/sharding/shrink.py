@@ -10,6 +10,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -23,7 +24,7 @@ _WIDTH = re.compile(
 _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
     r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
-    r"|max_size|depth_|input_size|cardinality|num_input|in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
 )
 _LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
 _NOT_LAYERS = re.compile(
@@ -33,45 +34,65 @@ _LAYER_NUMBERS = re.compile(
     r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
 )
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
-_WINDOW = re.compile(r"^(sliding_window|window_size|attention_window|local_window|attention_chunk_size)$")
+_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size)$")
+_BLOCK = re.compile(r"^(window_size|block_size)$")
 _EXPERTS = re.compile(r"^(?!.*(shared|per_tok|topk|top_k|selected|used)).*experts$")
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
+_HEAD_COUNT = re.compile(r"(^|_)(heads|n_head|nhead|num_head)$")
+_HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size|mrope_section")
 _TINY = 128
+_SCALED_FROM = 16
+"""Widths below are left alone."""
 VOCABULARY = 131
 
 
-def shrink(
-    config: PreTrainedConfig, spare: int = 0, keep_vocabulary: bool = False, keep_images: bool = False
-) -> PreTrainedConfig:
-    """A small copy of `config`; one that is small already comes back as it is.
+@dataclass(frozen=True)
+class Shrinking:
+    """What to spare, and what not.
 
-    Args:
+    Attributes:
         spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
             their own (norms over 32 groups, say).
         keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
         keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
+        heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
+            with so many heads that they cannot be made tiny otherwise.
     """
+
+    spare: int = 0
+    keep_vocabulary: bool = False
+    keep_images: bool = False
+    heads: int = 0
+
+
+def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
+    """A small copy of `config`; one that is small already comes back as it is."""
     small = copy.deepcopy(config)
     parts = list(_parts(small))
-    factor = min(1.0, _width_factor(parts) * 2**spare)
+    factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
+    fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
     ids: dict[int, int] = {}
     for part in parts:
         _shrink_layers(part)
         _shrink_experts(part)
-        if not keep_images:
+        if not shrinking.keep_images:
             _shrink_images(part)
         for name, value in list(_own(part)):
             if factor < 1 and _WIDTH.search(name) and not _NOT_WIDTH.search(name):
-                _set(part, name, _scale(value, factor))
+                _set(part, name, _scale(value, factor if _HEAD_WIDTH.search(name) else factor * fewer))
+            elif fewer < 1 and _HEAD_COUNT.search(name) and isinstance(value, int):
+                _set(part, name, max(1, int(value * fewer)))
             elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
                 _set(part, name, _scale_sections(part, value, factor))
             elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
                 _set(part, name, 256)
-            elif _WINDOW.match(name) and isinstance(value, int) and value > 64:
+            elif _WINDOW.match(name) and isinstance(value, int) and value > 8:
+                _set(part, name, 4)  # shorter than what the proof decodes
+            elif _BLOCK.match(name) and isinstance(value, int) and value > 64:
                 _set(part, name, 4)
-    if not keep_vocabulary:
+    if not shrinking.keep_vocabulary:
         for part in parts:
             _shrink_vocabulary(part, ids)
     return small
@@ -117,11 +138,23 @@ def _width_factor(parts: list[Any]) -> float:
     factor = 1.0
     while factor > 1 / 64 and max(mains) * factor > 48:
         smaller = factor / 2
-        if any(value * smaller < 8 or value * smaller % 2 for value in heads_dims):
+        if any(value * smaller < 8 or value * smaller % 2 for value in heads_dims if value >= _SCALED_FROM):
             break
         if any(value * smaller % 1 for value in mains) or min(mains) * smaller < 8:
             break
         factor = smaller
+    return factor
+
+
+def _fewer_heads(parts: list[Any], most: int) -> float:
+    """The smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
+    counts = [
+        value for part in parts for name, value in _own(part)
+        if _HEAD_COUNT.search(name) and isinstance(value, int) and value > 1
+    ]  # fmt: skip
+    factor = 1.0
+    while factor > 2**-most and all(count * factor / 2 >= 2 and count * factor / 2 % 1 == 0 for count in counts):
+        factor /= 2
     return factor
 
 
@@ -132,7 +165,7 @@ def _scale(value: Any, factor: float) -> Any:
         return {key: _scale(item, factor) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_scale(item, factor) for item in value)
-    if value < 16:
+    if value < _SCALED_FROM:
         return value
     scaled = value * factor
     return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)
@@ -169,6 +202,8 @@ def _shrink_layers(config: Any) -> None:
                 first = [list(pattern).index(kind) for kind in kinds]
                 if len(kinds) <= 6:
                     kept = max(kept, max(first) + 1)
+                if "hybrid" in kinds and pattern.count("hybrid") > 1:  # these share weights with one another
+                    kept = max(kept, pattern.index("hybrid", first[list(kinds).index("hybrid")] + 1) + 1)
         for period in (
             "full_attention_interval",
             "attn_layer_period",

@@ -45,7 +45,7 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
         if isinstance(embedding, nn.Embedding) and id(embedding) in paths:
             _add_embedding(found, paths[id(embedding)], embedding)
         head = _ask(module.get_output_embeddings)
-        if isinstance(head, nn.Linear) and id(head) in paths:
+        if isinstance(head, nn.Linear) and id(head) in paths and not _holds_layers(head):
             path = paths[id(head)]
             tensors = (f"{path}.weight",) if head.bias is None else (f"{path}.weight", f"{path}.bias")
             found[path] = VocabularyLayer(path, "vocabulary_head", head.weight.shape[0], tensors)
@@ -66,8 +66,13 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
 
 def _add_embedding(found: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
     """Note an embedding, unless it renormalises its rows in place, which a rank can do only to its own."""
-    if embedding.max_norm is None:
+    if embedding.max_norm is None and not _holds_layers(embedding):
         found[path] = VocabularyLayer(path, "vocabulary_embedding", embedding.weight.shape[0], (f"{path}.weight",))
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    """Whether there are further layers inside: then it is more than its rows (a part for added tokens, an adapter)."""
+    return any(True for _ in module.children())
 
 
 def _ask(accessor: object) -> nn.Module | None:

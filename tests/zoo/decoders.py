@@ -82,14 +82,15 @@ def decoder(
     key_heads: int = 3,
     tied: bool = False,
     width: int = 74,
+    layers: int = 2,
     attention: str = "sdpa",
     **options: Any,
 ) -> PreTrainedModel:
     """A Llama-shaped decoder of `family` ("Llama", "Mistral", …)."""
     config = getattr(tf, f"{family}Config")(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=width, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=key_heads, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
-        **SPECIAL_IDS, **options,
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=8, max_position_embeddings=64,
+        tie_word_embeddings=tied, **SPECIAL_IDS, **options,
     )  # fmt: skip
     return build(getattr(tf, f"{family.removesuffix('Text')}ForCausalLM"), config, attention=attention)
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import select
-from parallelformers_ng.sharding.twin import Twin, difference, make_twin, run
+from parallelformers_ng.sharding.twin import Twin, difference, run
+from parallelformers_ng.sharding.twin_making import make_twin
 from tests.zoo.catalogue import model_classes
+from tests.zoo.decoding import draws_of_each_thread, generate
 from tests.zoo.overrides import configuration
 
 SEED = 20
@@ -37,7 +40,8 @@ class Verdict:
         reason: in words, unless equal.
         source: where the policies came from.
         share: share of the cuttable bytes that are cut, 0 to 1.
-        compared: what was compared: "forward", "parts", "tokens".
+        compared: what was compared: "forward", "parts", single "layers", and the ways of decoding ("greedy", "beam",
+            "sampled").
         seconds: what it took.
     """
 
@@ -69,7 +73,8 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,)) -> list[dict[str
     for size in world_sizes:
         start = time.monotonic()
         verdict = Verdict(model_type, class_name, size, "equal")
-        _compare(twin, verdict)
+        with draws_of_each_thread():
+            _compare(twin, verdict)
         verdict.seconds = round(time.monotonic() - start, 2)
         verdicts.append(asdict(verdict))
     return verdicts
@@ -85,45 +90,53 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
         return
     verdict.source, verdict.share = plan.source, round(plan.cut_share, 4)
 
-    def ranks(body: Callable[[Any], Any]) -> list[Any]:
-        return run_ranks(size, lambda communicator: body(cut(twin.model, plan, communicator.rank, communicator)))
-
-    compared = []
+    # A layer that a written policy cuts within its block, unseen by these inputs, gives a part of what it gives whole.
+    parts_only = {layer.path for layer in plan.layers if layer.kind in ("column", "row")}
+    probes = [p for p in twin.probes if p.path not in twin.lone or p.path not in parts_only]
+    twin = replace(twin, probes=probes)
+    wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, twin.model))
+    parts = ["layers" if p.path in twin.lone else "parts" if p.path else "forward" for p in twin.probes]
+    compared = {*parts, *wanted.tokens}
     try:
-        for probe in twin.probes:
-            with torch.no_grad():
-                results = ranks(lambda share, probe=probe: _run(share, probe.path, probe.inputs))
-            for got in results:
-                gaps = [difference(g, w) for g, w in zip(got, probe.wanted, strict=True)]
-                if max(gaps, default=0.0) > TOLERANCE:
-                    verdict.status, verdict.reason = "wrong", f"{probe.path or 'forward'}: differs by {max(gaps):.2g}"
-                    return
-            compared.append("parts" if probe.path else "forward")
-        tokens = _tokens(twin, twin.model)
-        if tokens is not None:
-            if not all(torch.equal(got, tokens) for got in ranks(lambda share: _tokens(twin, share, strict=True))):
-                verdict.status, verdict.reason = "wrong", "generates other tokens"
-                return
-            compared.append("tokens")
+        answers = run_ranks(size, lambda communicator: _answers(twin, plan, communicator, set(wanted.tokens)))
     except Exception as error:  # a rank that raises where the whole model does not is as wrong as other numbers
         verdict.status, verdict.reason = "wrong", f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    verdict.compared = ", ".join(dict.fromkeys(compared))
+        return
+    verdict.compared = ", ".join(sorted(compared))
+    for got in answers:
+        if problem := _problem(twin, got, wanted):
+            verdict.status, verdict.reason = "wrong", problem
+            return
 
 
-def _run(share: Any, path: str, inputs: dict[str, Any]) -> list[torch.Tensor]:
+@dataclass
+class _Answers:
+    """What a model says on its probes.
+
+    Attributes:
+        outputs: for each probe the tensors of its output.
+        tokens: way of decoding → the tokens it gives.
+    """
+
+    outputs: list[list[torch.Tensor]]
+    tokens: dict[str, torch.Tensor]
+
+
+def _answers(twin: Twin, plan: ShardPlan, communicator: Communicator, decodings: set[str]) -> _Answers:
+    """Those of one rank."""
+    share = cut(twin.model, plan, communicator.rank, communicator)
     with torch.no_grad():
-        return run(share.get_submodule(path), inputs)
+        outputs = [run(share.get_submodule(probe.path), probe.inputs) for probe in twin.probes]
+    return _Answers(outputs, generate(twin, share, decodings))
 
 
-def _tokens(twin: Twin, model: Any, strict: bool = False) -> torch.Tensor | None:
-    """Greedy tokens; None for a model that does not generate from the inputs of its forward."""
-    if twin.probes[0].path or not model.can_generate():
-        return None
-    inputs = {n: v for n, v in twin.probes[0].inputs.items() if not n.startswith("decoder_")}
-    try:
-        tokens = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, num_beams=1)
-    except Exception:
-        if strict:
-            raise
-        return None
-    return tokens if isinstance(tokens, torch.Tensor) else None
+def _problem(twin: Twin, got: _Answers, wanted: _Answers) -> str:
+    """The first difference, in words; "" where there is none."""
+    for probe, mine, whole in zip(twin.probes, got.outputs, wanted.outputs, strict=True):
+        gap = max((difference(g, w) for g, w in zip(mine, whole, strict=True)), default=0.0)
+        if gap > TOLERANCE:
+            return f"{probe.path or 'forward'}: differs by {gap:.2g}"
+    for name, tokens in wanted.tokens.items():
+        if not torch.equal(got.tokens[name], tokens):
+            return f"{name} decoding gives other tokens"
+    return ""

@@ -19,6 +19,34 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "aya_vision": {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "intermediate_size": 4304,
+            "image_size": 384,
+            "num_hidden_layers": 4,
+            "vision_use_head": False,
+        }
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 40, "<pad>": 1, "IMGIMGA1Z": 41, "IMGIMGA2Z": 42}},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}},
+    "qwen3_omni_moe": {"talker_config": {"text_config": {"shared_expert_intermediate_size": 768}}},
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 2,
+            "indexer_head_dim": 64,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 2,
+        }
+    },
+    "perceiver": {"num_self_attends_per_block": 2},
+    "pp_ocrv6_medium_det": {"kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 2, 2]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 

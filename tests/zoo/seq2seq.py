@@ -20,7 +20,9 @@ def t5(heads: int = 6, gated: bool = False, tied: bool = True) -> PreTrainedMode
     return build(tf.T5ForConditionalGeneration, config)
 
 
-def bart(family: str = "Bart", head: str = "ForConditionalGeneration", **options: Any) -> PreTrainedModel:
+def bart(
+    family: str = "Bart", head: str = "ForConditionalGeneration", attention: str = "sdpa", **options: Any
+) -> PreTrainedModel:
     """A BART-shaped model of `family` ("Bart", "Pegasus", …) whose encoder and decoder differ in heads and width."""
     settings = {
         "vocab_size": VOCABULARY, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
@@ -29,7 +31,7 @@ def bart(family: str = "Bart", head: str = "ForConditionalGeneration", **options
         "decoder_start_token_id": 2, "forced_eos_token_id": None, **options,
     }  # fmt: skip
     config = getattr(tf, f"{family}Config")(**settings)
-    return build(getattr(tf, family + head), config)
+    return build(getattr(tf, family + head), config, attention=attention)
 
 
 CASES = [

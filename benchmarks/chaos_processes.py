@@ -1,0 +1,218 @@
+"""Suites about processes: killed parents, Ctrl-C in a REPL, many starts one after another and at once."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+from tqdm import tqdm
+
+from benchmarks.chaos_figures import Figure
+from parallelformers_ng import parallelize
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.terminal import Terminal
+from tests.zoo.case import token_ids
+from tests.zoo.decoders import gpt2
+
+_ROOT = Path(__file__).parent.parent
+
+
+def parents(count: int, seed: int) -> list[Figure]:
+    """Kill a forked child of this process, which parallelizes: mostly at random moments of the start, which is long,
+    and else while it serves."""
+    source = random.Random(seed)
+    folder = tempfile.mkdtemp()
+    shared = set(os.listdir("/dev/shm"))
+    seconds, left = [], 0
+    for _ in tqdm(range(count), "parents", disable=None):
+        ready, announce = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _be_a_parent(folder, source.choice(["auto", "gloo"]), announce)
+        os.close(announce)
+        if source.random() < 0.2:
+            os.read(ready, 1)
+            time.sleep(source.uniform(0.0, 0.3))
+        else:
+            time.sleep(source.uniform(0.0, 6.0))
+        os.close(ready)
+        os.kill(child, signal.SIGKILL)
+        killed = time.monotonic()
+        os.waitpid(child, 0)
+        while (alive := workers_of(child)) and time.monotonic() < killed + 10:
+            time.sleep(0.02)
+        seconds.append(time.monotonic() - killed)
+        left += len(alive) + len(os.listdir(folder)) + len(set(os.listdir("/dev/shm")) - shared)
+    shutil.rmtree(folder)
+    return [
+        Figure("kill to last worker gone, max, s", "max", 2.0, seconds),
+        Figure("processes, names and files left", "sum", 0, [left]),
+    ]
+
+
+def _be_a_parent(folder: str, backend: str, announce: int) -> None:
+    """In the forked child: serve until the kill. Nothing that goes wrong here may lead back into the suite."""
+    try:
+        tempfile.tempdir = folder
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        model = parallelize(gpt2(), 2, device="cpu", backend=backend)
+        os.write(announce, b"!")
+        while True:
+            model.generate(token_ids(), max_new_tokens=8, do_sample=False)
+    finally:
+        os._exit(1)
+
+
+def workers_of(parent: int) -> list[int]:
+    """Workers that process `parent` started, by its id on their command line; zombies have none."""
+    ending = b"%d\0" % parent
+    found = []
+    for pid in psutil.pids():
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                line = file.read()
+        except OSError:  # it ended meanwhile
+            continue
+        if b"parallelformers_ng.runtime.worker\0" in line and line.endswith(b"\0" + ending):
+            found.append(pid)
+    return found
+
+
+_REPL = """
+import torch; torch.set_num_threads(1)
+from parallelformers_ng import parallelize
+from parallelformers_ng.model import deployment_of
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import gpt2
+inputs = text_inputs(); model = gpt2(); want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+_ = parallelize(model, 2, device="cpu"); pids = deployment_of(model).pids
+def right(): return torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)
+"""
+_LOOPS = (
+    "while True: out = model.generate(inputs['input_ids'], max_new_tokens=50, do_sample=False)\n\n",
+    "while True: out = model(inputs['input_ids'])\n\n",
+    "while True: out = model.generate(**inputs, max_new_tokens=3, do_sample=True, seed=1)\n\n",
+)
+
+
+def interrupts(count: int, seed: int) -> list[Figure]:
+    """Press Ctrl-C while a loop of calls runs, and ask again."""
+    source = random.Random(seed)
+    seconds, wrong, restarts, zombies = [], 0, 0, 0
+    with tempfile.TemporaryDirectory() as folder, Terminal({**os.environ, "PYTHONPATH": str(_ROOT)}) as terminal:
+        Path(folder, "repl.py").write_text(_REPL)
+        terminal.read_until(">>> ", 60)
+        terminal.type(f"exec(open({folder + '/repl.py'!r}).read())\n")
+        terminal.read_until("\n>>> ", 180)
+        for _ in tqdm(range(count), "interrupts", disable=None):
+            terminal.type(source.choice(_LOOPS))
+            terminal.read_until(r"\.\.\. ", 10)
+            time.sleep(source.uniform(0.0, 0.6))
+            terminal.type("\x03")
+            pressed = time.monotonic()
+            terminal.read_until("\n>>> ", 30)
+            seconds.append(time.monotonic() - pressed)
+            terminal.type("print('next', right(), deployment_of(model).pids == pids)\n")
+            answer = re.search(r"next (True|False) (True|False)", terminal.read_until(r"next \w+ .*\n>>> ", 60))
+            assert answer is not None
+            wrong += answer[1] != "True"
+            restarts += answer[2] != "True"
+            zombies += sum(p.status() == psutil.STATUS_ZOMBIE for p in psutil.Process(terminal.pid).children())
+    return [
+        Figure("Ctrl-C to prompt, max, s", "max", 1.0, seconds),
+        Figure("wrong next answers", "sum", 0, [wrong]),
+        Figure("groups lost", "sum", 0, [restarts]),
+        Figure("zombies", "sum", 0, [zombies]),
+    ]
+
+
+def cycles(count: int, seed: int) -> list[Figure]:
+    """What this process has more of than after the first cycles, and what was printed."""
+    me, model, ids = psutil.Process(), gpt2(), token_ids(seed=seed)
+    states = []
+    with _captured() as printed:
+        for _ in range(count + 2):
+            parallelize(model, 2, device="cpu")
+            model(ids)
+            model.deparallelize()
+            states.append((me.num_fds(), threading.active_count(), len(me.children()), me.memory_info().rss))
+    more = [last - first for first, last in zip(states[1], states[-1], strict=True)]
+    if printed:
+        print(printed[0], file=sys.stderr)
+    return [
+        Figure("more descriptors", "sum", 0, [more[0]]),
+        Figure("more threads", "sum", 0, [more[1]]),
+        Figure("more processes", "sum", 0, [more[2]]),
+        Figure("more resident memory, MB", "sum", 5.0, [more[3] / 1e6]),
+        Figure("lines printed", "sum", 0, [sum(len(text.splitlines()) for text in printed)]),
+    ]
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[list[str]]:
+    """What this process and its children write to standard output and error, once the block is left."""
+    texts: list[str] = []
+    kept = os.dup(1), os.dup(2)
+    file = os.memfd_create("printed", os.MFD_CLOEXEC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        yield texts
+    finally:
+        for number, fd in enumerate(kept, 1):
+            os.dup2(fd, number)
+            os.close(fd)
+        size = os.fstat(file).st_size
+        texts += [os.pread(file, size, 0).decode(errors="replace")] if size else []
+        os.close(file)
+
+
+def starts(count: int, seed: int) -> list[Figure]:
+    """Groups that start side by side and meet over sockets: none may take another's address, nor one of the network."""
+    errors, listeners, beyond = 0, 0, 0
+
+    def start(number: int) -> WorkerGroup | Exception:
+        try:
+            return WorkerGroup(2, target="tests.runtime_target:Target", backend="gloo", threads=1, start_timeout=120)
+        except Exception as error:  # counted below
+            return error
+
+    for _ in tqdm(range(count), "starts", disable=None):
+        with ThreadPoolExecutor(8) as pool:
+            groups = list(pool.map(start, range(8)))
+        for group in groups:
+            if isinstance(group, Exception):
+                print(repr(group), file=sys.stderr)
+                errors += 1
+                continue
+            addresses = [address for pid in group.pids for address in _listening(pid)]
+            listeners += len(addresses)
+            beyond += sum(not ipaddress.ip_address(address).is_loopback for address in addresses)
+            errors += group.call("sum_of_ranks", 1.0) != 3.0
+            group.close()
+    return [
+        Figure("groups that did not start, or answered wrong", "sum", 0, [errors]),
+        Figure("listeners beyond loopback", "sum", 0, [beyond]),
+    ]
+
+
+def _listening(pid: int) -> list[str]:
+    return [
+        connection.laddr.ip
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+    ]

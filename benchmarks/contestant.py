@@ -1,0 +1,105 @@
+"""One way to run a model, in a process of its own: what `benchmarks.decode` starts, pins and asks for figures.
+
+    python benchmarks/contestant.py KIND DIRECTORY
+
+KIND is `one` (transformers in this process), `ours`, `native` (transformers' tensor parallelism: one such process for
+each rank, with torchrun's environment variables) or `tensor_parallel` (imported only there, so that the interpreter
+may be one with other versions). Each line on standard input is a task, each line on standard output its answer, JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+
+def load(kind: str, directory: str) -> Any:
+    """The model, ready for `generate`."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if kind == "native":
+        from transformers.distributed import DistributedConfig
+
+        torch.distributed.init_process_group("gloo")
+        config = DistributedConfig(tp_size=torch.distributed.get_world_size())
+        return LlamaForCausalLM.from_pretrained(directory, distributed_config=config).eval()
+    if kind == "tensor_parallel":
+        return load_tensor_parallel(directory)
+    model = LlamaForCausalLM.from_pretrained(directory, config=LlamaConfig.from_pretrained(directory)).eval()
+    if kind == "ours":
+        from parallelformers_ng import parallelize
+
+        model = parallelize(model, int(os.environ["RANKS"]), device="cpu")
+    return model
+
+
+def load_tensor_parallel(directory: str) -> Any:
+    """Random weights: speed does not ask for their values. The transformers that it needs derives the size of a head
+    from the hidden size, and its cut of tied weights does not run."""
+    import tensor_parallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(directory)
+    config.tie_word_embeddings = False
+    model = LlamaForCausalLM(config).float().eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return tensor_parallel.tensor_parallel(model, ["cpu"] * int(os.environ["RANKS"]))
+
+
+def decode(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
+    """Greedy decoding after a prompt of `prompt` tokens, the prompt's own pass taken off."""
+    how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = torch.arange(3, 3 + prompt)[None]
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=1, **how)
+    middle = time.perf_counter()
+    found = model.generate(ids, max_new_tokens=tokens + 1, **how)
+    end = time.perf_counter()
+    return {"tokens_per_second": tokens / (end - 2 * middle + start), "tokens": found[0, prompt:].tolist()}
+
+
+def prefill(model: Any, prompt: int) -> dict[str, Any]:
+    """`generate` of one token: the prompt's pass and the choice of the first token."""
+    start = time.perf_counter()
+    model.generate(torch.arange(3, 3 + prompt)[None], max_new_tokens=1, do_sample=False, pad_token_id=0)
+    return {"tokens_per_second": prompt / (time.perf_counter() - start)}
+
+
+def bandwidth(nbytes: int, seconds: float) -> dict[str, Any]:
+    """Bytes per second that this process reads in sums over a tensor far larger than any cache, the best pass."""
+    data = torch.ones(nbytes // 4)
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return {"bytes_per_second": data.nbytes / best}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    kind, directory = sys.argv[1:]
+    tasks = {"decode": decode, "prefill": prefill}
+    if kind == "reader":
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        model, tasks = None, {}
+    else:
+        model = load(kind, directory)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        name = task.pop("task")
+        result = bandwidth(**task) if name == "bandwidth" else tasks[name](model, **task)
+        print(json.dumps(result), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""204 damaged checkpoints, loaded by real workers: each is refused by name, or gives its weights bit for bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.damage import DAMAGE, damaged, save_intact
+
+ROUNDS = 12  # of 17 kinds of damage each
+_SECONDS = 60.0  # a load that takes longer hangs
+
+
+def sweep(ranks: int) -> dict[str, int]:
+    """Load them all with one group.
+
+    Returns:
+        How many there were, were refused, were harmless, went wrong silently or by another error, hung; and how many
+        descriptors, children and files were left over.
+    """
+    import torch
+
+    from parallelformers_ng import parallelize, start_group
+    from parallelformers_ng.errors import CheckpointError
+    from tests.zoo.families import CASES
+
+    case = next(case for case in CASES if case.name == "llama")
+    state = case.make().state_dict()
+    counts = dict.fromkeys(("checkpoints", "refused by name", "bit-equal", "wrong", "hung"), 0)
+    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as place:
+        intact = save_intact(case.make(), Path(kept))
+        with start_group(ranks, device="cpu", timeout=_SECONDS) as group:
+            before = _held()
+            for kind in DAMAGE:
+                for broken in damaged(kind, intact[kind], Path(place), ROUNDS):
+                    counts["checkpoints"] += 1
+                    start = time.monotonic()
+                    outcome = "wrong"
+                    try:
+                        loaded = parallelize(broken.directory, group=group).deparallelize().state_dict()
+                        if all(torch.equal(loaded[name], state[name]) for name in state):
+                            outcome = "bit-equal"
+                        del loaded
+                    except CheckpointError as error:
+                        outcome = "refused by name" if str(broken.directory) in str(error) else "wrong"
+                    except Exception as error:  # any other is what this looks for
+                        print(f"{broken.name}: {error!r}")
+                    counts[outcome] += 1
+                    counts["hung"] += time.monotonic() - start > _SECONDS
+            after = _held()
+        counts |= {f"{name} left over": after[name] - before[name] for name in before}
+        counts["files left over"] = len(list(Path(place).iterdir()))
+    return counts
+
+
+def _held() -> dict[str, Any]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "children": len(children)}

@@ -1,0 +1,147 @@
+"""One way of loading a checkpoint, in processes of its own, up to the first token; `benchmarks.loading` starts it.
+
+python -m benchmarks.loading_ways WAY DIRECTORY --ranks N --spawned SECONDS [--sampled]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+PROMPT = [[1, 17, 42, 99, 5, 23, 8, 64]]
+
+
+class Memory:
+    """Samples the memory of some processes: bytes of PSS summed over them, and each one's anonymous memory.
+
+    Args:
+        pids: whose; what they hold now is the baseline.
+        interval: seconds between samples.
+    """
+
+    def __init__(self, pids: Iterable[int], interval: float = 0.05) -> None:
+        self.pids = list(pids)
+        self.before = self.now()
+        self.peak = dict(self.before)
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def now(self) -> dict[Any, int]:
+        taken: dict[Any, int] = {"pss": 0}
+        for pid in self.pids:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            fields = {line.split()[0]: int(line.split()[1]) * 1024 for line in text.splitlines()[1:]}
+            taken["pss"] += fields["Pss:"]
+            taken[pid] = fields["Anonymous:"]
+        return taken
+
+    def stop(self) -> dict[str, Any]:
+        """Growth at the peak, in bytes: of all together, of the first process and of each of the others."""
+        self._stop.set()
+        self._thread.join()
+        grown = {key: self.peak[key] - self.before[key] for key in self.peak}
+        return {
+            "pss": grown["pss"],
+            "parent_anonymous": grown[self.pids[0]],
+            "rank_anonymous": [grown[pid] for pid in self.pids[1:]],
+        }
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            for key, value in self.now().items():
+                self.peak[key] = max(self.peak[key], value)
+
+
+def ours(options: argparse.Namespace) -> dict[str, Any]:
+    """`parallelize`, on workers that are there ("ours", "cut", "given") or that it starts ("ours_new")."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from parallelformers_ng import parallelize, start_group
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
+    if options.way == "ours_new":
+        return timed(lambda: parallelize(options.directory, options.ranks, device="cpu"), options)[0]
+    with start_group(options.ranks, device="cpu") as group:
+        memory = Memory([os.getpid(), *group.pids]) if options.sampled else None
+        load: Callable[[str], Any] = LlamaForCausalLM.from_pretrained if options.way == "given" else str
+        result, model = timed(lambda: parallelize(load(options.directory), group=group), options)
+        if memory is not None:
+            plan = model.shard_plan
+            largest = max(tensor.bytes_whole for tensor in plan.stored())
+            result |= memory.stop() | {"shards": plan.bytes_per_rank, "largest": largest}
+    return result
+
+
+def shard(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command `shard` does: a checkpoint is cut in this process, which never holds it. Memory alone."""
+    from parallelformers_ng.saving import shard as cut
+
+    memory = Memory([os.getpid()])
+    cut(options.directory, Path(options.directory) / "cut by command", options.ranks, progress=False)
+    return memory.stop()
+
+
+def theirs(options: argparse.Namespace) -> dict[str, Any]:
+    """`from_pretrained`, in one process ("whole") or, under torchrun, with transformers' own plan ("native")."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    how: dict[str, Any] = {}
+    if options.way == "native":
+        from transformers.distributed import DistributedConfig
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
+        torch.distributed.init_process_group("gloo")
+        how = {"distributed_config": DistributedConfig(tp_size=options.ranks)}
+        torch.distributed.barrier()
+    memory = Memory([os.getpid()]) if options.sampled else None
+    result, _ = timed(lambda: LlamaForCausalLM.from_pretrained(options.directory, **how), options)
+    return result | (memory.stop() if memory is not None else {})
+
+
+def timed(load: Callable[[], Any], options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Load a model and time it, in seconds.
+
+    Returns:
+        The times and the model: `load` until it is there, `first_token` until its first token is, both from the call;
+        `since_start` until then from the start of the process; `again` for the same token once more.
+    """
+    import torch
+
+    def generate() -> int:
+        return model.generate(torch.tensor(PROMPT), max_new_tokens=1, do_sample=False)[0, -1].item()
+
+    began = time.perf_counter()
+    model = load()
+    loaded = time.perf_counter()
+    token = generate()
+    first, since = time.perf_counter(), time.time() - options.spawned
+    generate()
+    again = time.perf_counter() - first
+    times = {"load": loaded - began, "first_token": first - began, "since_start": since, "again": again}
+    return {**times, "token": token}, model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("way", choices=["ours", "ours_new", "cut", "given", "shard", "whole", "native"])
+    parser.add_argument("directory")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--spawned", type=float, required=True, help="when this process was started, by time.time()")
+    parser.add_argument("--sampled", action="store_true", help="take the memory, too, which costs time")
+    options = parser.parse_args()
+    run = {"whole": theirs, "native": theirs, "shard": shard}.get(options.way, ours)
+    print(json.dumps(run(options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

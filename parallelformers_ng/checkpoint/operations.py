@@ -1,0 +1,165 @@
+"""What a cut of an operation's result asks of its operands: the operations that a slice passes through."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from parallelformers_ng.checkpoint.cuts import Cut, at
+from parallelformers_ng.checkpoint.nodes import Node, Operation
+
+View = Callable[[torch.Tensor], torch.Tensor]
+"""Another view of a tensor."""
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class Below(NamedTuple):
+    """A part of a result, traced to the operand.
+
+    Attributes:
+        source: the operand.
+        cut: what to take of it; single where the cut of the result is.
+        then: what makes it the part of the result.
+    """
+
+    source: Node
+    cut: Cut
+    then: View = _as_it_is
+
+
+# -- operations of one tensor: single cuts pass through them -------------------------------------------------------
+
+
+def _same(node: Operation, cut: Cut) -> Below:
+    return Below(node.args[0], cut)
+
+
+def _cast(node: Operation, cut: Cut) -> Below:
+    return Below(node.args[0], cut, lambda part: part.to(node.dtype))
+
+
+def _transpose(node: Operation, cut: Cut) -> Below:
+    source, *dims = node.args
+    first, second = (dim % len(node.shape) for dim in (dims or (0, 1)))
+    swap = {first: second, second: first}
+    below = {swap.get(dim, dim): ranges for dim, ranges in cut.items()}
+    return Below(source, below, lambda part: part.transpose(first, second))
+
+
+def _permute(node: Operation, cut: Cut) -> Below:
+    source, dims = node.args
+    return Below(source, {dims[dim] % len(dims): cut[dim] for dim in cut}, lambda part: part.permute(dims))
+
+
+def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> Below:
+    """Part of `source[start:stop]` along `dim`."""
+    ((first, last),) = cut.get(dim, ((0, stop - start),))
+    return Below(source, {**cut, dim: ((start + first, start + last),)})
+
+
+def _slice(node: Operation, cut: Cut) -> Below | None:
+    source, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])  # type: ignore[misc]
+    if step != 1:
+        return None
+    dim %= len(node.shape)
+    start = start or 0
+    start = min(start if start >= 0 else start + source.shape[dim], source.shape[dim])
+    return _stretch(source, dim, start, start + node.shape[dim], cut)
+
+
+def _split(node: Operation, cut: Cut) -> Below:
+    source, sizes, dim = (*node.args, *(None, None, 0)[len(node.args) :])  # type: ignore[misc]
+    assert node.output is not None
+    dim %= len(node.shape)
+    start = sizes * node.output if isinstance(sizes, int) else sum(sizes[: node.output])
+    return _stretch(source, dim, start, start + node.shape[dim], cut)
+
+
+def _select(node: Operation, cut: Cut) -> Below:
+    source, dim, index = node.args
+    return _pick(source, dim % len(source.shape), index, cut)
+
+
+def _unbind(node: Operation, cut: Cut) -> Below:
+    source, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
+    assert node.output is not None
+    return _pick(source, dim % len(source.shape), node.output, cut)
+
+
+def _pick(source: Node, dim: int, index: int, cut: Cut) -> Below:
+    """Part of `source[…, index, …]`."""
+    index %= source.shape[dim]
+    above = {other + (other >= dim): ranges for other, ranges in cut.items()}
+    return Below(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
+
+
+def _squeeze(node: Operation, cut: Cut) -> Below:
+    source, dim = node.args
+    dim %= len(source.shape)
+    return _pick(source, dim, 0, cut) if source.shape[dim] == 1 else Below(source, cut)
+
+
+def _unsqueeze(node: Operation, cut: Cut) -> Below:
+    source, dim = node.args
+    dim %= len(node.shape)
+    below = {other - (other > dim): ranges for other, ranges in cut.items() if other != dim}
+    return Below(source, below, lambda part: part.unsqueeze(dim))
+
+
+PASSING: dict[str, Callable[[Operation, Cut], Below | None]] = {
+    "aten.alias.default": _same,
+    "aten.detach.default": _same,
+    "aten.clone.default": _same,
+    "aten._to_copy.default": _cast,
+    "aten.t.default": _transpose,
+    "aten.transpose.int": _transpose,
+    "aten.permute.default": _permute,
+    "aten.slice.Tensor": _slice,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.select.int": _select,
+    "aten.unbind.int": _unbind,
+    "aten.squeeze.dim": _squeeze,
+    "aten.unsqueeze.default": _unsqueeze,
+}
+"""What to read for a single cut; None where the operation has to be run whole after all."""
+
+# -- operations that put tensors together: any cut falls into pieces -----------------------------------------------
+
+Piece = tuple[Node, View, Cut]
+"""An operand, where in the result it goes, and what to take of it."""
+
+
+def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:
+    sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
+    dim %= len(node.shape)
+    rest = {other: ranges for other, ranges in cut.items() if other != dim}
+    offset = 0
+    for start, stop in cut.get(dim, ((0, node.shape[dim]),)):
+        first = 0
+        for source in sources:
+            last = first + source.shape[dim]
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                place = {dim: (offset, offset + high - low)}
+                yield source, functools.partial(at, place=place), {**rest, dim: ((low - first, high - first),)}
+                offset += high - low
+            first = last
+
+
+def _stack(node: Operation, cut: Cut) -> Iterator[Piece]:
+    sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
+    dim %= len(node.shape)
+    below = {other - (other > dim): ranges for other, ranges in cut.items() if other != dim}
+    wanted = [index for start, stop in cut.get(dim, ((0, len(sources)),)) for index in range(start, stop)]
+    for offset, index in enumerate(wanted):
+        yield sources[index], functools.partial(torch.select, dim=dim, index=offset), below
+
+
+JOINS: dict[str, Callable[[Operation, Cut], Iterator[Piece]]] = {"aten.cat.default": _cat, "aten.stack.default": _stack}

@@ -1,0 +1,139 @@
+"""Reading a part of a tensor that lies in files, in shared memory or with the workers.
+
+A rank needs a slice of a tensor that a checkpoint may hold under another name, in another type, as one of many experts
+or as a third of a fused projection. `read` carries the slice down through the operations to the leaves, so that only
+the bytes asked for are touched. An operation it does not know is run on its whole operands, and the result is cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parallelformers_ng.checkpoint.cuts import Cut, Place, at, is_single, narrow, shape_of, significant, singles
+from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node, Operation, leaves, release, replace
+from parallelformers_ng.checkpoint.operations import JOINS, PASSING
+from parallelformers_ng.sharding.plan import Shard
+
+# The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
+_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+
+
+def read_shard(node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True) -> torch.Tensor:
+    """One rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
+
+    Args:
+        shard: which part.
+        rank: whose shards to prefer where several ranks stored the same.
+        copy: False gives any view, contiguous or not, for a caller that copies it at once and then releases the node.
+    """
+    shape = shard.shape(node.shape)
+    if shard.zero or 0 in shape:
+        return torch.zeros(shape, dtype=node.dtype)
+    cut: Cut = {} if shard.dim is None else {shard.dim: shard.ranges}
+    part = read(node, cut, rank)
+    if not copy:
+        return part
+    if part.is_contiguous():
+        if any(leaf.holds(part) for leaf in leaves(node)):
+            return part
+        release(node)
+        return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+    out = torch.empty(shape, dtype=node.dtype)
+    write(node, cut, out, rank)
+    return out
+
+
+def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
+    """Part of a tensor: a view of what is stored where the cut allows, whatever its strides."""
+    cut = significant(cut, node.shape)
+    if isinstance(node, Leaf):
+        return narrow(node.tensor(), cut)
+    if isinstance(node, Assembled):
+        pieces = _pieces(node, cut, rank)
+        if len(pieces) == 1 and not pieces[0][1]:
+            source, _, source_cut = pieces[0]
+            return read(source, source_cut, rank)
+        return _written(node, cut, rank)
+    assert isinstance(node, Operation)
+    if node.name in PASSING and is_single(cut) and (below := PASSING[node.name](node, cut)) is not None:
+        return below.then(read(below.source, below.cut, rank))
+    if node.name in JOINS:
+        return _written(node, cut, rank)
+    return narrow(_run(node, rank), cut)
+
+
+def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
+    """Write part of a tensor into `out`, piece by piece where it is put together from pieces."""
+    cut = significant(cut, node.shape)
+    if isinstance(node, Assembled):
+        for source, place, source_cut in _pieces(node, cut, rank):
+            write(source, source_cut, at(out, place), rank)
+    elif isinstance(node, Operation) and node.name in JOINS:
+        for source, view, source_cut in JOINS[node.name](node, cut):
+            write(source, source_cut, view(out), rank)
+    else:
+        if isinstance(node, Operation) and node.name not in PASSING:
+            out.copy_(narrow(_run(node, rank), cut))
+        else:
+            for place, single in singles(cut):
+                at(out, place).copy_(read(node, single, rank))
+        release(node)
+
+
+@functools.cache
+def _operation(name: str) -> Any:
+    """`aten.cat.default` → the operation of that name."""
+    return functools.reduce(getattr, name.split("."), torch.ops)
+
+
+def _run(node: Operation, rank: int | None) -> torch.Tensor:
+    """The whole result of an operation, from its whole operands."""
+    if node.name in _RESHAPES:
+        return read(node.args[0], {}, rank).reshape(node.args[1])
+    args, kwargs = replace((tuple(node.args), node.kwargs), lambda operand: read(operand, {}, rank))
+    result = _operation(node.name)(*args, **kwargs)
+    return result if node.output is None else result[node.output]
+
+
+def _written(node: Node, cut: Cut, rank: int | None) -> torch.Tensor:
+    out = torch.empty(shape_of(cut, node.shape), dtype=node.dtype)
+    write(node, cut, out, rank)
+    return out
+
+
+def _pieces(node: Assembled, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
+    """Which stored parts make up a cut: (part, where it goes, what to take of it)."""
+    ranks = sorted(node.parts, key=lambda index: (index != rank, index))
+    parts = [node.parts[index] for index in ranks]
+    if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:
+        return [(whole, {}, cut)]
+    dim = parts[0][0].dim
+    assert dim is not None
+    wanted = cut.get(dim, ((0, node.shape[dim]),))
+    rest = {other: ranges for other, ranges in cut.items() if other != dim}
+    shard, source = parts[0]
+    if shard.ranges == wanted:
+        return [(source, {}, rest)]
+    pieces: list[tuple[Node, Place, Cut]] = []
+    offset = 0
+    for start, stop in wanted:
+        while start < stop:
+            source, first, count = _find(parts, start, stop)
+            pieces.append((source, {dim: (offset, offset + count)}, {dim: ((first, first + count),), **rest}))
+            start, offset = start + count, offset + count
+    return [(source, {}, taken) for source, _, taken in pieces] if len(pieces) == 1 else pieces
+
+
+def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[Node, int, int]:
+    """(part, offset in it, length) of the first stored stretch that holds position `start`."""
+    for shard, source in parts:
+        offset = 0
+        for first, last in shard.ranges:
+            if first <= start < last:
+                return source, offset + start - first, min(stop, last) - start
+            offset += last - first
+    raise AssertionError(f"no rank holds position {start}")

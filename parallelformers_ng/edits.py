@@ -1,0 +1,84 @@
+"""Notices what the caller changes in a model's configurations after it was parallelized, to tell the replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+
+class Snapshot:
+    """The attributes of a configuration, and of those within it, as they were.
+
+    Args:
+        config: any object whose state is its attributes; None has none.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._parts = [
+            (prefix, part, {name: _kept(value) for name, value in vars(part).items()})
+            for prefix, part in _parts(config, "")
+        ]
+
+    def still_holds(self, config: Any) -> bool:
+        """True where `config` is the same object and nothing in it has changed. Costs microseconds: dicts compare the
+        values that are the same objects by identity."""
+        if not self._parts:
+            return config is None
+        return self._parts[0][1] is config and all(vars(part) == values for _, part, values in self._parts)
+
+    def values(self) -> dict[str, Any]:
+        """Dotted name → value, of everything but the configurations within."""
+        inner = {id(part) for _, part, _ in self._parts}
+        return {
+            prefix + name: value
+            for prefix, _, values in self._parts
+            for name, value in values.items()
+            if id(value) not in inner
+        }
+
+
+class EditWatch:
+    """Tells what the replicas do not know yet of a configuration."""
+
+    def __init__(self, config: Any) -> None:
+        self._built = Snapshot(config)  # what every new incarnation of the workers begins with
+        self._known = (0, self._built)
+
+    def changes(self, config: Any, incarnation: int) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Attributes that differ from what the replicas of this incarnation have: dotted name → value.
+
+        The second result is to be called once they have them. A request that fails on its way has taught them nothing.
+        """
+        known_incarnation, known = self._known
+        if known_incarnation != incarnation:
+            known = self._built
+        if known.still_holds(config):
+            return {}, _nothing
+        current = Snapshot(config)
+        before, now = known.values(), current.values()
+
+        def arrived() -> None:
+            self._known = (incarnation, current)
+
+        return {name: value for name, value in now.items() if name not in before or before[name] != value}, arrived
+
+
+def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
+    """A configuration and those within it, each with the dotted name that leads to it."""
+    if config is None:
+        return []
+    found = [(prefix, config)]
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            found += _parts(value, f"{prefix}{name}.")
+    return found
+
+
+def _kept(value: Any) -> Any:
+    """The value, or a copy where it could change in place."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _nothing() -> None:
+    """The replicas know it all."""

@@ -1,0 +1,120 @@
+"""Layers whose decode step runs in `_decode.c`: they read their weights at the full speed of the memory and spend one
+call where torch spends several.
+
+All of them stand back for torch wherever it must do the work: gradients, autocast, `torch.compile`, other data types.
+Sums run in another order than torch's, so results may differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from parallelformers_ng.kernels import _decode
+except ImportError:  # installed without a compiler
+    _decode = None  # type: ignore[assignment]
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+MOST_ROWS = {torch.float32: 1, torch.bfloat16: 4}
+"""With more rows torch's matrix product is as fast or faster."""
+
+
+class StreamingLinear(nn.Linear):
+    """`nn.Linear` for one row or a few. The kernel has one thread."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Called for every matrix and token: the dictionary is read directly, past nn.Module.__getattr__.
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if (
+            weight is None
+            or not _fits(input, weight)
+            or not 0 < input.numel() <= MOST_ROWS[input.dtype] * weight.shape[1]
+            or input.shape[-1] != weight.shape[1]
+        ):
+            return super().forward(input)
+        outputs, inputs = weight.shape
+        out = input.new_empty((*input.shape[:-1], outputs))
+        rows, kind = input.numel() // inputs, KINDS[input.dtype]
+        address = 0 if bias is None else bias.data_ptr()
+        _decode.linear(input.data_ptr(), weight.data_ptr(), address, out.data_ptr(), rows, inputs, outputs, kind)
+        return out
+
+
+class FusedRMSNorm(nn.Module):
+    """Llama's root-mean-square norm and its many copies, mixed into their classes."""
+
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        if weight is None or not _fits(hidden_states, weight) or hidden_states.shape[-1:] != weight.shape:
+            return super().forward(hidden_states)
+        out = torch.empty_like(hidden_states)
+        width = weight.shape[0]
+        rows, kind = hidden_states.numel() // width, KINDS[hidden_states.dtype]
+        source, target = hidden_states.data_ptr(), out.data_ptr()
+        _decode.rms_norm(source, weight.data_ptr(), target, rows, width, kind, self.variance_epsilon)
+        return out
+
+
+def install(model: nn.Module) -> int:
+    """Give the layers of a rank that the kernels can serve their classes, where the kernels are there and torch has one
+    thread. Tensors may still be missing.
+
+    Returns:
+        How many layers were changed.
+    """
+    if _decode is None or torch.get_num_threads() > 1:
+        return 0
+    changed = 0
+    for module in model.modules():
+        cls: type = type(module)
+        if cls is nn.Linear:
+            module.__class__ = StreamingLinear
+        elif _is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
+            module.__class__ = _fused(cls)
+        else:
+            continue
+        changed += 1
+    return changed
+
+
+def _fits(input: Tensor, weight: Tensor) -> bool:
+    return (
+        input.dtype in KINDS
+        and weight.dtype is input.dtype
+        and input.is_cpu
+        and weight.is_cpu
+        and input.is_contiguous()
+        and weight.is_contiguous()
+        and torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+@cache
+def _is_rms_norm(cls: type[nn.Module]) -> bool:
+    """Whether its forward is Llama's, instruction by instruction, under whatever name the class goes."""
+    if not cls.__name__.endswith("Norm"):
+        return False
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # here, as other models need none of its file
+
+    return _code(cls.forward) == _code(LlamaRMSNorm.forward)
+
+
+def _code(function: Any) -> Any:
+    if not isinstance(function, FunctionType):
+        return None
+    code = function.__code__
+    return code.co_code, code.co_names, code.co_consts, code.co_varnames, code.co_argcount
+
+
+@cache
+def _fused(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (FusedRMSNorm, cls), {"__module__": cls.__module__})

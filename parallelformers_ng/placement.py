@@ -1,0 +1,67 @@
+"""Where the workers go: how many, on which devices, and whether this system can run them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parallelformers_ng.errors import PlacementError, UnsupportedPlatformError
+
+log = logging.getLogger("parallelformers_ng")
+
+
+def placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | None) -> tuple[int, str]:
+    """Number of workers and kind of device, from the arguments of these names of `parallelize`.
+
+    Returns:
+        (world size, "cpu" or "cuda").
+
+    Raises:
+        PlacementError: there are not as many devices as asked for.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise PlacementError(f"device is {device!r}; it takes 'auto', 'cpu' or 'cuda'")
+    available = torch.cuda.device_count()
+    kind = device if device != "auto" else "cuda" if available else "cpu"
+    if device == "auto" and kind == "cpu":
+        _say_once("no CUDA device here: the workers run on the CPU (device='cpu' says so and silences this)")
+    count = num_gpus if num_gpus is not None else len(device_ids) if device_ids else available if kind == "cuda" else 2
+    check_count(count)
+    if kind == "cpu":
+        if device_ids is not None:
+            raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
+        return count, kind
+    ids = list(device_ids) if device_ids is not None else list(range(count))
+    if len(ids) != count:
+        raise PlacementError(f"num_gpus is {count}, but device_ids names {len(ids)} devices: {ids}")
+    missing = [index for index in ids if not 0 <= index < available]
+    if missing:
+        raise PlacementError(
+            f"num_gpus is {count}, but only {available} CUDA devices are visible (no device {missing})"
+        )
+    return count, kind
+
+
+def check_count(count: Any) -> None:
+    """Raise PlacementError where `count` is no number of workers."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlacementError(f"num_gpus is {count!r}; it takes a number, at least 1")
+
+
+def check_platform() -> None:
+    """Raise UnsupportedPlatformError where workers cannot run."""
+    if sys.platform != "linux":
+        raise UnsupportedPlatformError(
+            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a"
+            " container would do"
+        )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)

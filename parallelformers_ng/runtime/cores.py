@@ -1,0 +1,91 @@
+"""Which CPUs this process may use, and which of them each rank gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cpus() -> int:
+    """How many CPUs' worth of time this process may use: its affinity, or its control group's quota if that is less.
+
+    A container with `--cpus=4` on a machine of 64 sees all 64; with a thread on each, it would be stopped for most of
+    every period.
+    """
+    available = len(os.sched_getaffinity(0))
+    quota = _quota(_own_groups(), _CGROUPS)
+    return available if quota is None else max(1, min(available, round(quota)))
+
+
+def placement(world_size: int, threads: int) -> list[set[int]] | None:
+    """The CPUs of each rank, or None where the scheduler should place them.
+
+    Ranks are pinned only where all of them together take every CPU that there is to have: a rank that leaves CPUs to
+    others could find them on its own. Neighbours in the list share a NUMA node wherever the counts allow.
+
+    Args:
+        world_size: number of ranks.
+        threads: of each rank.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    each = len(cpus) // world_size
+    if threads != each or usable_cpus() < len(cpus):  # also where each is 0: more ranks than CPUs
+        return None
+    nodes = numa_nodes(_NODES)
+    cpus.sort(key=lambda cpu: (nodes.get(cpu, 0), cpu))
+    return [set(cpus[rank * each : (rank + 1) * each]) for rank in range(world_size)]
+
+
+def numa_nodes(directory: Path) -> dict[int, int]:
+    """CPU → its NUMA node; empty where the system tells of none, or where this process may open no more files."""
+    found: dict[int, int] = {}
+    try:
+        lists = [(node, (node / "cpulist").read_text()) for node in directory.glob("node[0-9]*")]
+    except OSError:
+        return found
+    for node, text in lists:
+        for part in text.strip().split(","):
+            first, _, last = part.partition("-")
+            if first:
+                found.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
+    return found
+
+
+def _own_groups() -> list[tuple[str, str]]:
+    """The control groups of this process: (controllers, path), version 2 without controllers."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    return [(fields[1], fields[2]) for line in lines if len(fields := line.split(":", 2)) == 3]
+
+
+def _quota(groups: list[tuple[str, str]], root: Path) -> float | None:
+    """The least quota of the groups and of those above them, in CPUs."""
+    quotas = []
+    for controllers, path in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / controllers if controllers else root
+        directory = base / path.lstrip("/")
+        while True:
+            if (found := _quota_of(directory)) is not None:
+                quotas.append(found)
+            if directory == base or base not in directory.parents:
+                break
+            directory = directory.parent
+    return min(quotas, default=None)
+
+
+def _quota_of(directory: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = " ".join((directory / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        if len(words) == 2 and words[0] not in ("max", "-1"):
+            return int(words[0]) / int(words[1])
+    return None

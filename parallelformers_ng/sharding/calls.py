@@ -1,0 +1,60 @@
+"""Whether the modelling code does nothing with a layer but call it.
+
+Such a layer gives, cut by its outputs and gathered, what it gives whole, whatever surrounds it. One whose weight or
+widths are read elsewhere may not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from types import CodeType
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+_READ = {"weight", "in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"}
+_HARMLESS = re.compile(r"\.weight\.(dtype|device)\b")
+_NEVER_CALLED = {"__init__", "_init_weights", "reset_parameters"}
+
+
+def is_only_called(model: nn.Module, path: str) -> bool:
+    """Whether neither the module at `path` nor the one that holds it looks at its weight or widths."""
+    module = model.get_submodule(path)
+    cls: type = type(module)
+    owner: type = type(_owner(model, path))
+    plain = cls in (nn.Linear, nn.Embedding, Conv1D)
+    return (plain or not _reads_layers(cls)) and not _reads_layers(owner)
+
+
+def _owner(model: nn.Module, path: str) -> nn.Module:
+    """The nearest module above that is more than a container."""
+    owner = model.get_submodule(path.rpartition(".")[0])
+    while type(owner) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+        path = path.rpartition(".")[0]
+        owner = model.get_submodule(path.rpartition(".")[0])
+    return owner
+
+
+@cache
+def _reads_layers(cls: type[nn.Module]) -> bool:
+    """Whether the methods of a class look at weights or widths of layers."""
+    if cls.__module__.startswith("torch."):
+        return True
+    for base in cls.__mro__:
+        if base in (nn.Module, nn.Linear, nn.Embedding, PreTrainedModel):
+            break
+        for name, method in vars(base).items():
+            if not inspect.isfunction(method) or name in _NEVER_CALLED or not _names(method.__code__) & _READ:
+                continue
+            source = _HARMLESS.sub("", inspect.getsource(method))
+            if re.search(rf"\.({'|'.join(sorted(_READ))})\b", source):
+                return True
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))

@@ -1,0 +1,126 @@
+"""What a plan is drafted in: the cuts and layers noted so far, and how widths and attributes are shared out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
+from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerKind, LayerPlan, Shard
+from parallelformers_ng.sharding.policy import Part, Unit
+
+
+class Draft:
+    """Cuts and layers of one model, noted rule by rule.
+
+    Attributes:
+        world_size: number of ranks.
+        modules: dotted path → module.
+        cuts: tensor name → one shard per rank, and the rule that made them.
+        layers: what the injector will do, each once.
+        experts: names of the tensors of stacked experts.
+        who: the policy, rule and place that is being applied, for errors.
+        counter: the module that counts the heads for it; None where none does.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.world_size = world_size
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
+        self.layers: dict[str, LayerPlan] = {}
+        self.experts: set[str] = set()
+        self.who = ""
+        self.counter: nn.Module | None = None
+
+    # -- notes ---------------------------------------------------------------------------------------------------
+
+    def cut(self, name: str, shards: Sequence[Shard], rule: str = "") -> None:
+        known = self.cuts.get(name)
+        if known is not None and known[0] != tuple(shards):
+            raise PolicyError(f"{self.who}: {name} is already cut otherwise, by {known[1]}")
+        self.cuts[name] = (tuple(shards), rule or self.who.split(" on ")[0])
+
+    def cut_on_first_rank(self, name: str) -> None:
+        self.cut(name, [WHOLE] + [ZERO] * (self.world_size - 1))
+
+    def layer(self, path: str, kind: LayerKind, attributes: Sequence[dict[str, Any]]) -> None:
+        self.layers[f"{path}:{kind}"] = LayerPlan(path, kind, tuple(attributes))
+
+    def widths(self, owner: str, layer: str, names: Sequence[str], widths: Sequence[int]) -> None:
+        """Set attributes of a module that say how many outputs one of its layers has."""
+        for name in names:
+            self.attribute(self.modules[owner], name)
+        attributes = tuple(dict.fromkeys(names, width) for width in widths)
+        self.layers[f"{owner}:{layer}"] = LayerPlan(owner, "column", attributes)
+
+    def vocabulary(self, path: str, kind: LayerKind, size: int, tensors: Sequence[str], rule: str = "") -> None:
+        """Cut an embedding or a head of `size` by rows of the vocabulary."""
+        ranges = cut_width(size, ["column"], [], self.world_size)
+        for name in tensors:
+            self.cut(name, [Shard(0, held) for held in ranges], rule)
+        bounds = [held[0] if held else (0, 0) for held in ranges]
+        sizes = tuple(stop - start for start, stop in bounds)
+        self.layer(
+            path,
+            kind,
+            [{"first_row": start, "row_count": stop - start, "gathered_sizes": sizes} for start, stop in bounds],
+        )
+
+    # -- shares --------------------------------------------------------------------------------------------------
+
+    def ranges(
+        self, size: int, unit: Unit, fused: int | tuple[Unit | Part, ...], heads: list[HeadShare]
+    ) -> list[tuple[Range, ...]]:
+        default: Unit = "query" if heads else "column"
+        units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
+        if not heads and any(part in ("query", "key") for part in units):
+            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
+        try:
+            return cut_width(size, units, heads, self.world_size, widths)
+        except PolicyError as error:
+            raise PolicyError(f"{self.who}: {error}") from None
+
+    def interleaved(self, size: int, parts: tuple[Unit | Part, ...], heads: list[HeadShare]) -> list[tuple[Range, ...]]:
+        if not heads:
+            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
+        units, widths = self._parts(parts, "query")
+        try:
+            return cut_interleaved(size, units, heads, widths)
+        except PolicyError as error:
+            raise PolicyError(f"{self.who}: {error}") from None
+
+    def _parts(self, parts: Sequence[Unit | Part], default: Unit) -> tuple[list[Unit], list[int]]:
+        """The unit of each part, and the width of its heads where parts have their own."""
+        units = [(part.unit if isinstance(part, Part) else part) or default for part in parts]
+        named = [part.width for part in parts if isinstance(part, Part)]
+        if named and len(named) < len(parts):
+            raise PolicyError(f"{self.who}: either all or none of its parts must be a Part")
+        widths = [self.counted(width) if isinstance(width, str) else width for width in named]
+        return units, widths
+
+    def counted(self, name: str) -> int:
+        """An attribute of the module that counts the heads."""
+        return self.attribute(self.counter or self.model, name)
+
+    def attribute(self, module: nn.Module, name: str) -> int:
+        value: Any = module
+        for part in name.split("."):
+            if not hasattr(value, part):
+                near = difflib.get_close_matches(part, [key for key in vars(value) if not key.startswith("_")], 1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise PolicyError(f"{self.who}: {type(module).__name__} has no attribute {name!r}{hint}")
+            value = getattr(value, part)
+        if not isinstance(value, int) or value < 1:
+            raise PolicyError(f"{self.who}: {name} is {value!r}, a positive number is needed")
+        return value
+
+    def scale(self, module: nn.Module, name: str, mine: int, total: int) -> int:
+        value = self.attribute(module, name)
+        if value * mine % total:
+            raise PolicyError(f"{self.who}: {name} = {value} is not proportional to its {total} heads")
+        return value * mine // total

@@ -1,0 +1,71 @@
+"""Layers that no known inputs of a model reach, and inputs for each by itself.
+
+Only those that are merely called qualify (`calls.py`): cut by their outputs and gathered, they give what they give
+whole, whatever surrounds them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.sharding.calls import is_only_called
+
+_ROWS = 6
+
+
+def lone_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Paths of layers that can be proven alone, with keyword arguments of their forward.
+
+    Args:
+        model: the model.
+        reached: paths of modules that need no such proof.
+        seed: of the random inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for path, module in model.named_modules():
+        if path in reached or any(uses[id(p)] > 1 for p in module._parameters.values() if p is not None):
+            continue
+        inputs = _inputs(module, generator)
+        if inputs is not None and is_only_called(model, path):
+            yield path, inputs
+
+
+def is_stacked_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts as 3-D parameters, with the forward of transformers' experts interface."""
+    names = {name for name, p in module._parameters.items() if p is not None and p.ndim == 3}
+    if "down_proj" not in names or not names & {"gate_up_proj", "up_proj"}:
+        return False
+    return {"hidden_states", "top_k_index", "top_k_weights"} <= set(inspect.signature(module.forward).parameters)
+
+
+def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
+    """Inputs for a layer of a known kind, None for any other; subclasses compute something of their own."""
+    if type(module) is nn.Linear:
+        return {"input": _randn(_ROWS, module.in_features, module.weight, generator)}
+    if type(module) is Conv1D:
+        return {"x": _randn(_ROWS, module.nx, module.weight, generator)}
+    if type(module) is nn.Embedding and module.max_norm is None:
+        return {"input": torch.randint(0, module.num_embeddings, (_ROWS,), generator=generator)}
+    if is_stacked_experts(module):
+        down = module.down_proj
+        width = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
+        return {
+            "hidden_states": _randn(_ROWS, width, down, generator),
+            "top_k_index": torch.randint(0, down.shape[0], (_ROWS, 2), generator=generator),
+            "top_k_weights": torch.rand(_ROWS, 2, generator=generator).to(down.dtype),
+        }
+    return None
+
+
+def _randn(rows: int, width: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, width, generator=generator, dtype=torch.float64).to(like.dtype)

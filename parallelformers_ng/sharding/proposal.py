@@ -1,0 +1,47 @@
+"""What is proposed for a block that no policy describes: rules that stand or fall together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from parallelformers_ng.sharding.policy import Column, Policy, Rule
+
+Kind = Literal["attention", "mlp", "experts", "gathered"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Rules that stand or fall together.
+
+    Attributes:
+        block: class name that the paths are relative to.
+        kind: what they cut.
+        variants: rules by path, the likeliest first.
+        gathered: paths of the layers that can be cut one by one and gathered, where no variant is right.
+    """
+
+    block: str
+    kind: Kind
+    variants: tuple[dict[str, Rule], ...]
+    gathered: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> set[str]:
+        return {path for rules in self.variants for path in rules} | set(self.gathered)
+
+    def one_by_one(self) -> list[Proposal]:
+        gather = Column("column", gather=True)
+        return [Proposal(self.block, "gathered", ({path: gather},)) for path in self.gathered]
+
+
+def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Policy], ...]:
+    """One policy for each block class, from `(block, rules)`."""
+    plans: dict[str, dict[str, Rule]] = {}
+    for block, rules in parts:
+        plans.setdefault(block, {}).update(rules)
+    return tuple(
+        type(f"Inferred{block}Policy", (Policy,), {"block": block, "plan": plan, "optional": tuple(plan)})
+        for block, plan in plans.items()
+    )

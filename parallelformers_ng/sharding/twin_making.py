@@ -1,0 +1,134 @@
+"""Makes a twin: shrinks a configuration, builds the model, draws its parameters."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.observation import observe, observe_lone_layers
+from parallelformers_ng.sharding.shrink import Shrinking, shrink
+from parallelformers_ng.sharding.twin import Twin
+
+_COMFORTABLE = 8_000_000
+_LARGEST = 60_000_000
+_SECONDS = 3.0
+"""Processor time after which no further size is tried, in the hope that more of the model runs."""
+_SHRINKS: Sequence[Shrinking] = (
+    Shrinking(),
+    Shrinking(keep_vocabulary=True),
+    Shrinking(heads=3),
+    Shrinking(spare=1, keep_images=True),
+    Shrinking(spare=2, keep_vocabulary=True, keep_images=True),
+    Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
+    Shrinking(spare=12, keep_vocabulary=True, keep_images=True),
+)
+"""In which order they are tried: those that make a comfortable size first, then those that make a bearable one."""
+
+
+def make_twin(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None, seed: int = 0
+) -> Twin:
+    """Build a twin, and find inputs for it and for its parts.
+
+    Args:
+        cls: the model's class.
+        config: its configuration; a small one is taken as it is.
+        attention: attention implementation, "eager", "sdpa", ….
+        seed: of its parameters and inputs.
+
+    Raises:
+        UnsupportedModelError: it cannot be built small, or no inputs were found on which it runs.
+    """
+    failures: list[str] = []
+    best: Twin | None = None
+    end = time.thread_time() + _SECONDS
+    for model in _models(cls, config, attention, seed, failures):
+        twin = observe(model, seed + 1)
+        if twin.runs_whole:
+            best = twin
+            break
+        if best is None or len(twin.gradients) > len(best.gradients):
+            best = twin
+        if time.thread_time() > end:
+            break
+    if best is not None:
+        best = observe_lone_layers(best, seed + 1)
+    if best is None or not best.probes:
+        reason = [*failures, best.untold[:300] if best else "", "still too large"]
+        raise UnsupportedModelError(f"no tiny twin of {cls.__name__}: {next(filter(None, reason))}")
+    return best
+
+
+def _models(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None, seed: int, failures: list[str]
+) -> Iterator[PreTrainedModel]:
+    """Smaller and larger copies, the most welcome first; `failures` takes down why others could not be built."""
+    waiting: Sequence[Shrinking] = _SHRINKS
+    seen: set[str] = set()
+    for largest in (_COMFORTABLE, _LARGEST):
+        too_large = []
+        for shrinking in waiting:
+            try:
+                small = shrink(config, shrinking)
+                shape = json.dumps(small.to_dict(), sort_keys=True, default=str)
+                if shape in seen:
+                    continue
+                model = build_tiny(cls, small, attention, seed, largest)
+            except Exception as error:  # the modelling code decides what it refuses; the next size may be to its taste
+                failures.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
+                continue
+            if model is None:
+                too_large.append(shrinking)
+                continue
+            seen.add(shape)
+            yield model
+        waiting = too_large
+
+
+def build_tiny(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    attention: str | None = None,
+    seed: int = 0,
+    largest: int = _LARGEST,
+) -> PreTrainedModel | None:
+    """A random model in evaluation mode, or None where it would have more than `largest` parameters."""
+    options = {"attn_implementation": attention} if attention else {}
+    try:
+        with torch.device("meta"):
+            skeleton = cls._from_config(copy.deepcopy(config), **options)
+    except ValueError:  # a part does not know this implementation: each takes the one it would by itself
+        options = {}
+        with torch.device("meta"):
+            skeleton = cls._from_config(copy.deepcopy(config))
+    if sum(p.numel() for p in skeleton.parameters()) > largest:
+        return None
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = cls._from_config(copy.deepcopy(config), **options)
+    randomise(model, seed)
+    return model.eval()
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Draw every floating-point parameter anew: zero biases and unit norms hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * (1.0 / max(1, parameter[0].numel()) ** 0.5))
+            else:
+                parameter.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(-10.0, 10.0)
+                parameter.add_(0.2 * noise)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bart import BartPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Renewed, Row
+
+
+class BigBirdPegasusEncoderPolicy(Policy):
+    """BigBird's attention in Pegasus' layer. On a short sequence the model changes to full attention."""
+
+    block = "BigBirdPegasusEncoderLayer"
+    plan = {
+        "self_attn.self": Heads("num_attention_heads", scaled=("all_head_size",)),
+        "self_attn.self.query": Column(),
+        "self_attn.self.key": Column(),
+        "self_attn.self.value": Column(),
+        "self_attn": Renewed("self"),
+        "self_attn.output": Row(heads="self_attn.self"),
+        "fc1": Column(),
+        "fc2": Row(),
+    }
+
+
+class BigBirdPegasusDecoderPolicy(BartPolicy):
+    """Pegasus' layer."""
+
+    block = "BigBirdPegasusDecoderLayer"
+
+
+class BigBirdPegasusHeadPolicy(Policy):
+    """The layer in front of the classes."""
+
+    block = "BigBirdPegasusClassificationHead"
+    plan = {"dense": Column(gather=True)}

@@ -1,0 +1,35 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class Blip2QFormerPolicy(Policy):
+    """BERT's block, with a feed-forward of its own for the queries; every other layer reads the image."""
+
+    block = ("Blip2QFormerLayer", "InstructBlipQFormerLayer", "InstructBlipVideoQFormerLayer")
+    plan = {
+        "attention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
+        "attention.attention.query": Column(),
+        "attention.attention.key": Column(),
+        "attention.attention.value": Column(),
+        "attention.output.dense": Row(heads="attention.attention"),
+        "crossattention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
+        "crossattention.attention.query": Column(),
+        "crossattention.attention.key": Column(),
+        "crossattention.attention.value": Column(),
+        "crossattention.output.dense": Row(heads="crossattention.attention"),
+        "intermediate.dense": Column(),
+        "output.dense": Row(),
+        "intermediate_query.dense": Column(),
+        "output_query.dense": Row(),
+    }
+    optional = ("crossattention", "intermediate", "output")
+
+
+class Blip2ProjectionPolicy(Policy):
+    """From the queries into the space of the language model."""
+
+    block = (
+        "Blip2Model", "Blip2ForConditionalGeneration", "InstructBlipModel", "InstructBlipForConditionalGeneration",
+        "InstructBlipVideoModel", "InstructBlipVideoForConditionalGeneration",
+    )  # fmt: skip
+    plan = {"language_projection": Column(gather=True)}
+    optional = ("language_projection",)

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class CTRLPolicy(Policy):
+    """A decoder block of the GPT kind, with separate projections."""
+
+    block = "ctrl.EncoderLayer"
+    plan = {
+        "multi_head_attention": Heads("num_heads"),
+        "multi_head_attention.Wq": Column(),
+        "multi_head_attention.Wk": Column(),
+        "multi_head_attention.Wv": Column(),
+        "multi_head_attention.dense": Row(),
+        "ffn.0": Column(),
+        "ffn.2": Row(),
+    }

@@ -1,0 +1,19 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Reduce, Row, Slice
+
+
+class DbrxPolicy(Policy):
+    """q, k and v side by side; each expert's matrices lie one below the other and are cut by width."""
+
+    block = "DbrxBlock"
+    plan = {
+        "norm_attn_norm.attn": Heads(
+            "num_heads", "num_key_value_heads", groups="num_key_value_groups", scaled=("hidden_size",)
+        ),
+        "norm_attn_norm.attn.Wqkv": Column(fused=("query", "key", "key")),
+        "norm_attn_norm.attn.out_proj": Row(),
+        "ffn": Reduce(),
+        "ffn.experts": Heads("ffn_hidden_size"),
+        "ffn.experts.mlp.w1": Slice(0, fused="num_experts"),
+        "ffn.experts.mlp.v1": Slice(0, fused="num_experts"),
+        "ffn.experts.mlp.w2": Slice(0, fused="num_experts", partial=True),
+    }

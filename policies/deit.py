@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bert import BertHeadPolicy
+from parallelformers_ng.policies.vit import ViTPolicy
+
+
+class DeiTPolicy(ViTPolicy):
+    """ViT's layer; a distilled model has a token more."""
+
+    block = "DeiTLayer"
+
+
+class DeiTPoolerPolicy(BertHeadPolicy):
+    """The pooler of the first token."""
+
+    block = "DeiTPooler"

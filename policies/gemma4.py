@@ -1,0 +1,32 @@
+from parallelformers_ng.policies.llama import MLP
+from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Row
+
+
+class Gemma4Policy(Policy):
+    """Layers differ in the number of key/value heads, and some read the keys and values of an earlier one, or have
+    no projection of values. Every layer has an MLP, some models routed experts beside it."""
+
+    block = "Gemma4TextDecoderLayer"
+    plan = {
+        "self_attn": Heads("config.num_attention_heads", groups="num_key_value_groups"),
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column("key"),
+        "self_attn.v_proj": Column("key"),
+        "self_attn.o_proj": Row(),
+        **MLP,
+        "experts": Experts(),
+        "per_layer_input_gate": Column(gather=True),
+        "per_layer_projection": Column(gather=True),
+    }
+    optional = ("self_attn.v_proj", "experts", "per_layer_input_gate", "per_layer_projection")
+
+
+class Gemma4InputsPolicy(Policy):
+    """The embeddings that each layer has of its own: one table for all, as large as the rest of the small models."""
+
+    block = "Gemma4TextModel"
+    plan = {
+        "embed_tokens_per_layer": Column(gather=True),
+        "per_layer_model_projection": Column(gather=True),
+    }
+    optional = ("embed_tokens_per_layer", "per_layer_model_projection")

@@ -1,0 +1,9 @@
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.sharding.policy import Column, Row
+
+
+class GlmPolicy(LlamaPolicy):
+    """Llama's attention with biases and partial rotary positions; gate and up side by side. GLM 4 has more norms."""
+
+    block = ("GlmDecoderLayer", "Glm4DecoderLayer", "Glm4vTextDecoderLayer")
+    plan = {**ATTENTION, "mlp.gate_up_proj": Column(fused=2), "mlp.down_proj": Row()}

@@ -1,0 +1,9 @@
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.sharding.policy import Experts, Slice
+
+
+class GptOssPolicy(LlamaPolicy):
+    """Llama's attention with biases and a sink per query head; gate and up of the experts are interleaved."""
+
+    block = "GptOssDecoderLayer"
+    plan = {**ATTENTION, "self_attn.sinks": Slice(0), "mlp.experts": Experts()}

@@ -1,0 +1,37 @@
+from typing import ClassVar
+
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.policies.mamba2 import Mamba2Policy
+from parallelformers_ng.sharding.policy import Column, Experts, Row
+
+
+class GraniteMoePolicy(LlamaPolicy):
+    """Granite's attention with routed experts."""
+
+    block = "GraniteMoeDecoderLayer"
+    plan = {**ATTENTION, "block_sparse_moe.experts": Experts()}
+
+
+class GraniteMoeSharedPolicy(GraniteMoePolicy):
+    """Besides them an MLP for all tokens, gate and up side by side."""
+
+    block = "GraniteMoeSharedDecoderLayer"
+    plan = {
+        **GraniteMoePolicy.plan,
+        "shared_mlp.input_linear": Column(fused=2),
+        "shared_mlp.output_linear": Row(),
+    }
+    optional: ClassVar[tuple[str, ...]] = ("shared_mlp",)
+
+
+class GraniteMoeHybridPolicy(GraniteMoeSharedPolicy):
+    """Most layers have a mixer in place of attention; some models have no routed experts."""
+
+    block = "GraniteMoeHybridDecoderLayer"
+    optional = ("self_attn", "block_sparse_moe")
+
+
+class GraniteMoeHybridMixerPolicy(Mamba2Policy):
+    """Mamba 2's mixer."""
+
+    block = "GraniteMoeHybridMambaLayer"

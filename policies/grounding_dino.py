@@ -1,0 +1,67 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class GroundingDinoAttentionPolicy(Policy):
+    """BERT's attention, over text and over queries; the mask comes repeated for all heads."""
+
+    block = ("GroundingDinoMultiheadAttention", "MMGroundingDinoMultiheadAttention")
+    plan = {
+        "": Heads("num_attention_heads", scaled=("all_head_size",), biases=("attention_mask",)),
+        "query": Column(),
+        "key": Column(),
+        "value": Column(),
+        "out_proj": Row(),
+    }
+
+
+class GroundingDinoDeformablePolicy(Policy):
+    """Deformable attention (arXiv:2010.04159): every head has points of its own on each level."""
+
+    block = ("GroundingDinoMultiscaleDeformableAttention", "MMGroundingDinoMultiscaleDeformableAttention")
+    plan = {
+        "": Heads("n_heads", scaled=("d_model",), weights_dim=2),
+        "sampling_offsets": Column(),
+        "attention_weights": Column(),
+        "value_proj": Column(),
+        "output_proj": Row(),
+    }
+
+
+class GroundingDinoFusionPolicy(Policy):
+    """Attention in both directions between image and text, whose weights come out twice: it runs whole, on gathered
+    projections."""
+
+    block = ("GroundingDinoBiMultiHeadAttention", "MMGroundingDinoBiMultiHeadAttention")
+    plan = {
+        "vision_proj": Column(gather=True),
+        "text_proj": Column(gather=True),
+        "values_vision_proj": Column(gather=True),
+        "values_text_proj": Column(gather=True),
+        "out_vision_proj": Column(gather=True),
+        "out_text_proj": Column(gather=True),
+    }
+
+
+class GroundingDinoFeedForwardPolicy(Policy):
+    """The feed-forwards of the layers over text, over the image and over queries."""
+
+    block = (
+        "GroundingDinoTextEnhancerLayer", "GroundingDinoDeformableLayer", "GroundingDinoDecoderLayer",
+        "MMGroundingDinoTextEnhancerLayer", "MMGroundingDinoDeformableLayer", "MMGroundingDinoDecoderLayer",
+    )  # fmt: skip
+    plan = {"fc1": Column(), "fc2": Row()}
+
+
+class GroundingDinoProjectionPolicy(Policy):
+    """From the text tower, and of what the encoder gives."""
+
+    block = ("GroundingDinoModel", "MMGroundingDinoModel")
+    plan = {"text_projection": Column(gather=True), "enc_output": Column(gather=True)}
+    optional = ("enc_output",)
+
+
+class GroundingDinoBoxPolicy(Policy):
+    """The MLPs that predict boxes; their last layer has four outputs and stays whole."""
+
+    block = ("GroundingDinoMLPPredictionHead", "MMGroundingDinoMLPPredictionHead")
+    plan = {"layers.0": Column(gather=True), "layers.1": Column(gather=True)}

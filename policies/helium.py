@@ -1,0 +1,7 @@
+from parallelformers_ng.policies.llama import LlamaPolicy
+
+
+class HeliumPolicy(LlamaPolicy):
+    """Llama's block."""
+
+    block = "HeliumDecoderLayer"

@@ -1,0 +1,28 @@
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.sharding.policy import Column, Experts, Policy, Reduce, Row
+
+
+class HunYuanPolicy(LlamaPolicy):
+    """Llama's block with a norm per head on q and k."""
+
+    block = "HunYuanDenseV1DecoderLayer"
+
+
+class HunYuanMoEAttentionPolicy(LlamaPolicy):
+    """The same attention, with experts behind it."""
+
+    block = "HunYuanMoEV1DecoderLayer"
+    plan = ATTENTION
+
+
+class HunYuanMoEPolicy(Policy):
+    """Routed experts and an MLP for all tokens, summed over the ranks together."""
+
+    block = "HunYuanMoEV1Moe"
+    plan = {
+        "": Reduce(),
+        "experts": Experts(reduce=False),
+        "shared_mlp.gate_proj": Column(),
+        "shared_mlp.up_proj": Column(),
+        "shared_mlp.down_proj": Row(reduce=False),
+    }

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bert import BertHeadPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice, Vocabulary
+
+
+class IBertPolicy(Policy):
+    """BERT's block made of layers that can compute with integers. Where they do, each scales its weights by their
+    largest value, which no rank has; checkpoints are loaded without."""
+
+    block = "IBertLayer"
+    plan = {
+        "attention.self": Heads("num_attention_heads", scaled=("all_head_size",), weights=(0, 1)),
+        "attention.self.query": Column(),
+        "attention.self.query.weight_integer": Slice(0),
+        "attention.self.key": Column(),
+        "attention.self.key.weight_integer": Slice(0),
+        "attention.self.value": Column(),
+        "attention.self.value.weight_integer": Slice(0),
+        "attention.output.dense": Row(heads="attention.self"),
+        "attention.output.dense.weight_integer": Slice(1, heads="attention.self"),
+        "intermediate.dense": Column(),
+        "intermediate.dense.weight_integer": Slice(0),
+        "output.dense": Row(),
+        "output.dense.weight_integer": Slice(1),
+    }
+    requires = {"attention.self.quant_mode": False}
+
+
+class IBertVocabularyPolicy(Policy):
+    """The embeddings of words, which can be quantized as well, and the head over them."""
+
+    block = ("IBertEmbeddings", "IBertLMHead")
+    plan = {
+        "word_embeddings": Vocabulary(),
+        "word_embeddings.weight_integer": Slice(0),
+        "dense": Column(gather=True),
+        "decoder": Column(gather=True),
+    }
+    optional = ("word_embeddings", "dense", "decoder")
+
+
+class IBertHeadPolicy(BertHeadPolicy):
+    """The layers in front of the other heads."""
+
+    block = ("IBertPooler", "IBertClassificationHead")

@@ -1,0 +1,13 @@
+from parallelformers_ng.policies.llama import LlamaPolicy
+from parallelformers_ng.sharding.policy import Experts
+
+
+class JambaPolicy(LlamaPolicy):
+    """Layers of attention and of Mamba (`mamba.py` cuts its mixer), each with an MLP or with experts."""
+
+    block = ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer")
+    plan = {
+        **{path.replace("mlp.", "feed_forward."): rule for path, rule in LlamaPolicy.plan.items()},
+        "feed_forward.experts": Experts(),
+    }
+    optional = ("self_attn", "feed_forward")

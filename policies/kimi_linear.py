@@ -1,0 +1,49 @@
+from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy, DeepseekV2Policy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+
+
+class KimiLinearPolicy(DeepseekV2Policy):
+    """Latent attention in every fourth layer, delta attention in the others."""
+
+    block = "KimiLinearDecoderLayer"
+    plan = {path: rule for path, rule in DeepseekV2Policy.plan.items() if path.startswith("mlp")}
+    optional = ("mlp",)
+
+
+class KimiLinearAttentionPolicy(Policy):
+    """DeepSeek V2's attention, without positions."""
+
+    block = "KimiLinearAttention"
+    plan = {
+        "": Heads("num_heads"),
+        "q_proj": Column(),
+        "q_b_proj": Column(),
+        "kv_b_proj": Column(),
+        "o_proj": Row(),
+    }
+    optional = ("q_proj", "q_b_proj")
+
+
+class KimiDeltaAttentionPolicy(Policy):
+    """Gated delta rule (arXiv:2510.26692): each head has a state of its own; the gates come from narrow latents."""
+
+    block = "KimiLinearDeltaAttention"
+    plan = {
+        "": Heads("num_heads", scaled=("qkv_dim",)),
+        "q_proj": Column(),
+        "k_proj": Column(),
+        "v_proj": Column(),
+        "conv1d": Column(fused=3),
+        "forget_gate.f_b_proj": Column(),
+        "forget_gate.dt_bias": Slice(0),
+        "forget_gate.A_log": Slice(2),
+        "b_proj": Column(),
+        "g_b_proj": Column(),
+        "o_proj": Row(),
+    }
+
+
+class KimiLinearMoEPolicy(DeepseekV2MoEPolicy):
+    """DeepSeek's experts."""
+
+    block = "KimiLinearMoE"

@@ -1,0 +1,26 @@
+from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Row
+
+
+class Lfm2Policy(Policy):
+    """Attention in some layers, short convolutions in the others; a gated MLP, or experts."""
+
+    block = ("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer")
+    plan = {
+        "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column("key"),
+        "self_attn.v_proj": Column("key"),
+        "self_attn.out_proj": Row(),
+        "feed_forward.w1": Column(),
+        "feed_forward.w3": Column(),
+        "feed_forward.w2": Row(),
+        "feed_forward.experts": Experts(),
+    }
+    optional = ("self_attn", "feed_forward")
+
+
+class Lfm2ConvolutionPolicy(Policy):
+    """A gated depthwise convolution: `in_proj` packs both gates and the input, channel by channel."""
+
+    block = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+    plan = {"in_proj": Column(fused=3), "conv": Column(), "out_proj": Row()}

@@ -1,0 +1,11 @@
+from parallelformers_ng.sharding.policy import Column, Policy, Row
+
+
+class LlavaPolicy(Policy):
+    """The MLP between a vision tower and a decoder, which have policies of their own."""
+
+    block = (
+        "LlavaMultiModalProjector", "LlavaNextMultiModalProjector", "LlavaNextVideoMultiModalProjector",
+        "LlavaOnevisionMultiModalProjector", "VipLlavaMultiModalProjector", "VideoLlavaMultiModalProjector",
+    )  # fmt: skip
+    plan = {"linear_1": Column(), "linear_2": Row()}

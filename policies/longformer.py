@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.sharding.policy import Column, Heads
+
+
+class LongformerPolicy(BertPolicy):
+    """BERT's block with attention to a window, and projections of their own for tokens that attend to everything."""
+
+    block = "LongformerLayer"
+    plan = {
+        **{path: rule for path, rule in BertPolicy.plan.items() if not path.startswith("crossattention")},
+        "attention.self": Heads("num_heads", weights_dim=2, more_weights=((2, 1),), input_width=True),
+        "attention.self.query_global": Column(),
+        "attention.self.key_global": Column(),
+        "attention.self.value_global": Column(),
+    }
+
+
+class LongformerHeadPolicy(BertHeadPolicy):
+    """The layers in front of the heads."""
+
+    block = ("LongformerLMHead", "LongformerPooler", "LongformerClassificationHead")

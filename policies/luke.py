@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Vocabulary
+
+
+class LukePolicy(BertPolicy):
+    """BERT's block over words and entities. Entity-aware attention has a query for each pair of kinds."""
+
+    block = "LukeLayer"
+    plan = {
+        **{path: rule for path, rule in BertPolicy.plan.items() if not path.startswith("crossattention")},
+        "attention.self": Heads("num_attention_heads", scaled=("all_head_size",), weights=2),
+        "attention.self.w2e_query": Column(),
+        "attention.self.e2w_query": Column(),
+        "attention.self.e2e_query": Column(),
+    }
+    optional = ("attention.self.w2e_query", "attention.self.e2w_query", "attention.self.e2e_query")
+
+
+class LukeEntityPolicy(Policy):
+    """The vocabulary of entities, which is larger than that of words, and the head over it."""
+
+    block = ("LukeEntityEmbeddings", "EntityPredictionHead")
+    plan = {
+        "entity_embeddings": Vocabulary(),
+        "entity_embedding_dense": Column(gather=True),
+        "transform.dense": Column(gather=True),
+        "decoder": Column(gather=True),
+    }
+    optional = ("entity_embedding_dense", "transform", "decoder")
+
+
+class LukeHeadPolicy(BertHeadPolicy):
+    """The layers in front of the heads."""
+
+    block = ("LukeLMHead", "LukePooler")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bert import BertHeadPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Vocabulary
+
+
+class LxmertSelfAttentionPolicy(Policy):
+    """Attention within the words or within the regions of an image."""
+
+    block = "LxmertSelfAttentionLayer"
+    plan = {
+        "self": Heads("num_attention_heads", scaled=("head_size",)),
+        "self.query": Column(),
+        "self.key": Column(),
+        "self.value": Column(),
+        "output.dense": Row(heads="self"),
+    }
+
+
+class LxmertCrossAttentionPolicy(Policy):
+    """Attention from words to regions, and by the same weights from regions to words."""
+
+    block = "LxmertCrossAttentionLayer"
+    plan = {
+        "att": Heads("num_attention_heads", scaled=("head_size",)),
+        "att.query": Column(),
+        "att.key": Column(),
+        "att.value": Column(),
+        "output.dense": Row(heads="att"),
+    }
+
+
+class LxmertFeedForwardPolicy(Policy):
+    """The feed-forwards: one in a layer of its own kind, one for each kind in a layer that crosses."""
+
+    block = ("LxmertLayer", "LxmertXLayer")
+    plan = {
+        "intermediate.dense": Column(),
+        "output.dense": Row(),
+        "lang_inter.dense": Column(),
+        "lang_output.dense": Row(),
+        "visn_inter.dense": Column(),
+        "visn_output.dense": Row(),
+    }
+    optional = ("intermediate", "output", "lang_inter", "lang_output", "visn_inter", "visn_output")
+
+
+class LxmertHeadPolicy(BertHeadPolicy):
+    """The layers in front of the heads: pooler and masked-language transform."""
+
+    block = ("LxmertPredictionHeadTransform", "LxmertPooler")
+
+
+class LxmertVisualPolicy(Policy):
+    """From the features of an image's regions, and to answers and the features of masked regions."""
+
+    block = ("LxmertVisualFeatureEncoder", "LxmertVisualAnswerHead", "LxmertVisualObjHead")
+    plan = {
+        "visn_fc": Column(gather=True),
+        "logit_fc.0": Column(gather=True),
+        "logit_fc.3": Column(gather=True),
+        "transform.dense": Column(gather=True),
+        "decoder_dict.obj": Column(gather=True),
+        "decoder_dict.attr": Column(gather=True),
+        "decoder_dict.feat": Column(gather=True),
+    }
+    optional = ("visn_fc", "logit_fc", "transform", "decoder_dict")
+
+
+class LxmertVocabularyPolicy(Policy):
+    """The vocabulary and the head over it, which the model does not name as its output embeddings."""
+
+    block = ("LxmertEmbeddings", "LxmertLMPredictionHead")
+    plan = {"word_embeddings": Vocabulary(), "decoder": Column(gather=True)}
+    optional = ("word_embeddings", "decoder")

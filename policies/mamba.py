@@ -1,0 +1,22 @@
+from typing import ClassVar
+
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+
+
+class MambaPolicy(Policy):
+    """A selective state-space mixer: every channel has a recurrence of its own.
+
+    Time step, B and C are projected from all channels, so `x_proj` sums over the ranks.
+    """
+
+    block: ClassVar[str | tuple[str, ...]] = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+    plan = {
+        "": Heads("intermediate_size"),
+        "in_proj": Column(fused=2),
+        "conv1d": Column(),
+        "x_proj": Row(),
+        "dt_proj": Column(),
+        "A_log": Slice(0),
+        "D": Slice(0),
+        "out_proj": Row(),
+    }

@@ -1,0 +1,26 @@
+from typing import ClassVar
+
+from parallelformers_ng.sharding.policy import Column, Heads, Norm, Part, Policy, Row, Slice
+
+INNER = Part("query", "head_dim")
+STATE = Part("key", "ssm_state_size")
+TIME_STEP = Part("query", 1)
+
+
+class Mamba2Policy(Policy):
+    """A state-space mixer of heads; those of a group share B and C, as query heads share a key/value head.
+
+    `in_proj` packs gate, x, B, C and time step. The gated norm goes over the channels of a group, or over all.
+    """
+
+    block: ClassVar[str | tuple[str, ...]] = "Mamba2Mixer"
+    plan = {
+        "": Heads("num_heads", "n_groups", scaled=("intermediate_size",)),
+        "in_proj": Column(fused=(INNER, INNER, STATE, STATE, TIME_STEP)),
+        "conv1d": Column(fused=(INNER, STATE, STATE), widths=("conv_dim",)),
+        "A_log": Slice(0),
+        "D": Slice(0),
+        "dt_bias": Slice(0),
+        "norm": Norm(),
+        "out_proj": Row(),
+    }

@@ -1,0 +1,45 @@
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice
+
+
+class MiniMaxLightningPolicy(Policy):
+    """Linear attention: `qkv_proj` is interleaved per head, and every head has decays of its own."""
+
+    block = "MiniMaxLightningAttention"
+    plan = {
+        "": Heads("num_attention_heads"),
+        "qkv_proj": Column(),
+        "output_gate": Column(),
+        "slope_rate": Slice(0),
+        "query_decay": Slice(0),
+        "key_decay": Slice(0),
+        "diagonal_decay": Slice(1),
+        "norm": Norm(),
+        "out_proj": Row(),
+    }
+
+
+class MiniMaxAttentionPolicy(Policy):
+    """Llama's attention, in every other layer."""
+
+    block = "MiniMaxAttention"
+    plan = {path.removeprefix("self_attn").removeprefix("."): rule for path, rule in ATTENTION.items()}
+
+
+class MiniMaxPolicy(Policy):
+    """Routed experts behind either attention."""
+
+    block = "MiniMaxDecoderLayer"
+    plan = {"mlp.experts": Experts()}
+
+
+class MiniMaxM2Policy(LlamaPolicy):
+    """Llama's attention with norms over all heads of q and of k together; routed experts."""
+
+    block = "MiniMaxM2DecoderLayer"
+    plan = {
+        **ATTENTION,
+        "self_attn.q_norm": Norm("query"),
+        "self_attn.k_norm": Norm("key"),
+        "mlp.experts": Experts(),
+    }

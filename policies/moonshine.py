@@ -1,0 +1,32 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+_ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", scaled=("config.num_key_value_heads",))
+
+
+class MoonshinePolicy(Policy):
+    """Encoder and decoder layers over raw sound; the decoder's feed-forward holds up and gate side by side.
+
+    The forward shapes q as well by the number of key/value heads, so there are as many of them.
+    """
+
+    block = "MoonshineEncoderLayer"
+    plan = {
+        "self_attn": _ATTENTION,
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column("key"),
+        "self_attn.v_proj": Column("key"),
+        "self_attn.o_proj": Row(),
+        "mlp.fc1": Column(),
+        "mlp.fc2": Row(),
+    }
+
+
+class MoonshineDecoderPolicy(Policy):
+    """Two attentions, to the text and to the sound."""
+
+    block = "MoonshineDecoderLayer"
+    plan = {
+        **MoonshinePolicy.plan,
+        **{path.replace("self_attn", "encoder_attn"): rule for path, rule in MoonshinePolicy.plan.items()},
+        "mlp.fc1": Column(fused=2),
+    }

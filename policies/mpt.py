@@ -1,0 +1,14 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class MptPolicy(Policy):
+    """q, k and v side by side; the model makes the ALiBi of all heads, and each rank takes its own."""
+
+    block = "MptBlock"
+    plan = {
+        "attn": Heads("n_heads", scaled=("hidden_size",), biases=("position_bias",)),
+        "attn.Wqkv": Column(fused=3),
+        "attn.out_proj": Row(),
+        "ffn.up_proj": Column(),
+        "ffn.down_proj": Row(),
+    }

@@ -1,0 +1,30 @@
+from parallelformers_ng.policies.bart import BartPolicy
+from parallelformers_ng.sharding.policy import Column, Policy
+
+
+class MusicgenPolicy(BartPolicy):
+    """BART's layers without biases, over several codebooks at once. The text encoder has a policy of its own."""
+
+    block = ("MusicgenDecoderLayer", "MusicgenMelodyDecoderLayer")
+
+
+class MusicgenEmbeddingPolicy(Policy):
+    """An embedding for each codebook."""
+
+    block = ("MusicgenDecoder", "MusicgenMelodyDecoder")
+    plan = {"embed_tokens.*": Column(gather=True)}
+
+
+class MusicgenHeadPolicy(Policy):
+    """A head for each codebook."""
+
+    block = ("MusicgenForCausalLM", "MusicgenMelodyForCausalLM")
+    plan = {"lm_heads.*": Column(gather=True)}
+
+
+class MusicgenProjectionPolicy(Policy):
+    """From the text encoder, and from a melody, to the decoder."""
+
+    block = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
+    plan = {"enc_to_dec_proj": Column(gather=True), "audio_enc_to_dec_proj": Column(gather=True)}
+    optional = ("enc_to_dec_proj", "audio_enc_to_dec_proj")

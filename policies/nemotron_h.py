@@ -1,0 +1,30 @@
+from parallelformers_ng.policies.llama import ATTENTION
+from parallelformers_ng.policies.mamba2 import Mamba2Policy
+from parallelformers_ng.sharding.policy import Column, Experts, Policy, Row
+
+
+class NemotronHMixerPolicy(Mamba2Policy):
+    """Mamba 2's mixer."""
+
+    block = "NemotronHMamba2Mixer"
+
+
+class NemotronHAttentionPolicy(Policy):
+    """Llama's attention without rotary positions, a layer of its own."""
+
+    block = "NemotronHAttention"
+    plan = {path.removeprefix("self_attn").removeprefix("."): rule for path, rule in ATTENTION.items()}
+
+
+class NemotronHMLPPolicy(Policy):
+    """The ungated MLP: a layer of its own, or the experts that all tokens share."""
+
+    block = "NemotronHMLP"
+    plan = {"up_proj": Column(), "down_proj": Row()}
+
+
+class NemotronHMoEPolicy(Policy):
+    """Routed experts, ungated; the narrow layers around them, where there are any, stay whole."""
+
+    block = "NemotronHMoE"
+    plan = {"experts": Experts()}

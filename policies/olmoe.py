@@ -1,0 +1,14 @@
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.sharding.policy import Experts, Norm
+
+
+class OlmoePolicy(LlamaPolicy):
+    """Llama's attention with norms over all heads of q and of k together; routed experts."""
+
+    block = ("OlmoeDecoderLayer", "FlexOlmoDecoderLayer")
+    plan = {
+        **ATTENTION,
+        "self_attn.q_norm": Norm("query"),
+        "self_attn.k_norm": Norm("key"),
+        "mlp.experts": Experts(),
+    }

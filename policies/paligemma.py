@@ -1,0 +1,8 @@
+from parallelformers_ng.sharding.policy import Column, Policy
+
+
+class PaliGemmaPolicy(Policy):
+    """Between SigLIP and Gemma, which have policies of their own."""
+
+    block = "PaliGemmaMultiModalProjector"
+    plan = {"linear": Column(gather=True)}

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class ProphetNetEncoderPolicy(Policy):
+    """The encoder's layer. The model makes a mask for all heads."""
+
+    block = "ProphetNetEncoderLayer"
+    plan = {
+        "self_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
+        "self_attn.query_proj": Column(),
+        "self_attn.key_proj": Column(),
+        "self_attn.value_proj": Column(),
+        "self_attn.out_proj": Row(),
+        "feed_forward.intermediate": Column(),
+        "feed_forward.output": Row(),
+    }
+
+
+class ProphetNetDecoderPolicy(ProphetNetEncoderPolicy):
+    """The decoder's layer predicts several tokens ahead: a stream of its own for each, beside the main one."""
+
+    block = "ProphetNetDecoderLayer"
+    plan = {
+        **ProphetNetEncoderPolicy.plan,
+        "self_attn": Heads(
+            "num_attn_heads",
+            biases=("attention_mask", "extended_predict_attention_mask"),
+            more_weights=((2, 2),),
+            layer="ngram_attention",
+        ),
+        "self_attn.relative_pos_embeddings": Column("column", gather=True),
+        "cross_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
+        "cross_attn.query_proj": Column(),
+        "cross_attn.key_proj": Column(),
+        "cross_attn.value_proj": Column(),
+        "cross_attn.out_proj": Row(),
+    }
+    optional = ("cross_attn",)

@@ -1,0 +1,35 @@
+from parallelformers_ng.policies.llama import MLP, LlamaPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class Qwen2VLPolicy(LlamaPolicy):
+    """Llama's block with biases on q, k and v, and positions of time, height and width."""
+
+    block = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer")
+
+
+class Qwen2VLVisionPolicy(Policy):
+    """The layer of the vision tower."""
+
+    block = "Qwen2VLVisionBlock"
+    plan = {
+        "attn": Heads("num_heads"),
+        "attn.qkv": Column(fused=3),
+        "attn.proj": Row(),
+        "mlp.fc1": Column(),
+        "mlp.fc2": Row(),
+    }
+
+
+class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
+    """The same with Llama's MLP; most layers look at a window of the image."""
+
+    block = "Qwen2_5_VLVisionBlock"
+    plan = {**{path: rule for path, rule in Qwen2VLVisionPolicy.plan.items() if path.startswith("attn")}, **MLP}
+
+
+class Qwen2VLMergerPolicy(Policy):
+    """From four patches of the vision tower to one token of the decoder."""
+
+    block = ("PatchMerger", "Qwen2_5_VLPatchMerger")
+    plan = {"mlp.0": Column(), "mlp.2": Row()}

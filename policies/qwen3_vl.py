@@ -1,0 +1,38 @@
+from typing import ClassVar
+
+from parallelformers_ng.policies.llama import LlamaPolicy
+from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Row
+
+
+class Qwen3VLPolicy(LlamaPolicy):
+    """Qwen3's block with positions of time, height and width."""
+
+    block = "Qwen3VLTextDecoderLayer"
+
+
+class Qwen3VLMoePolicy(LlamaPolicy):
+    """The same with routed experts, or a plain MLP where the configuration says so."""
+
+    block = "Qwen3VLMoeTextDecoderLayer"
+    plan = {**LlamaPolicy.plan, "mlp.experts": Experts()}
+    optional = ("mlp",)
+
+
+class Qwen3VLVisionPolicy(Policy):
+    """The layer of the vision tower."""
+
+    block: ClassVar[str | tuple[str, ...]] = ("Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")
+    plan = {
+        "attn": Heads("num_heads"),
+        "attn.qkv": Column(fused=3),
+        "attn.proj": Row(),
+        "mlp.linear_fc1": Column(),
+        "mlp.linear_fc2": Row(),
+    }
+
+
+class Qwen3VLMergerPolicy(Policy):
+    """From four patches of the vision tower to one token of the decoder, also for the layers that feed in early."""
+
+    block: ClassVar[str | tuple[str, ...]] = ("Qwen3VLVisionPatchMerger", "Qwen3VLMoeVisionPatchMerger")
+    plan = {"linear_fc1": Column(), "linear_fc2": Row()}

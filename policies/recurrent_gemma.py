@@ -1,0 +1,42 @@
+from parallelformers_ng.policies.llama import MLP
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+
+
+class RecurrentGemmaPolicy(Policy):
+    """Griffin's recurrent layer: its gates are block-diagonal, a block per head, and the state lies in the module."""
+
+    block = "RecurrentGemmaRecurrentBlock"
+    plan = {
+        "": Heads(
+            "rg_lru.num_attention_heads", scaled=("lru_width",), fresh=("conv1d_state", "rg_lru.recurrent_states")
+        ),
+        "linear_x": Column(),
+        "linear_y": Column(),
+        "conv_1d": Column(),
+        "rg_lru.recurrent_param": Slice(0),
+        "rg_lru.input_gate_weight": Slice(0),
+        "rg_lru.input_gate_bias": Slice(0),
+        "rg_lru.recurrent_gate_weight": Slice(0),
+        "rg_lru.recurrent_gate_bias": Slice(0),
+        "linear_out": Row(),
+    }
+
+
+class RecurrentGemmaAttentionPolicy(Policy):
+    """Multi-query attention over a window."""
+
+    block = "RecurrentGemmaAttention"
+    plan = {
+        "": Heads("num_attention_heads", "num_key_value_heads", groups="num_key_value_groups"),
+        "q_proj": Column(),
+        "k_proj": Column("key"),
+        "v_proj": Column("key"),
+        "o_proj": Row(),
+    }
+
+
+class RecurrentGemmaMLPPolicy(Policy):
+    """Llama's MLP."""
+
+    block = "RecurrentGemmaMlp"
+    plan = {path.removeprefix("mlp."): rule for path, rule in MLP.items()}

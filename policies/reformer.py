@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class ReformerPolicy(Policy):
+    """Attention within a chunk of the sequence, or within buckets of equal hash, where queries are keys as well."""
+
+    block = "ReformerLayer"
+    plan = {
+        "attention.self_attention": Heads("num_attention_heads", scaled=("all_head_size",), layer="reformer_attention"),
+        "attention.self_attention.query_key": Column(),
+        "attention.self_attention.query": Column(),
+        "attention.self_attention.key": Column(),
+        "attention.self_attention.value": Column(),
+        "attention.output.dense": Row(heads="attention.self_attention"),
+        "feed_forward.dense.dense": Column(),
+        "feed_forward.output.dense": Row(),
+    }
+    optional = (
+        "attention.self_attention.query_key", "attention.self_attention.query", "attention.self_attention.key",
+    )  # fmt: skip
+
+
+class ReformerHeadPolicy(Policy):
+    """The layer in front of the classes."""
+
+    block = "ReformerClassificationHead"
+    plan = {"dense": Column(gather=True)}

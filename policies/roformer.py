@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.sharding.policy import Column, Policy
+
+
+class RoFormerPolicy(BertPolicy):
+    """BERT's block with rotary positions, which all heads share."""
+
+    block = "RoFormerLayer"
+
+
+class RoFormerHeadPolicy(BertHeadPolicy):
+    """The layers in front of the heads."""
+
+    block = ("RoFormerPredictionHeadTransform", "RoFormerClassificationHead")
+
+
+class RoFormerProjectionPolicy(Policy):
+    """From the width of the embeddings to that of the blocks, where they differ."""
+
+    block = "RoFormerModel"
+    plan = {"embeddings_project": Column(gather=True)}
+    optional = ("embeddings_project",)

@@ -1,0 +1,40 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+
+class SamVisionPolicy(Policy):
+    """The layer of the vision tower; relative positions are the same for all heads."""
+
+    block = ("SamVisionLayer", "SamHQVisionLayer")
+    plan = {
+        "attn": Heads("num_attention_heads"),
+        "attn.qkv": Column(fused=3),
+        "attn.proj": Row(),
+    }
+
+
+class SamDecoderAttentionPolicy(Policy):
+    """The attentions between the tokens of the mask decoder and the image."""
+
+    block = ("SamAttention", "SamHQAttention")
+    plan = {
+        "": Heads("num_attention_heads"),
+        "q_proj": Column(),
+        "k_proj": Column(),
+        "v_proj": Column(),
+        "out_proj": Row(),
+    }
+
+
+class SamMLPPolicy(Policy):
+    """The MLP of both."""
+
+    block = ("SamMLPBlock", "SamHQMLPBlock")
+    plan = {"lin1": Column(), "lin2": Row()}
+
+
+class SamFeedForwardPolicy(Policy):
+    """The small MLPs behind the mask decoder."""
+
+    block = ("SamFeedForward", "SamHQFeedForward")
+    plan = {"proj_in": Column(gather=True), "layers.*": Column(gather=True)}
+    optional = ("layers",)

@@ -1,0 +1,56 @@
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+
+
+class SeamlessM4TPolicy(Policy):
+    """Encoder and decoder layers over text and over units of sound."""
+
+    block = (
+        "SeamlessM4TEncoderLayer", "SeamlessM4TDecoderLayer", "SeamlessM4Tv2EncoderLayer", "SeamlessM4Tv2DecoderLayer",
+        "SeamlessM4Tv2TextToUnitDecoderLayer",
+    )  # fmt: skip
+    plan = {
+        "self_attn": Heads("num_heads", scaled=("embed_dim",)),
+        "self_attn.q_proj": Column(),
+        "self_attn.k_proj": Column(),
+        "self_attn.v_proj": Column(),
+        "self_attn.out_proj": Row(),
+        "cross_attention": Heads("num_heads", scaled=("embed_dim",)),
+        "cross_attention.q_proj": Column(),
+        "cross_attention.k_proj": Column(),
+        "cross_attention.v_proj": Column(),
+        "cross_attention.out_proj": Row(),
+        "ffn.fc1": Column(),
+        "ffn.fc2": Row(),
+    }
+    optional = ("cross_attention", "ffn")
+
+
+class SeamlessConformerAttentionPolicy(Policy):
+    """Attention over sound: relative positions have a projection and biases per head, or a distance all heads share."""
+
+    block = ("SeamlessM4TConformerSelfAttention", "SeamlessM4Tv2ConformerSelfAttention")
+    plan = {
+        "": Heads("num_heads"),
+        "linear_q": Column(),
+        "linear_k": Column(),
+        "linear_v": Column(),
+        "linear_pos": Column(),
+        "pos_bias_u": Slice(0),
+        "pos_bias_v": Slice(0),
+        "linear_out": Row(),
+    }
+    optional = ("linear_pos", "pos_bias_u", "pos_bias_v")
+
+
+class SeamlessConformerFeedForwardPolicy(Policy):
+    """The feed-forwards before and behind it. The convolutions between them stay whole."""
+
+    block = ("SeamlessM4TConformerFeedForward", "SeamlessM4Tv2ConformerFeedForward")
+    plan = {"intermediate_dense": Column(), "output_dense": Row()}
+
+
+class SeamlessFeatureProjectionPolicy(Policy):
+    """From the features of sound to the width of the encoder."""
+
+    block = ("SeamlessM4TConformerFeatureProjection", "SeamlessM4Tv2ConformerFeatureProjection")
+    plan = {"projection": Column(gather=True)}

@@ -1,0 +1,7 @@
+from parallelformers_ng.policies.llama import LlamaPolicy
+
+
+class SmolLM3Policy(LlamaPolicy):
+    """Llama's block; every fourth layer has no rotary positions."""
+
+    block = "SmolLM3DecoderLayer"

@@ -1,0 +1,7 @@
+from parallelformers_ng.policies.bart import BartPolicy
+
+
+class TimeSeriesTransformerPolicy(BartPolicy):
+    """BART's layers over the values of a series."""
+
+    block = ("TimeSeriesTransformerEncoderLayer", "TimeSeriesTransformerDecoderLayer")

@@ -1,0 +1,77 @@
+"""`parallelformers-ng bench` on a model of a few kilobytes. Figures are looked at, speeds are not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from parallelformers_ng import bench, cli
+from parallelformers_ng.errors import ParallelError
+
+TINY = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_READ_BYTES", 1 << 20)
+
+
+def test_measures_both_and_says_all_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaForCausalLM(TINY).save_pretrained(tmp_path)
+    command = ["bench", str(tmp_path), "--device", "cpu", "--prompt", "20", "--tokens", "4", "--rounds", "2", "--json"]
+    assert cli.main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["random_weights"]
+    assert found["ranks"] == 2
+    for task in ("prefill", "decode"):
+        assert {name: len(values) for name, values in found[task].items()} == {"2 ranks": 2, "one process": 2}
+        assert all(value > 0 for values in found[task].values() for value in values)
+    model = LlamaForCausalLM(TINY)
+    assert found["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    share = found["median"]["decode"]["2 ranks"] * found["weight_bytes"] / found["bandwidth"]
+    assert found["bandwidth_share"]["2 ranks"] == pytest.approx(share)
+
+
+def test_a_configuration_alone_gets_random_weights_and_a_plot_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TINY.save_pretrained(tmp_path)
+    config = str(tmp_path / "config.json")
+    command = ["bench", config, "--device", "cpu", "--prompt", "8", "--tokens", "2", "--rounds", "1", "--no-baseline"]
+    assert cli.main(command) == 0
+    text = capsys.readouterr().out
+    assert "random weights" in text
+    assert "one process" not in text
+    assert "of the bandwidth" in text
+    assert cli.main([*command, "--prompt", "65"]) == 2
+    assert "64 positions" in capsys.readouterr().err
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: pytest.fail("measured before it was told"))
+    assert cli.main([*command, "--plot", str(tmp_path / "out.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_model_without_decode_is_refused() -> None:
+    with pytest.raises(ParallelError, match="ViTModel does not generate"):
+        bench.bench("vit")
+
+
+def test_a_plot_shows_both(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = bench.Report("llama", True, "cpu", 2, 512, 64, 10**9, 2e10)
+    report.prefill = {"2 ranks": [90.0, 100.0, 110.0], "one process": [80.0, 85.0, 90.0]}
+    report.decode = {"2 ranks": [17.0, 18.0, 19.0], "one process": [14.0, 15.0, 16.0]}
+    report.plot(str(tmp_path / "out.png"))
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,73 @@
+"""Faults while a model is parallelized: the error comes in time, and the model is as it was before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from parallelformers_ng import deployment, parallelize, start_group
+from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
+from parallelformers_ng.runtime import startup
+from parallelformers_ng.runtime.processes import Processes
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import gpt2
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGKILL, WorkerDiedError), (signal.SIGSTOP, RequestTimeoutError)])
+def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, monkeypatch):
+    """A rank that is stopped is what a disk looks like that does not answer."""
+    model, original = gpt2(), deployment.hand_over
+    with torch.no_grad():
+        want = model(**text_inputs()).logits
+    moments = []
+
+    def hand_over_and_strike(*args: Any) -> None:
+        original(*args)
+        os.kill(group.pids[1], number)
+        moments.append(time.monotonic())
+
+    monkeypatch.setattr(deployment, "hand_over", hand_over_and_strike)
+    with start_group(2, device="cpu", timeout=3) as group, pytest.raises(kind):
+        parallelize(model, group=group)
+    assert time.monotonic() - moments[0] < (4 if number == signal.SIGSTOP else 1)
+    with torch.no_grad():
+        assert torch.equal(model(**text_inputs()).logits, want)
+
+
+@pytest.mark.parametrize(
+    ("number", "pattern", "limit"),
+    [
+        (signal.SIGKILL, "rank 1 ended by signal 9 while importing torch", 60.0),
+        (signal.SIGSTOP, "not ready within 1 s; it was", 1.0),
+    ],
+)
+def test_a_fault_while_importing_is_named_in_time(number, pattern, limit, monkeypatch):
+    await_ready, moments = startup.await_ready, []
+
+    def strike_and_await(processes: Processes, *rest: Any) -> None:
+        os.kill(processes.workers[1].pid, number)
+        moments.append(time.monotonic())
+        await_ready(processes, *rest)
+
+    monkeypatch.setattr(startup, "await_ready", strike_and_await)
+    with pytest.raises(StartupError, match=pattern):
+        start_group(2, device="cpu", start_timeout=limit)
+    assert time.monotonic() - moments[0] < 2
+
+
+def test_a_group_of_another_process_is_refused_as_argument(groups):
+    group, model = groups(1), gpt2()
+    child = os.fork()
+    if child == 0:
+        try:
+            parallelize(model, group=group)
+        except GroupError as error:
+            os._exit(7 if "must parallelize the model itself" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())

@@ -1,0 +1,135 @@
+"""The layers in C against torch, and where they stand back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from parallelformers_ng.kernels import layers
+from parallelformers_ng.kernels.layers import MOST_ROWS, FusedRMSNorm, StreamingLinear, install
+
+pytestmark = pytest.mark.skipif(layers._decode is None, reason="the C kernel is not built")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of the kernel."""
+    seen: list[int] = []
+
+    class Counting:
+        @staticmethod
+        def linear(*arguments: int) -> None:
+            seen.append(arguments[4])
+            kernel.linear(*arguments)
+
+    kernel = layers._decode
+    monkeypatch.setattr(layers, "_decode", Counting)
+    return seen
+
+
+def _layer(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> StreamingLinear:
+    torch.manual_seed(inputs * outputs)
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+    install(layer)
+    assert type(layer) is StreamingLinear
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inputs", [1, 15, 16, 17, 63, 64, 65, 80, 129, 576])
+def test_results_are_as_exact_as_those_of_torch(inputs: int, dtype: torch.dtype, calls: list[int]) -> None:
+    for outputs in (1, 2, 7, 33):
+        for bias in (False, True):
+            layer = _layer(inputs, outputs, dtype, bias)
+            for shape in ((inputs,), (1, 1, inputs), (2, 2, inputs), (1, 3, inputs)):
+                x = torch.randn(shape).to(dtype)
+                with torch.inference_mode():
+                    found = layer(x)
+                wide = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+                assert found.shape == wide.shape
+                assert found.dtype is dtype
+                torch.testing.assert_close(found, wide.to(dtype))
+    assert set(calls) == ({1, 3, 4} if dtype is torch.bfloat16 else {1})
+
+
+def test_bfloat16_rounds_once_to_nearest_even() -> None:
+    layer = _layer(2, 1, torch.bfloat16, bias=False)
+    layer.weight.copy_(torch.tensor([[1.0, 1.0]]))
+    x = torch.tensor([[1.0, 2**-8], [1.0, 3 * 2**-8], [float("inf"), 1.0], [float("nan"), 1.0]], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        found = layer(x).flatten().tolist()
+    assert found[:3] == [1.0, 1.0 + 2**-6, float("inf")]
+    assert found[3] != found[3]
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    layer, x = _layer(576, 40, torch.bfloat16, bias=True), torch.randn(4, 576, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+def test_stands_back_where_torch_must_do_it(calls: list[int]) -> None:
+    layer = _layer(8, 4, torch.float32, bias=True)
+    x = torch.randn(1, 8)
+    layer(x.requires_grad_()).sum().backward()
+    assert x.grad is not None, "outside of inference mode gradients flow"
+    with torch.inference_mode():
+        x = torch.randn(8, 8)
+        layer(x[: MOST_ROWS[x.dtype] + 1])
+        layer(x.t()[:2])
+        layer(x[:0])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert layer(x[:1]).dtype is torch.bfloat16
+        with pytest.raises(RuntimeError):
+            layer(x[:1, :7])
+        with pytest.raises(RuntimeError):
+            layer(x[:1].double())
+        assert calls == []
+        layer(x[:1])
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 32, 45, 576])
+def test_norms_are_those_of_the_model(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    plain, fused = LlamaRMSNorm(width, eps=1e-3).to(dtype), Qwen3RMSNorm(width, eps=1e-3).to(dtype)
+    plain.weight.data.copy_(torch.randn(width))
+    fused.load_state_dict(plain.state_dict())
+    assert install(fused) == 1
+    assert isinstance(fused, FusedRMSNorm)
+    assert isinstance(fused, Qwen3RMSNorm)
+    for shape in ((width,), (1, 1, width), (2, 9, width), (0, width)):
+        x = (torch.randn(shape) * 3).to(dtype)
+        with torch.inference_mode():
+            torch.testing.assert_close(fused(x), plain(x))
+    x = torch.randn(4, width, dtype=dtype, requires_grad=True)
+    fused(x).float().sum().backward()
+    assert x.grad is not None
+    with torch.inference_mode():
+        wide = torch.randn(2, 2 * width).to(dtype)[:, ::2]
+        assert torch.equal(fused(wide), plain(wide)), "strided: torch's own"
+
+
+def test_only_norms_with_the_very_same_code_are_changed() -> None:
+    assert install(GemmaRMSNorm(4)) == 0
+    assert install(nn.RMSNorm(4)) == 0
+
+
+def test_only_plain_layers_are_changed_and_only_with_one_thread() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), nn.Conv1d(1, 1, 1))
+    torch.set_num_threads(2)
+    try:
+        assert install(model) == 0
+    finally:
+        torch.set_num_threads(1)
+    assert install(model) == 1
+    assert [type(layer) for layer in model] == [StreamingLinear, Own, nn.Conv1d]
