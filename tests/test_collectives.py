@@ -33,6 +33,7 @@ from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicato
 from parallelformers_ng.collectives.traced import register
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, GroupError, ProtocolError
 from parallelformers_ng.sharding.layers import GatheredColumnParallel, RowParallel, parallel_class
+from tests.patience import PROMPTLY
 
 SLOT_BYTES, ONE_SHOT_BYTES = 4096, 1024
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -365,7 +366,7 @@ def _late_rank(communicator: Communicator, late: int) -> tuple[float, str]:
 def test_abort_by_a_peer_reaches_all_at_once(group: RankGroup, kernel: str) -> None:
     answers = group.run(kernel, _wait_for_abort)
     assert all("rank 0: out of luck" in message for _, message in answers)
-    assert max(moment for moment, _ in answers) - answers[0][0] < 1.0
+    assert max(moment for moment, _ in answers) - answers[0][0] < PROMPTLY
     group.reset()
     group.run(kernel, _check_works)
 
@@ -385,7 +386,7 @@ def test_abort_by_the_parent_reaches_all_at_once(group: RankGroup, kernel: str) 
     moment = time.monotonic()
     group.arena.abort("killed")
     for left, message in group.finish():
-        assert left - moment < 0.5
+        assert left - moment < PROMPTLY
         assert "the parent: killed" in message
     group.reset()
     group.run(kernel, _check_works)
@@ -393,8 +394,8 @@ def test_abort_by_the_parent_reaches_all_at_once(group: RankGroup, kernel: str) 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_timeout_names_the_late_rank(pair: RankGroup, kernel: str) -> None:
-    for (waited, message), limit in zip(pair.run((kernel, 0.2), _late_rank, 1), (0.6, 1.5), strict=True):
-        assert 0.2 <= waited < limit
+    for waited, message in pair.run((kernel, 0.2), _late_rank, 1):
+        assert 0.2 <= waited < PROMPTLY
         assert "ranks [1] did not come within 0.2 s" in message
     pair.reset()
     pair.run(kernel, _check_works)
@@ -437,7 +438,7 @@ def _interrupted(communicator: Communicator) -> float:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_signal_handler_runs_in_a_long_wait(pair: RankGroup, kernel: str) -> None:
-    assert pair.run(kernel, _interrupted)[0] < 1.0
+    assert pair.run(kernel, _interrupted)[0] < PROMPTLY
     pair.reset()
     pair.run(kernel, _check_works)
 
@@ -578,7 +579,7 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str) -> None
         gloo.abort("given up")
     with pytest.raises(CollectiveAbortedError, match="given up"):
         gloo.all_reduce(torch.ones(3))
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < PROMPTLY
     assert dict(os.environ) == environment
     gloo._arena = None  # as if the parent had reset it
     gloo.reset()

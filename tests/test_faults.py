@@ -26,6 +26,7 @@ from parallelformers_ng.errors import (
     WorkerError,
 )
 from parallelformers_ng.model import deployment_of
+from tests.patience import PROMPTLY, kill
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
@@ -47,12 +48,12 @@ def model() -> Iterator[PreTrainedModel]:
 
 
 @contextlib.contextmanager
-def raises_within(seconds: float, kind: type[Exception]) -> Iterator[Any]:
-    """As pytest.raises; the exception must come at most `seconds` after `caught.since`, by default the beginning."""
+def raises_promptly(kind: type[Exception]) -> Iterator[Any]:
+    """As pytest.raises; the exception must come soon after `caught.since`, by default the beginning."""
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         yield caught
-    assert time.monotonic() - getattr(caught, "since", start) < seconds
+    assert time.monotonic() - getattr(caught, "since", start) < PROMPTLY
 
 
 def is_right(model: PreTrainedModel, want: torch.Tensor) -> bool:
@@ -85,13 +86,13 @@ class OnToken:
 
 def test_a_worker_killed_in_mid_request_is_named_and_the_next_answer_is_right(model, want):
     pids = deployment_of(model).pids
-    with raises_within(1, WorkerDiedError) as caught:
+    with raises_promptly(WorkerDiedError) as caught:
 
-        def kill() -> None:
+        def strike() -> None:
             os.kill(pids[1], signal.SIGKILL)
             caught.since = time.monotonic()
 
-        model.generate(text_inputs()["input_ids"][:1], max_new_tokens=50, do_sample=False, streamer=OnToken(kill))
+        model.generate(text_inputs()["input_ids"][:1], max_new_tokens=50, do_sample=False, streamer=OnToken(strike))
     assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
     assert is_right(model, want)
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -102,9 +103,8 @@ def test_a_worker_that_dies_idle_is_replaced_before_anyone_calls(model, want):
     before = deployment_of(model).incarnation
     cache = model(**text_inputs()).past_key_values
     model.generation_config.max_new_tokens = 8
-    os.kill(deployment_of(model).pids[0], signal.SIGKILL)
-    time.sleep(0.2)
-    with raises_within(0.5, RequestTimeoutError), deadline(0.2):
+    kill(deployment_of(model).pids[0])
+    with raises_promptly(RequestTimeoutError), deadline(0.2):
         model(**text_inputs())
     await_incarnation(model, before + 1)
     # What the workers were told of the configuration before, the new ones know as well.
@@ -116,7 +116,7 @@ def test_a_worker_that_dies_idle_is_replaced_before_anyone_calls(model, want):
 
 def test_a_stopped_worker_runs_into_the_deadline_and_is_replaced(model, want):
     os.kill(deployment_of(model).pids[0], signal.SIGSTOP)
-    with raises_within(1.3, RequestTimeoutError):
+    with raises_promptly(RequestTimeoutError):
         model.generate(**text_inputs(), **GREEDY, timeout=0.3)
     assert is_right(model, want)
 
@@ -126,19 +126,18 @@ def test_an_endless_loop_in_a_callback_runs_into_the_deadline(model, want):
         while True:
             time.sleep(0.01)
 
-    with raises_within(1.3, RequestTimeoutError), deadline(0.3):
+    with raises_promptly(RequestTimeoutError), deadline(0.3):
         model.generate(**text_inputs(), **GREEDY, logits_processor=[endless])
     assert is_right(model, want)
 
 
 def test_a_storm_of_deaths_ends_in_a_failure_for_good_and_the_weights_come_back(want):
     model = parallelize(gpt2(), 2, device="cpu", max_restarts=1)
-    os.kill(deployment_of(model).pids[1], signal.SIGKILL)
+    kill(deployment_of(model).pids[1])
     await_incarnation(model, 1)
-    os.kill(deployment_of(model).pids[1], signal.SIGKILL)
-    time.sleep(0.5)
+    kill(deployment_of(model).pids[1])
     for _ in range(2):
-        with raises_within(1, RestartLimitError) as caught:
+        with raises_promptly(RestartLimitError) as caught:
             model(**text_inputs())
         assert "died 2 times within 60 s" in str(caught.value)
     assert is_right(model.deparallelize(), want)
@@ -146,10 +145,9 @@ def test_a_storm_of_deaths_ends_in_a_failure_for_good_and_the_weights_come_back(
 
 def test_without_restart_the_model_stays_down_and_gives_its_weights_back(want):
     model = parallelize(gpt2(), 2, device="cpu", restart=False)
-    os.kill(deployment_of(model).pids[0], signal.SIGKILL)
-    time.sleep(0.1)
+    kill(deployment_of(model).pids[0])
     for _ in range(2):
-        with raises_within(1, WorkerDiedError):
+        with raises_promptly(WorkerDiedError):
             model(**text_inputs())
     assert is_right(model.deparallelize(), want)
 
@@ -179,7 +177,7 @@ def test_one_rank_that_raises_is_heard_and_the_group_goes_on(groups, place, want
         model.lm_head.register_forward_hook(RaiseOnce())
     group = groups(2)
     pids = deployment_of(parallelize(model, group=group)).pids
-    with raises_within(1, ZeroDivisionError) as caught:
+    with raises_promptly(ZeroDivisionError) as caught:
         model(ids, use_cache=True)
     assert isinstance(caught.value, WorkerError)
     assert caught.value.rank == 1
@@ -247,10 +245,8 @@ def test_a_streamer_that_raises_ends_the_request_on_all_ranks(model, want, kind)
         raise kind("enough")
 
     streamer = OnToken(stop)
-    start = time.monotonic()
     with pytest.raises(kind, match="enough"):
         model.generate(IDS[:1], max_new_tokens=50, do_sample=False, streamer=streamer)
-    assert time.monotonic() - start < 1.5
     assert streamer.puts == 2
     assert is_right(model, want)
     assert deployment_of(model).pids == pids

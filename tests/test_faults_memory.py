@@ -14,6 +14,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import WorkerDiedError, WorkerError
 from parallelformers_ng.model import deployment_of
 from tests.cgroup import memory_limit
+from tests.patience import PROMPTLY
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
@@ -50,7 +51,7 @@ def test_the_kernels_memory_killer_is_named_and_the_group_comes_back():
             begin = time.monotonic()
             with pytest.raises(WorkerDiedError, match="memory killer") as caught:
                 model(input_ids=MANY)
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < PROMPTLY
             assert (caught.value.rank, caught.value.signal) == (1, 9)
         else:
             os.kill(pid, 9)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PROMPTLY
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
@@ -51,8 +52,8 @@ def workers_of(parent: int) -> list[psutil.Process]:
     return found
 
 
-def await_end_of_workers(parent: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def await_end_of_workers(parent: int) -> None:
+    end = time.monotonic() + PROMPTLY
     while left := workers_of(parent):
         assert time.monotonic() < end, left
         time.sleep(0.02)
@@ -146,7 +147,7 @@ def test_nothing_outlives_killed_parents(tmp_path):
         parent.kill()
         parent.wait()
         parent.stdout.close()
-        await_end_of_workers(parent.pid, 2)
+        await_end_of_workers(parent.pid)
     assert set(os.listdir("/dev/shm")) <= shared
     assert os.listdir(tmp_path) == []
 
@@ -159,19 +160,19 @@ def terminal() -> Iterator[Terminal]:
 
 def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(terminal, tmp_path):
     (tmp_path / "prelude.py").write_text(PRELUDE)
-    terminal.read_until(">>> ", 20)
+    terminal.read_until(">>> ", 60)
     terminal.type(f"exec(open({str(tmp_path / 'prelude.py')!r}).read())\n")
     terminal.read_until("\n>>> ", 90)
     terminal.type("_ = " + START)
     terminal.read_until("\n>>> ", 120)
     terminal.type("pids = deployment_of(model).pids; long = dict(max_new_tokens=50, do_sample=False)\n")
-    terminal.read_until("\n>>> ", 10)
+    terminal.read_until("\n>>> ", PROMPTLY)
     for delay in (0.05, 0.2, 0.4):
         terminal.type("while True: out = model.generate(inputs['input_ids'], **long)\n\n")
-        terminal.read_until(r"\.\.\. ", 10)
+        terminal.read_until(r"\.\.\. ", PROMPTLY)
         time.sleep(delay)
         terminal.type("\x03")
-        assert "KeyboardInterrupt" in terminal.read_until("\n>>> ", 1)
+        assert "KeyboardInterrupt" in terminal.read_until("\n>>> ", PROMPTLY)
         terminal.type("print('next', right(), deployment_of(model).pids == pids)\n")
         assert "next True True" in terminal.read_until("next (True|False) .*\n>>> ", 60)
 

@@ -26,6 +26,7 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import Kind, pack
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.patience import PROMPTLY, kill
 
 
 @pytest.fixture
@@ -35,17 +36,17 @@ def group():
     assert not any(psutil.pid_exists(pid) for pid in group.pids)
 
 
-def within(seconds, function, *args, **kwargs):
-    """Call a function that must raise a GroupError, and return the error."""
+def fault_of(function, *args, **kwargs):
+    """Call a function that must raise a GroupError, soon, and return the error."""
     start = time.monotonic()
     with pytest.raises(GroupError) as caught:
         function(*args, **kwargs)
-    assert time.monotonic() - start < seconds
+    assert time.monotonic() - start < PROMPTLY
     return caught.value
 
 
 @pytest.mark.parametrize(("method", "rank"), [("spin", 1), ("barrier", 0)])
-def test_a_killed_worker_is_named_to_every_caller_within_a_second(group, method, rank):
+def test_a_killed_worker_is_named_to_every_caller(group, method, rank):
     errors = []
 
     def work():
@@ -64,44 +65,43 @@ def test_a_killed_worker_is_named_to_every_caller_within_a_second(group, method,
     killed = time.monotonic()
     os.kill(group.pids[rank], signal.SIGKILL)
     for thread in threads:
-        thread.join(5)
+        thread.join(PROMPTLY)
     assert len(errors) == 3
     for error, when in errors:
         assert (error.rank, error.signal, error.exit_code) == (rank, signal.SIGKILL, None)
-        assert when - killed < 1
+        assert when - killed < PROMPTLY
     assert not group.alive
-    assert within(0.1, group.call, "echo", 1).rank == rank
+    assert fault_of(group.call, "echo", 1).rank == rank
 
 
 def test_a_worker_that_dies_between_requests_is_found_by_the_next(group):
-    os.kill(group.pids[1], signal.SIGTERM)
-    time.sleep(0.3)
+    kill(group.pids[1], signal.SIGTERM)
     assert not group.alive
-    error = within(1, group.call, "echo", 1)
+    error = fault_of(group.call, "echo", 1)
     assert isinstance(error, WorkerDiedError)
     assert (error.rank, error.signal) == (1, signal.SIGTERM)
 
 
 def test_exit_codes_and_crashes_are_told_apart(group):
-    assert "SystemExit: 7" in str(within(1, group.call, "leave", 7))  # of a callback, not of the worker
-    error = within(1, group.call, "exit", 1, 5)
+    assert "SystemExit: 7" in str(fault_of(group.call, "leave", 7))  # of a callback, not of the worker
+    error = fault_of(group.call, "exit", 1, 5)
     assert (error.rank, error.signal, error.exit_code) == (1, None, 5)
 
 
 @pytest.mark.parametrize(("method", "signal"), [("crash", signal.SIGSEGV), ("touch_lost_memory", signal.SIGBUS)])
 def test_a_crash_in_native_code_is_a_death_by_its_signal_and_leaves_a_traceback(method, signal, capfd):
     with WorkerGroup(2, target=TARGET, threads=1) as group:
-        error = within(1, group.call, method, 0)
+        error = fault_of(group.call, method, 0)
     assert (error.rank, error.signal) == (0, signal)
     assert f"in {method}" in capfd.readouterr().err
 
 
 def test_a_stopped_worker_runs_into_the_deadline(group):
     os.kill(group.pids[1], signal.SIGSTOP)
-    error = within(1.5, group.call, "sum_of_ranks", 1.0, timeout=0.5)
+    error = fault_of(group.call, "sum_of_ranks", 1.0, timeout=0.5)
     assert isinstance(error, RequestTimeoutError)
     assert "no answer from ranks" in str(error)
-    later = within(0.1, group.call, "echo", 1)
+    later = fault_of(group.call, "echo", 1)
     assert "ran past its deadline" in str(later)
 
 
@@ -114,8 +114,8 @@ def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
     foreign = pack(Kind.RESULT, 1, encode({"result": 1, "more": 2}, None)).data
     for frame in (bytes(mangled), stale, foreign):
         with WorkerGroup(1, target=TARGET, threads=1) as group:
-            assert isinstance(within(1, group.call, "write_to_parent", frame), ProtocolError)
-            assert isinstance(within(1, group.call, "echo", 1), ProtocolError)
+            assert isinstance(fault_of(group.call, "write_to_parent", frame), ProtocolError)
+            assert isinstance(fault_of(group.call, "echo", 1), ProtocolError)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + PROMPTLY
     while left := [name for pid, name in workers.items() if running(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -257,18 +257,18 @@ INTERRUPTED = """
 import os, signal, threading, time
 from parallelformers_ng.runtime.group import WorkerGroup
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
-    for method, arguments in [("wait_for_cancel", ()), ("sleep", (0.3, [1]))]:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for method, arguments in [("wait_for_cancel", ()), ("sleep", (0.6, [1]))]:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             print(group.call(method, *arguments))
         except KeyboardInterrupt:
             print("interrupted", group.call("echo", method), group.call("sum_of_ranks", 1.0))
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     try:
         group.call("spin")
     except KeyboardInterrupt:
-        print("spin", time.monotonic() - start < 2, group.alive)
+        print("spin", time.monotonic() - start < 20, group.alive)
     try:
         group.call("echo", 1)
     except Exception as error:

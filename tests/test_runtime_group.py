@@ -18,6 +18,7 @@ from runtime_target import Reading
 from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, PlacementError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.messages import FileDescriptor, Handle
+from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"
 SCRIPT = """
@@ -90,7 +91,7 @@ def test_an_exception_on_one_rank_frees_its_peers_from_the_collective(group, ran
     start = time.monotonic()
     with pytest.raises(ValueError, match="a bad value") as caught:
         group.call("raise_value_error", [rank])
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPTLY
     assert caught.value.rank == rank
     for _ in range(3):
         assert group.call("sum_of_ranks", 1.0) == 3.0
@@ -150,7 +151,7 @@ def test_a_listener_that_raises_cancels_the_request(group):
     start = time.monotonic()
     with pytest.raises(KeyError, match="enough"):
         group.call("count", 100_000, on_event=refuse)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PROMPTLY
     assert group.call("sum_of_ranks", 1.0) == 3.0
 
 
@@ -255,7 +256,7 @@ def test_close_from_another_thread_ends_a_call_in_flight():
     thread.start()
     time.sleep(0.3)
     group.close()
-    thread.join(5)
+    thread.join(PROMPTLY)
     assert [type(error) for error in caught] == [GroupClosedError]
 
 

@@ -50,8 +50,8 @@ class Server:
         return [server, *server.children(recursive=True)]
 
     def wait_until_gone(self, family: list[psutil.Process]) -> None:
-        self.process.wait(20)
-        deadline = time.monotonic() + 20
+        self.process.wait(60)
+        deadline = time.monotonic() + 60
         while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
             assert time.monotonic() < deadline, f"still running: {family}"
             time.sleep(0.05)
@@ -98,7 +98,7 @@ def serving(command: list[str], folder: Path, log: Path, new_tokens: int = NEW_T
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -135,15 +135,16 @@ def test_flask_under_gunicorn(model_folder: Path, expected: dict[str, str], tmp_
 def test_flask_when_a_worker_is_killed_and_at_sigterm(model_folder: Path, tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log", new_tokens=LONG) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.client.get, "/generate_text/w1")
-        time.sleep(0.2)  # by then it runs
-        server.family()[2].kill()
+        worker = server.family()[2]
+        wait_until_busy(worker)
+        worker.kill()
         failed = running.result()
         assert (failed.status_code, failed.json()) == (503, {"error": "WorkerDiedError"})
 
         assert server.client.get("/health").json()["memory_allocated"].keys() == {"cpu:0", "cpu:1"}
         family = server.family()  # the new workers
         running = pool.submit(server.generate, "w1")
-        time.sleep(0.2)
+        wait_until_busy(family[2])
         server.process.send_signal(signal.SIGTERM)
         assert len(running.result()["outputs"].split()) > 100  # whole, up to where the model ends it
         server.wait_until_gone(family)
@@ -196,6 +197,15 @@ def read_stream(server: Server, prompt: str, query: dict[str, int], begun: threa
             text += piece
             begun.set()
     return text
+
+
+def wait_until_busy(worker: psutil.Process) -> None:
+    """Until a worker that was idle has taken some time of a CPU."""
+    before = worker.cpu_times().user
+    deadline = time.monotonic() + 120
+    while worker.cpu_times().user - before < 0.05:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def wait_for_text(log: Path, pattern: str, process: subprocess.Popen) -> re.Match[str]:
