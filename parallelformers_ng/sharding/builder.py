@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.partition import HeadShare, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Column, Heads, Policy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
@@ -106,7 +106,8 @@ class _Builder:
             self.draft.vocabulary(layer.path, layer.kind, layer.size, layer.tensors, rule="vocabulary")
 
     def cut_tables(self) -> None:
-        """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather."""
+        """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather; one
+        whose weight the forward reads itself, by rows."""
         total = sum(m.weight.numel() for m in self.draft.modules.values() if isinstance(m, _CUTTABLE))
         uses = Counter(id(p) for m in self.draft.modules.values() for p in m._parameters.values())
         for path, module in self.draft.modules.items():
@@ -114,10 +115,11 @@ class _Builder:
                 continue
             large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
             alone = uses[id(module.weight)] == 1 and not any(path.startswith(f"{block}.") for block in self.blocks)
-            if large and alone and module.max_norm is None and is_only_called(self.model, path):
+            if large and alone and module.max_norm is None:
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
-                apply_rule(self.draft, Column("column", gather=True), path, [])
+                called = is_only_called(self.model, path)
+                apply_rule(self.draft, Column("column", gather=True) if called else Stored(), path, [])
 
     def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
         keep_whole = (WHOLE,) * self.world_size

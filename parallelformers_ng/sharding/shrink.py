@@ -19,20 +19,21 @@ from parallelformers_ng.sharding.structure import setting
 
 _WIDTH = re.compile(
     r"(^|_)(dim|dims|size|sizes|width|widths|channel|channels|embd|inner|model|ff|ffn|rank|filters|features|hidden"
-    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels|hidden_size_global)$"
+    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels|hidden_size_global)$|^dim_"
 )
 _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
     r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
-    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|in_chan|(?<!dim_b)box|clamp|ngram_size|neighborhood|conv_size|_dconv"
 )
 _LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
 _NOT_LAYERS = re.compile(
-    r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window"
+    r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window|shared_layers"
 )
 _LAYER_NUMBERS = re.compile(
     r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
 )
+_OUTPUTS = re.compile(r"out_(indices|layers)$")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
 _WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size|(mamba_)?chunk_size)$")
 _BLOCK = re.compile(r"^(window_size|block_size)$")
@@ -80,13 +81,14 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
         if not shrinking.keep_images:
             _shrink_images(part)
         mains = {setting(part, main) for main in _MAIN}
+        by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
         for name, value in list(_own(part)):
+            if by_coefficient and name.endswith("_channels"):
+                continue
             if factor < 1 and _is_width(name, value, mains):
                 _set(part, name, _scale(value, factor if _HEAD_WIDTH.search(name) else factor * fewer))
             elif fewer < 1 and _HEAD_COUNT.search(name) and isinstance(value, int):
                 _set(part, name, max(1, int(value * fewer)))
-            elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-                _set(part, name, _scale_sections(part, value, factor))
             elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
                 _set(part, name, 256)
             elif _WINDOW.match(name) and isinstance(value, int) and value > 8:
@@ -94,6 +96,9 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
             elif _BLOCK.match(name) and isinstance(value, int) and value > 64:
                 # Where nothing else counts positions, it does (Bark).
                 _set(part, name, 4 if any(_POSITIONS.match(other) for other in vars(part)) else 64)
+        for name in ("rope_parameters", "rope_scaling"):
+            if factor < 1 and isinstance(rope := vars(part).get(name), dict):
+                _set(part, name, _scale_sections(part, rope))
     if not shrinking.keep_vocabulary:
         for part in parts:
             _shrink_vocabulary(part, ids)
@@ -118,7 +123,8 @@ def _own(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _set(config: Any, name: str, value: Any) -> None:
     """Also where a configuration refuses to have an attribute changed later."""
-    config.__dict__[name] = value
+    names = getattr(type(config), "attribute_map", None) or {}
+    config.__dict__[names.get(name, name)] = value
 
 
 def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
@@ -130,26 +136,38 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
     return bool(_WIDTH.search(name) or _HEAD_WIDTH.search(name))
 
 
+def _shrink_coefficients(config: Any, factor: float) -> bool:
+    """Whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made smaller."""
+    width, repeats = setting(config, "width_coefficient"), setting(config, "num_block_repeats")
+    if width is None or not isinstance(repeats, (list, tuple)):
+        return False
+    _set(config, "width_coefficient", width * factor)
+    _set(config, "depth_coefficient", 1.0)
+    _set(config, "num_block_repeats", [1] * len(repeats))
+    return True
+
+
 def _width_factor(parts: list[Any]) -> float:
     """The smallest power of two that leaves heads at least 8 wide and widths whole."""
-    mains, heads_dims = [], []
+    mains, heads_dims, quotients = [], [], []
     for part in parts:
         width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
         heads = next((value for name in _HEADS if isinstance(value := setting(part, name), int)), None)
         head_dim = setting(part, "head_dim")
-        if width and width > 1:
+        if width and width >= _SCALED_FROM:
             mains.append(width)
         if isinstance(head_dim, int):
             heads_dims.append(head_dim)
         elif width and heads and width % heads == 0:
-            heads_dims.append(width // heads)
+            quotients.append(width // heads)
         heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := setting(part, name), int)]
     if not mains or max(mains) <= _TINY:
         return 1.0
     factor = 1.0
     while factor > 1 / 64 and max(mains) * factor > 48:
         smaller = factor / 2
-        if any(value * smaller < 8 or value * smaller % 2 for value in heads_dims if value >= _SCALED_FROM):
+        scaled = quotients + [value for value in heads_dims if value >= _SCALED_FROM]
+        if any(value * smaller < 8 or value * smaller % 2 for value in scaled):
             break
         if any(value * smaller % 1 for value in mains) or min(mains) * smaller < 8:
             break
@@ -182,17 +200,22 @@ def _scale(value: Any, factor: float) -> Any:
     return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)
 
 
-def _scale_sections(config: Any, rope: dict[str, Any], factor: float) -> dict[str, Any]:
-    """The sections of a head that rotate by time, height and width still fill half a head.
+def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a head that rotate by time, height and width still fill half of what rotates of a head.
 
-    Some modelling code has a default of its own, for heads 128 wide.
+    Some modelling code has a default of its own, 16 : 24 : 24. Sections that are equal stay equal.
     """
-    sees = re.search(r"vl|omni|4v|_5|ocr|ernie", str(getattr(config, "model_type", "")))
+    sees = re.search(r"vl|omni|4v|_5|ocr|ernie|glm_image", str(getattr(config, "model_type", "")))
     sections = rope.get("mrope_section") or ([16, 24, 24] if sees else None)
-    if not sections or factor == 1:
+    heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)
+    head = setting(config, "head_dim") or (heads and (setting(config, "hidden_size") or 0) // heads)
+    part = rope.get("partial_rotary_factor") or setting(config, "partial_rotary_factor") or 1.0
+    half = int(head * part) // 2 if head else 0
+    if not sections or half < len(sections):
         return rope
-    scaled = [int(section * factor) for section in sections]
-    scaled[0] += int(sum(sections) * factor) - sum(scaled)
+    scaled = [section * half // sum(sections) for section in sections]
+    alone = next((i for i, section in enumerate(sections) if sections.count(section) == 1), 0)
+    scaled[alone] += half - sum(scaled)
     return {**rope, "mrope_section": scaled}
 
 
@@ -227,8 +250,18 @@ def _shrink_layers(config: Any) -> None:
         if isinstance(first_dense, int) and first_dense:
             _set(config, "first_k_dense_replace", 1)
         stages = _stages(config, count)
-        kept = min(max(kept, len(stages)), count)
+        shared = setting(config, "num_kv_shared_layers") or 0  # the last ones take keys and values from those before
+        if 0 < shared < count:
+            kept *= 2
+        outs = [
+            key for key, numbers in _own(config)
+            if _OUTPUTS.search(key) and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
+        ]  # fmt: skip
+        wanted = [len(stages), *(len(setting(config, key)) for key in outs)]
+        kept = min(max(kept, *wanted), count)
         _set(config, name, kept)
+        if shared:
+            _set(config, "num_kv_shared_layers", kept // 2 if shared < count else kept)
         if stages:
             _set(config, "stage_names", config.stage_names[: kept + 1])
             _set(config, "_out_indices", list(range(kept + 1 - len(stages), kept + 1)))
@@ -236,6 +269,8 @@ def _shrink_layers(config: Any) -> None:
         for other, value in list(_own(config)):
             if isinstance(value, (list, tuple)) and len(value) == count and count > 3:
                 _set(config, other, type(value)(value[:kept]))
+            elif other in outs:  # as many as before, of the layers there are
+                _set(config, other, type(value)(range(kept - len(value), kept)))
             elif _LAYER_NUMBERS.search(other) and isinstance(value, (list, tuple)) and value:
                 inside = [item for item in value if type(item) is not int or -kept <= item < kept] or [kept - 1]
                 _set(config, other, type(value)(inside))
