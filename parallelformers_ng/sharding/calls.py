@@ -58,18 +58,19 @@ def _reads_layers(cls: type[nn.Module]) -> bool:
     return False
 
 
-def _functions(method: Any) -> Iterator[Any]:
+def _functions(method: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
     """What a member of a class runs: itself, what its decorators wrap, the getter of a property."""
     if isinstance(method, property):
         method = method.fget
     elif isinstance(method, (classmethod, staticmethod, cached_property)):
         method = getattr(method, "func", None) or method.__func__  # type: ignore[union-attr]
-    if not inspect.isfunction(method):
+    if not inspect.isfunction(method) or id(method) in seen:
         return
     yield method
+    seen |= {id(method)}
     for cell in method.__closure__ or ():
         try:
-            yield from _functions(cell.cell_contents)
+            yield from _functions(cell.cell_contents, seen)
         except ValueError:  # an empty cell
             continue
 

@@ -61,7 +61,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
                 "num_key_value_heads": 2,
             }
         },
-    },  # fmt: skip
+    },
     "emu3": {
         "vocabulary_map": {
             "<image>": 40,
@@ -74,14 +74,14 @@ _SETTINGS: dict[str, dict[str, Any]] = {
             "hidden_size": 128,
             "channel_multiplier": [1, 2, 2, 4],
         },
-    },  # fmt: skip
+    },
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_ROTARY, "mrope_section": [22, 22, 20]}}},
     "granite4_vision": {
         "deepstack_layer_map": [[-2, 0], [-1, 1]],
         "spatial_target_layers": [0, 1],
         "downsample_rate": "1/2",
         "image_grid_pinpoints": [[336, 336], [672, 336]],
-    },  # fmt: skip
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "chameleon": {"vocabulary_map": {"<image>": 40, "<pad>": 1, "IMGIMGA1Z": 41, "IMGIMGA2Z": 42}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0, "clip_qkv": 2.0}},
