@@ -16,6 +16,7 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.experts import stacked_experts
 from parallelformers_ng.sharding.partition import HeadShare, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
@@ -128,6 +129,7 @@ class _Builder:
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
         cuttable = set(self.draft.experts)
         for path, module in self.draft.modules.items():
+            cuttable |= {_join(path, name) for name in stacked_experts(module)}
             owned = [(name, p, False) for name, p in module._parameters.items() if p is not None]
             owned += [(name, b, True) for name, b in module._buffers.items() if b is not None]
             for short, tensor, is_buffer in owned:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.sharding.structure import setting
+from parallelformers_ng.sharding.settings import setting
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
 _SAMPLES = 4000
