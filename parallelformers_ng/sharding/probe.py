@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.sharding.sample_inputs import DECODER_LENGTH, SampleInputs
+from parallelformers_ng.sharding.sample_inputs import DECODER_LENGTH, LENGTH, SampleInputs
 
 _CROSS = re.compile(
     r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
@@ -88,6 +88,8 @@ def _images(maker: SampleInputs) -> Iterator[Media]:
             given["image_grid_thw"] = torch.tensor([[1, 4, 4]])
         if "image_position_ids" in maker.names:
             given["image_position_ids"] = maker.value("image_position_ids", image, 1)
+        if "qformer_input_ids" in maker.names:
+            given["qformer_input_ids"] = maker.ids(1, LENGTH)
         if "image_sizes" in maker.names:
             given["image_sizes"] = torch.tensor([list(maker.image_size())])
         if count := _tokens_of(method, given):

@@ -48,7 +48,7 @@ class SampleInputs:
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
         if name == "codebook_idx":
             return 1
-        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids"):
+        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qformer_input_ids"):
             return self.ids(rows, LENGTH)
         if name in ("attention_mask", "text_attention_mask"):
             return torch.ones(rows, LENGTH, dtype=torch.long)

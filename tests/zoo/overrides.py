@@ -82,6 +82,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "image_grid_pinpoints": [[336, 336], [672, 336]],
     },
+    "janus": {"vq_config": {"base_channels": 32}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "chameleon": {"vocabulary_map": {"<image>": 40, "<pad>": 1, "IMGIMGA1Z": 41, "IMGIMGA2Z": 42}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0, "clip_qkv": 2.0}},
