@@ -1,10 +1,11 @@
 /* What a decode step does again and again, with one thread: linear layers for a few rows, and root-mean-square norms.
  *
  * Linear: y = x Wᵀ + b.
- * For one row the product is bound by the speed at which W is read, so W, `[out, in]` and contiguous, is read once, a
- * fixed distance ahead by prefetch. That also bridges the ends of rows and of pages, where the processor's own
- * prefetcher stops; a library's matrix-vector product loses a fifth there on rows of a few KiB. The further rows of x
- * meet each row of W while that is in the first-level cache, in tiles that keep their sums in registers.
+ * For one row the product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a
+ * slice of a wider matrix stays where it lies), is read once, a fixed distance ahead by prefetch. That also bridges the
+ * ends of rows and of pages, where the processor's own prefetcher stops; a library's matrix-vector product loses a
+ * fifth there on rows of a few KiB. The further rows of x meet each row of W while that is in the first-level cache,
+ * in tiles that keep their sums in registers.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
@@ -78,18 +79,18 @@ INLINE float sum_lanes(const Floats *sum)
  * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
  * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. */
 #define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
-    INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in, size_t out,  \
-                            size_t outs, size_t rows, int ahead)                                              \
+    INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
+                            size_t stride, size_t out, size_t outs, size_t rows, int ahead)                   \
     {                                                                                                         \
         const size_t step = CACHE_LINE_BYTES / sizeof(TYPE), distance = AHEAD_BYTES / sizeof(TYPE);           \
         Floats sum[OUTS * ROWS] = {{0}}, a[OUTS], b;                                                          \
         size_t i = 0;                                                                                         \
         for (; i + LANES <= in; i += LANES) {                                                                 \
             if (ahead && i % step == 0) {                                                                     \
-                const TYPE *at = w + i + distance + (i + distance < in ? 0 : (outs - 1) * in);                \
-                for (size_t o = 0; o < outs; o++) __builtin_prefetch(at + o * in);                            \
+                const TYPE *at = w + i + distance + (i + distance < in ? 0 : outs * stride - in);             \
+                for (size_t o = 0; o < outs; o++) __builtin_prefetch(at + o * stride);                        \
             }                                                                                                 \
-            for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * in + i);                                     \
+            for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * stride + i);                                 \
             for (size_t r = 0; r < rows; r++) {                                                               \
                 LOAD_F32(b, x + r * in + i);                                                                  \
                 for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                              \
@@ -98,29 +99,30 @@ INLINE float sum_lanes(const Floats *sum)
         for (size_t o = 0; o < outs; o++)                                                                     \
             for (size_t r = 0; r < rows; r++) {                                                               \
                 float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? from_##NAME(bias[o]) : 0.0f);           \
-                for (size_t j = i; j < in; j++) total += from_##NAME(w[o * in + j]) * x[r * in + j];          \
+                for (size_t j = i; j < in; j++) total += from_##NAME(w[o * stride + j]) * x[r * in + j];      \
                 y[r * out + o] = to_##NAME(total);                                                            \
             }                                                                                                 \
     }                                                                                                         \
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
-                             size_t out, size_t outs)                                                         \
+                             size_t stride, size_t out, size_t outs)                                          \
     {                                                                                                         \
         size_t r = 0;                                                                                         \
         for (; r + ROWS <= rows; r += ROWS)                                                                   \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, ROWS, r == 0);                       \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, r == 0);               \
         if (r + 2 <= rows) {                                                                                  \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, 2, r == 0);                          \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, r == 0);                  \
             r += 2;                                                                                           \
         }                                                                                                     \
-        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, 1, r == 0);                \
+        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, r == 0);        \
     }                                                                                                         \
     CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
-                                     size_t in, size_t out)                                                   \
+                                     size_t in, size_t stride, size_t out)                                    \
     {                                                                                                         \
         size_t o = 0;                                                                                         \
         for (; o + OUTS <= out; o += OUTS)                                                                    \
-            tiles_##NAME(x, w + o * in, bias ? bias + o : bias, y + o, rows, in, out, OUTS);                  \
-        for (; o < out; o++) tiles_##NAME(x, w + o * in, bias ? bias + o : bias, y + o, rows, in, out, 1);    \
+            tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
+        for (; o < out; o++)                                                                                  \
+            tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
     }
 
 DEFINE_LINEAR(f32, float, LOAD_F32)
@@ -154,16 +156,16 @@ enum { F32 = 0, BF16 = 1 };
 
 static int multiply(const size_t *v)
 {
-    size_t rows = v[4], in = v[5], out = v[6];
-    if (v[7] == F32) {
-        linear_f32((const float *)v[0], (const float *)v[1], (const float *)v[2], (float *)v[3], rows, in, out);
+    size_t rows = v[4], in = v[5], stride = v[6], out = v[7];
+    if (v[8] == F32) {
+        linear_f32((const float *)v[0], (const float *)v[1], (const float *)v[2], (float *)v[3], rows, in, stride, out);
         return 0;
     }
     const uint16_t *x = (const uint16_t *)v[0];
     float *wide = malloc((rows * in + 1) * sizeof(float));
     if (!wide) return -1;
     for (size_t i = 0; i < rows * in; i++) wide[i] = from_bf16(x[i]);
-    linear_bf16(wide, (const uint16_t *)v[1], (const uint16_t *)v[2], (uint16_t *)v[3], rows, in, out);
+    linear_bf16(wide, (const uint16_t *)v[1], (const uint16_t *)v[2], (uint16_t *)v[3], rows, in, stride, out);
     free(wide);
     return 0;
 }
@@ -184,9 +186,9 @@ static int read_sizes(const char *who, PyObject *const *args, Py_ssize_t count, 
 /* Addresses are the caller's word; a `bias` of 0 is none. */
 static PyObject *linear(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    size_t v[8];
-    if (nargs != 8) return PyErr_Format(PyExc_TypeError, "linear: 8 arguments expected, %zd given", nargs);
-    if (read_sizes("linear", args, 8, v) < 0) return NULL;
+    size_t v[9];
+    if (nargs != 9) return PyErr_Format(PyExc_TypeError, "linear: 9 arguments expected, %zd given", nargs);
+    if (read_sizes("linear", args, 9, v) < 0) return NULL;
     int status;
     Py_BEGIN_ALLOW_THREADS
     status = multiply(v);
@@ -213,7 +215,7 @@ static PyObject *rms_norm(PyObject *Py_UNUSED(module), PyObject *const *args, Py
 
 static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL,
-     "linear(x, weight, bias, out, rows, in_features, out_features, kind)"},
+     "linear(x, weight, bias, out, rows, in_features, weight_stride, out_features, kind)"},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL,
      "rms_norm(x, weight, out, rows, width, kind, epsilon)"},
     {NULL, NULL, 0, NULL},

@@ -34,7 +34,7 @@ from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
-from parallelformers_ng.kernels.layers import install
+from parallelformers_ng.kernels.layers import StreamingLinear, install
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
@@ -98,8 +98,9 @@ class Replica:
         assert self.plan is not None
         for stored in names:
             node = self.checkpoint.nodes[stored]
-            part = self._read(node, self.plan.tensors[stored].shards[self.rank])
-            for name in self.aliases[stored]:
+            names = self.aliases[stored]
+            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, names)))
+            for name in names:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
     def loaded(self) -> None:
@@ -109,10 +110,15 @@ class Replica:
         gc.collect()
         gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them
 
-    def _read(self, node: Node, shard: Shard) -> torch.Tensor:
+    def _streams(self, name: str) -> bool:
+        """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
+        path, _, attribute = name.rpartition(".")
+        return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
+
+    def _read(self, node: Node, shard: Shard, rows_apart: bool) -> torch.Tensor:
         """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer."""
         if self.device.type == "cpu":
-            return read_shard(node, shard, self.rank)
+            return read_shard(node, shard, self.rank, rows_apart=rows_apart)
         if self.staging is None:
             self.staging = Staging(self.device)
         part = self.staging.to_device(read_shard(node, shard, self.rank, copy=False))
