@@ -36,7 +36,7 @@ class WorkerGroup:
 
     The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. It may have two
     methods of its own for objects that must stay in the worker: `replace(obj)` and `restore(handle)`, as in
-    `messages.encode` and `messages.decode`. Calls from many threads are served in the order in which they came.
+    `encoder.encode` and `decoder.decode`. Calls from many threads are served in the order in which they came.
 
     Args:
         world_size: number of workers.
@@ -47,8 +47,8 @@ class WorkerGroup:
         timeout: seconds that a request may take, unless the call says otherwise.
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
-        replace: this process's side of `messages.encode`.
-        restore: this process's side of `messages.decode`.
+        replace: this process's side of `encoder.encode`.
+        restore: this process's side of `decoder.decode`.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
 
@@ -151,7 +151,7 @@ class WorkerGroup:
 
         Args:
             method: a public method of the target.
-            *args: its arguments; anything that `messages.encode` takes.
+            *args: its arguments; anything that `encoder.encode` takes.
             timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
             on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
                 cancelled and the exception goes on to the caller.
