@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
+from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 from parallelformers_ng.memory import proportional_set_size
 from parallelformers_ng.model import deployment_of
@@ -105,6 +106,12 @@ def main() -> None:
     real = loops(demo)
     measure.report("64 tokens of the demo's model (4 layers of 192)", "s", real, against="generate")
     demo.deparallelize()
+    config = LlamaConfig(**SHAPES["135M"], eos_token_id=None, pad_token_id=0, tie_word_embeddings=True)
+    usual = parallelize(LlamaForCausalLM(config).eval(), 2, device="cpu")
+    small = loops(usual, 16)
+    measure.report("16 tokens of a model of 135M parameters", "s", small, against="generate")
+    usual.deparallelize()
+    del usual, demo
     model = build()
     tiny = loops(model)
     measure.report("64 tokens of a tiny model (2 layers of 48)", "s", tiny, against="generate")
@@ -113,7 +120,7 @@ def main() -> None:
     print(f"\n{options.cache_calls} calls, caches dropped at random: workers grew by {grown}")
     wrong = threads(model, options.threads, options.calls)
     print(f"{options.threads} threads x {options.calls} calls: {wrong} answers differ from a solo run")
-    measure.save(options.json, "soak", {"demo": real, "tiny": tiny, "growth_bytes": growth, "wrong": wrong})
+    measure.save(options.json, "soak", {"135M": small, "demo": real, "tiny": tiny, "growth_bytes": growth, "wrong": wrong})
 
 
 if __name__ == "__main__":
