@@ -120,9 +120,8 @@ def main() -> None:
     print(f"\n{options.cache_calls} calls, caches dropped at random: workers grew by {grown}")
     wrong = threads(model, options.threads, options.calls)
     print(f"{options.threads} threads x {options.calls} calls: {wrong} answers differ from a solo run")
-    measure.save(
-        options.json, "soak", {"135M": small, "demo": real, "tiny": tiny, "growth_bytes": growth, "wrong": wrong}
-    )
+    figures = {"135M": small, "demo": real, "tiny": tiny, "growth_bytes": growth, "wrong": wrong}
+    measure.save(options.json, "soak", figures)
 
 
 if __name__ == "__main__":
