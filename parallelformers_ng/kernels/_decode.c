@@ -21,13 +21,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../collectives/_floats.h"
+
 /* The loader picks a copy by what the processor can do; `arch=` names would ask for that very model. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16, OUTS = 4, ROWS = 4, AHEAD_BYTES = 2048, CACHE_LINE_BYTES = 64 };
 
@@ -45,27 +46,6 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
         memcpy(&(target), &words_, sizeof words_);                     \
     } while (0)
 
-INLINE float from_f32(float value) { return value; }
-INLINE float to_f32(float value) { return value; }
-
-INLINE float from_bf16(uint16_t value)
-{
-    uint32_t bits = (uint32_t)value << 16;
-    float result;
-    memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-/* Round to nearest, ties to even. */
-INLINE uint16_t to_bf16(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-/* `x` is fp32 whatever the type of W. */
 INLINE float sum_lanes(const Floats *sum)
 {
     float part[LANES];
@@ -77,7 +57,8 @@ INLINE float sum_lanes(const Floats *sum)
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
  * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
- * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. */
+ * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. `x` is fp32 whatever the type
+ * of W. */
 #define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
     INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
                             size_t stride, size_t out, size_t outs, size_t rows, int ahead)                   \
@@ -98,9 +79,9 @@ INLINE float sum_lanes(const Floats *sum)
         }                                                                                                     \
         for (size_t o = 0; o < outs; o++)                                                                     \
             for (size_t r = 0; r < rows; r++) {                                                               \
-                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? from_##NAME(bias[o]) : 0.0f);           \
-                for (size_t j = i; j < in; j++) total += from_##NAME(w[o * stride + j]) * x[r * in + j];      \
-                y[r * out + o] = to_##NAME(total);                                                            \
+                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? load_##NAME(bias[o]) : 0.0f);           \
+                for (size_t j = i; j < in; j++) total += load_##NAME(w[o * stride + j]) * x[r * in + j];      \
+                y[r * out + o] = store_##NAME(total);                                                         \
             }                                                                                                 \
     }                                                                                                         \
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
@@ -142,10 +123,10 @@ DEFINE_LINEAR(bf16, uint16_t, LOAD_BF16)
                 }                                                                                             \
             sum[0] += sum[1];                                                                                 \
             float total = sum_lanes(&sum[0]);                                                                 \
-            for (; i < width; i++) total += from_##NAME(x[i]) * from_##NAME(x[i]);                            \
+            for (; i < width; i++) total += load_##NAME(x[i]) * load_##NAME(x[i]);                            \
             float scale = 1.0f / sqrtf(total / (float)width + epsilon);                                       \
             for (i = 0; i < width; i++)                                                                       \
-                y[i] = to_##NAME(from_##NAME(w[i]) * from_##NAME(to_##NAME(from_##NAME(x[i]) * scale)));      \
+                y[i] = store_##NAME(load_##NAME(w[i]) * load_##NAME(store_##NAME(load_##NAME(x[i]) * scale)));\
         }                                                                                                     \
     }
 
@@ -164,7 +145,7 @@ static int multiply(const size_t *v)
     const uint16_t *x = (const uint16_t *)v[0];
     float *wide = malloc((rows * in + 1) * sizeof(float));
     if (!wide) return -1;
-    for (size_t i = 0; i < rows * in; i++) wide[i] = from_bf16(x[i]);
+    for (size_t i = 0; i < rows * in; i++) wide[i] = load_bf16(x[i]);
     linear_bf16(wide, (const uint16_t *)v[1], (const uint16_t *)v[2], (uint16_t *)v[3], rows, in, stride, out);
     free(wide);
     return 0;

@@ -13,6 +13,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded import write_rank
@@ -36,7 +37,6 @@ from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.kernels.layers import StreamingLinear, install
 from parallelformers_ng.memory import RankMemory, rank_memory
-from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
 from parallelformers_ng.sharding.layers import Recording
