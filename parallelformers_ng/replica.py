@@ -59,6 +59,7 @@ class Replica:
         self.caches = CacheTable()
         self.recording = Recording()
         self.staging: Staging | None = None
+        gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
@@ -108,7 +109,7 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.staging = None
         gc.collect()
-        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them
+        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them either
 
     def _streams(self, name: str) -> bool:
         """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
@@ -145,12 +146,17 @@ class Replica:
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
-        gc.unfreeze()
+        held = self.model is not None
         self.model = None
         self.plan = None
         self.checkpoint = Checkpoint({})
         self.staging = None
         self.caches = CacheTable()
+        self.recording = Recording()
+        if held:
+            gc.unfreeze()  # modules are held in cycles
+            gc.collect()
+            gc.freeze()
 
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""
