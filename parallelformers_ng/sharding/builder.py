@@ -115,11 +115,12 @@ class _Builder:
             if not isinstance(module, nn.Embedding) or f"{path}.weight" in self.draft.cuts:
                 continue
             large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
-            alone = uses[id(module.weight)] == 1 and not any(path.startswith(f"{block}.") for block in self.blocks)
-            if large and alone and module.max_norm is None:
+            if not large or uses[id(module.weight)] > 1 or module.max_norm is not None:
+                continue
+            called = is_only_called(self.model, path)
+            if not called or not any(path.startswith(f"{block}.") for block in self.blocks):
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
-                called = is_only_called(self.model, path)
                 apply_rule(self.draft, Column("column", gather=True) if called else Stored(), path, [])
 
     def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
