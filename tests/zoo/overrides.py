@@ -45,6 +45,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
             "indexer_compress_ratio": 2,
         }
     },
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "moonshine_streaming": {"num_key_value_heads": 8},
     "perceiver": {"num_self_attends_per_block": 2},
     "pp_ocrv6_medium_det": {"kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 2, 2]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
