@@ -22,7 +22,8 @@ _NEVER_CALLED = {
     "get_position_embeddings",
 }  # fmt: skip
 _ROWS = re.compile(
-    r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?|self\.weight\[([^\[\],]|\[\d\])*\]"
+    r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
+    r"|self\.weight\[([^\[\],]|\[\d\])*\]"
 )
 """What an embedding may return whose columns are to be computed apart: rows of its weight, at most scaled."""
 
