@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.structure import tensors
 
 
@@ -54,15 +53,6 @@ class Twin:
     def runs_whole(self) -> bool:
         """Whether there is a probe of the whole model."""
         return bool(self.probes) and not self.probes[0].path
-
-    def probes_under(self, plan: ShardPlan) -> list[Probe]:
-        """The probes that must give, cut so, what they give whole.
-
-        A layer that a written policy cuts within its block gives, run alone, but a part.
-        """
-        unwritten = {t.name.rpartition(".")[0] for t in plan.stored() if "Inferred" in t.rule}
-        within = {layer.path for layer in plan.layers if layer.kind in ("column", "row", "gathered_input")} - unwritten
-        return [probe for probe in self.probes if probe.path not in self.lone or probe.path not in within]
 
     @property
     def tolerance(self) -> float:

@@ -105,7 +105,10 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
         return
     verdict.source, verdict.share = plan.source, round(plan.cut_share, 4)
 
-    twin = replace(twin, probes=twin.probes_under(plan))
+    # A layer that a written policy cuts within its block, unseen by these inputs, gives a part of what it gives whole.
+    parts_only = {layer.path for layer in plan.layers if layer.kind in ("column", "row")}
+    probes = [p for p in twin.probes if p.path not in twin.lone or p.path not in parts_only]
+    twin = replace(twin, probes=probes)
     wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, twin.model))
     parts = ["layers" if p.path in twin.lone else "parts" if p.path else "forward" for p in twin.probes]
     compared = {*parts, *wanted.tokens}
