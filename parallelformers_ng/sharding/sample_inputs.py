@@ -46,6 +46,11 @@ class SampleInputs:
     # -- single arguments ----------------------------------------------------------------------------------------
 
     def value(self, name: str, image: str, rows: int) -> Any:
+        if name == "input_ids" and "codebook_idx" in self.names:
+            codes = int(self.find("n_codes_total", default=2))
+            return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
+        if name == "codebook_idx":
+            return 1
         if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids"):
             return self.ids(rows, LENGTH)
         if name in ("attention_mask", "text_attention_mask"):
@@ -98,7 +103,7 @@ class SampleInputs:
         ]
         size = int(self.find("vocab_size", default=min(vocabularies, default=32)))
         special = self.special_ids()
-        usable = [index for index in range(3, min(size, 500)) if index not in special]
+        usable = [index for index in range(3, min(size, 500)) if index not in special] or [0]
         picks = torch.randint(0, len(usable), (rows, length), generator=self.generator)
         return torch.tensor(usable)[picks]
 

@@ -19,7 +19,7 @@ from parallelformers_ng.sharding.structure import setting
 
 _WIDTH = re.compile(
     r"(^|_)(dim|dims|size|sizes|width|widths|channel|channels|embd|inner|model|ff|ffn|rank|filters|features|hidden"
-    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels)$"
+    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels|hidden_size_global)$"
 )
 _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
@@ -34,7 +34,7 @@ _LAYER_NUMBERS = re.compile(
     r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
 )
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
-_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size)$")
+_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size|(mamba_)?chunk_size)$")
 _BLOCK = re.compile(r"^(window_size|block_size)$")
 _EXPERTS = re.compile(r"^(?!.*(shared|per_tok|topk|top_k|selected|used)).*experts$")
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
@@ -79,8 +79,9 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)
+        mains = {setting(part, main) for main in _MAIN}
         for name, value in list(_own(part)):
-            if factor < 1 and _WIDTH.search(name) and not _NOT_WIDTH.search(name):
+            if factor < 1 and _is_width(name, value, mains):
                 _set(part, name, _scale(value, factor if _HEAD_WIDTH.search(name) else factor * fewer))
             elif fewer < 1 and _HEAD_COUNT.search(name) and isinstance(value, int):
                 _set(part, name, max(1, int(value * fewer)))
@@ -91,7 +92,8 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
             elif _WINDOW.match(name) and isinstance(value, int) and value > 8:
                 _set(part, name, 4)  # shorter than what the proof decodes
             elif _BLOCK.match(name) and isinstance(value, int) and value > 64:
-                _set(part, name, 4)
+                # Where nothing else counts positions, it does (Bark).
+                _set(part, name, 4 if any(_POSITIONS.match(other) for other in vars(part)) else 64)
     if not shrinking.keep_vocabulary:
         for part in parts:
             _shrink_vocabulary(part, ids)
@@ -117,6 +119,15 @@ def _own(config: Any) -> Iterator[tuple[str, Any]]:
 def _set(config: Any, name: str, value: Any) -> None:
     """Also where a configuration refuses to have an attribute changed later."""
     config.__dict__[name] = value
+
+
+def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
+    """Whether an attribute is a width, or counts the groups of a convolution that has one for each of its channels."""
+    if _NOT_WIDTH.search(name):
+        return False
+    if name.endswith("_groups"):
+        return isinstance(value, int) and value > 64 and value in mains
+    return bool(_WIDTH.search(name) or _HEAD_WIDTH.search(name))
 
 
 def _width_factor(parts: list[Any]) -> float:
@@ -215,8 +226,13 @@ def _shrink_layers(config: Any) -> None:
         first_dense = setting(config, "first_k_dense_replace")
         if isinstance(first_dense, int) and first_dense:
             _set(config, "first_k_dense_replace", 1)
-        kept = min(kept, count)
+        stages = _stages(config, count)
+        kept = min(max(kept, len(stages)), count)
         _set(config, name, kept)
+        if stages:
+            _set(config, "stage_names", config.stage_names[: kept + 1])
+            _set(config, "_out_indices", list(range(kept + 1 - len(stages), kept + 1)))
+            _set(config, "_out_features", config.stage_names[-len(stages) :])
         for other, value in list(_own(config)):
             if isinstance(value, (list, tuple)) and len(value) == count and count > 3:
                 _set(config, other, type(value)(value[:kept]))
@@ -226,6 +242,14 @@ def _shrink_layers(config: Any) -> None:
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
             _set(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
+
+
+def _stages(config: Any, count: int) -> list[int]:
+    """The layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
+    indices, names = vars(config).get("_out_indices"), vars(config).get("stage_names")
+    if not indices or not names or len(names) != count + 1 or "depths" in vars(config):
+        return []
+    return [index for index in indices if index % len(names)]
 
 
 def _shrink_images(config: Any) -> None:
@@ -257,7 +281,8 @@ def _shrink_experts(config: Any) -> None:
 def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
     shrunk = False
     for name, size in list(_own(config)):
-        if "vocab_size" in name and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
+        counts = "vocab_size" in name or name.endswith("_vocab")
+        if counts and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
             _set(config, name, VOCABULARY)
             shrunk = True
     for name, value in list(_own(config)):

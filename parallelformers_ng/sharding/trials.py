@@ -20,7 +20,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.proposal import Proposal, policies_of
 from parallelformers_ng.sharding.selection import Selection
-from parallelformers_ng.sharding.twin import Twin, equal, lengths, run
+from parallelformers_ng.sharding.twin import Probe, Twin, equal, lengths, run
 
 Choice = tuple[Proposal, dict[str, Rule]]
 """A proposal and the variant of its rules that is tried."""
@@ -55,11 +55,12 @@ class Trials:
             self.last = _idle_shard(plan, self.twin, {path for _, rules in choices for path in rules})
             if self.last:
                 return False
-            results = run_ranks(self.world_size, self._on_each_rank(plan, self._outputs))
+            probes = telling(self.twin, plan)
+            results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _outputs(share, probes)))
         except Exception as error:  # a wrong cut may fail anywhere in the modelling code; that is what a trial is for
             self.last = _in_short(error)
             return False
-        wanted = [probe.wanted for probe in self.twin.probes]
+        wanted = [probe.wanted for probe in probes]
         for got in results:
             if not all(equal(g, w, self.twin.tolerance) for g, w in zip(got, wanted, strict=True)):
                 self.last = "its outputs differ"
@@ -102,8 +103,18 @@ class Trials:
 
         return on_rank
 
-    def _outputs(self, share: nn.Module) -> list[list[torch.Tensor]]:
-        return [run(share.get_submodule(probe.path), probe.inputs) for probe in self.twin.probes]
+
+def telling(twin: Twin, plan: ShardPlan) -> list[Probe]:
+    """The probes on which a twin cut by `plan` should give what it gives whole.
+
+    A single layer that a policy cuts within its block gives, by itself, a part of what it gives whole.
+    """
+    parts_only = {layer.path for layer in plan.layers if layer.kind in ("column", "row")}
+    return [probe for probe in twin.probes if probe.path not in twin.lone or probe.path not in parts_only]
+
+
+def _outputs(share: nn.Module, probes: Sequence[Probe]) -> list[list[torch.Tensor]]:
+    return [run(share.get_submodule(probe.path), probe.inputs) for probe in probes]
 
 
 def _generate(model: Any, inputs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import select
+from parallelformers_ng.sharding.trials import telling
 from parallelformers_ng.sharding.twin import Twin, difference, run
 from parallelformers_ng.sharding.twin_making import make_twin
 from tests.zoo.catalogue import classes_of
@@ -105,10 +106,7 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
         return
     verdict.source, verdict.share = plan.source, round(plan.cut_share, 4)
 
-    # A layer that a written policy cuts within its block, unseen by these inputs, gives a part of what it gives whole.
-    parts_only = {layer.path for layer in plan.layers if layer.kind in ("column", "row")}
-    probes = [p for p in twin.probes if p.path not in twin.lone or p.path not in parts_only]
-    twin = replace(twin, probes=probes)
+    twin = replace(twin, probes=telling(twin, plan))
     wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, twin.model))
     parts = ["layers" if p.path in twin.lone else "parts" if p.path else "forward" for p in twin.probes]
     compared = {*parts, *wanted.tokens}

@@ -7,6 +7,16 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
+_RESNET = {
+    "backbone_config": {
+        "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1],
+        "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
+    },
+}  # fmt: skip
+"""In place of a backbone from timm, which is no requirement."""
+_LAST_STAGE = {**_RESNET, "backbone_config": {**_RESNET["backbone_config"], "out_features": ["stage4"]}}
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "informer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
@@ -31,6 +41,29 @@ _SETTINGS: dict[str, dict[str, Any]] = {
             "vision_use_head": False,
         }
     },
+    "conditional_detr": _LAST_STAGE,
+    "dab-detr": _LAST_STAGE,
+    "detr": _LAST_STAGE,
+    "deformable_detr": _RESNET,
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11}},
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 40,
+            "<|extra_200|>": 41,
+            **{f"<|visual token {i:06d}|>": 42 + i % 80 for i in range(2048)},
+        },
+        "vq_config": {
+            "codebook_size": 2048,
+            "base_channels": 32,
+            "hidden_size": 128,
+            "channel_multiplier": [1, 2, 2, 4],
+        },
+    },  # fmt: skip
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "chameleon": {"vocabulary_map": {"<image>": 40, "<pad>": 1, "IMGIMGA1Z": 41, "IMGIMGA2Z": 42}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
