@@ -53,6 +53,8 @@ class SampleInputs:
             return 1
         if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids"):
             return self.ids(rows, LENGTH)
+        if name == "task_inputs":
+            return self.ids(rows, int(self.find("task_seq_len", default=LENGTH)))
         if name in ("attention_mask", "text_attention_mask"):
             return torch.ones(rows, LENGTH, dtype=torch.long)
         if name in ("pixel_values", "pixel_values_videos", "flattened_patches", "images", "pixel_values_images"):

@@ -24,7 +24,7 @@ _WIDTH = re.compile(
 _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
     r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
-    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|^in_chan|box|clamp|ngram_size|neighborhood|conv_size|_dconv"
 )
 _LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
 _NOT_LAYERS = re.compile(
@@ -139,6 +139,7 @@ def _width_factor(parts: list[Any]) -> float:
         head_dim = setting(part, "head_dim")
         if width and width > 1:
             mains.append(width)
+        mains += _stage_widths(part) if not width else []
         if isinstance(head_dim, int):
             heads_dims.append(head_dim)
         elif width and heads and width % heads == 0:
@@ -155,6 +156,14 @@ def _width_factor(parts: list[Any]) -> float:
             break
         factor = smaller
     return factor
+
+
+def _stage_widths(part: Any) -> list[int]:
+    """The widths of a model in stages that names no other, unless stages have heads of their own."""
+    widths = setting(part, "hidden_sizes")
+    if not isinstance(widths, (list, tuple)) or any(_HEAD_COUNT.search(name) for name, _ in _own(part)):
+        return []
+    return [width for width in widths if isinstance(width, int)]
 
 
 def _fewer_heads(parts: list[Any], most: int) -> float:
@@ -262,9 +271,9 @@ def _shrink_images(config: Any) -> None:
             _set(config, name, side)
         elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
             _set(config, name, type(size)(side for _ in size))
-    for name in ("num_frames", "max_source_positions", "max_length"):
+    limits = {"num_frames": 4, "max_source_positions": 40, "max_length": 128, "num_queries": 20}
+    for name, most in limits.items():
         count = setting(config, name)
-        most = {"num_frames": 4, "max_source_positions": 40, "max_length": 128}[name]
         if isinstance(count, int) and count > most:
             _set(config, name, most)
 

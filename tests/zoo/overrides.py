@@ -62,7 +62,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
             "hidden_size": 128,
             "channel_multiplier": [1, 2, 2, 4],
         },
-    },  # fmt: skip
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "chameleon": {"vocabulary_map": {"<image>": 40, "<pad>": 1, "IMGIMGA1Z": 41, "IMGIMGA2Z": 42}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
@@ -80,6 +80,17 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "lw_detr": {"projector_scale_factors": [1.0]},
     "moonshine_streaming": {"num_key_value_heads": 8},
+    "omdet-turbo": {
+        "backbone_config": {
+            "model_type": "swin",
+            "embed_dim": 48,
+            "depths": [2, 2, 2, 2],
+            "num_heads": [2, 4, 8, 16],
+            "window_size": 4,
+            "out_indices": [2, 3, 4],
+        },
+        "encoder_in_channels": [96, 192, 384],
+    },
     "perceiver": {"num_self_attends_per_block": 2},
     "pp_ocrv6_medium_det": {"kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 2, 2]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
