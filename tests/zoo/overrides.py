@@ -17,6 +17,14 @@ _RESNET = {
 _LAST_STAGE = {**_RESNET, "backbone_config": {**_RESNET["backbone_config"], "out_features": ["stage4"]}}
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 2,
+}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "informer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
@@ -68,16 +76,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}},
-    "qwen3_omni_moe": {"talker_config": {"text_config": {"shared_expert_intermediate_size": 768}}},
-    "qwen4_exp": {
-        "text_config": {
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 2,
-            "indexer_head_dim": 64,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 2,
-        }
+    "qwen3_omni_moe": {
+        "talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 768}},
     },
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
     "lw_detr": {"projector_scale_factors": [1.0]},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "omdet-turbo": {
