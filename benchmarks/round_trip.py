@@ -1,6 +1,6 @@
 """What a call costs before any work is done: a no-op on two workers, beside a raw pipe to one process.
 
-    python benchmarks/round_trip.py [calls]
+    python -m benchmarks.round_trip [calls]
 
 The pipe carries one byte each way between two processes and decodes nothing; it is the floor that the scheduler sets.
 """
@@ -61,7 +61,7 @@ def main() -> None:
 
     _report("raw pipe, one process", pipe, calls)
     for world_size in (1, 2):
-        with WorkerGroup(world_size, target="round_trip:Nothing") as group:
+        with WorkerGroup(world_size, target="benchmarks.round_trip:Nothing") as group:
             _report(f"no-op call, {world_size} worker(s)", lambda group=group: group.call("nothing"), calls)
     _report("raw pipe, one process, again", pipe, calls)
     ours.send_bytes(b"")

@@ -6,17 +6,22 @@ python -m benchmarks.soak [--threads 32] [--calls 100] [--cache-calls 1000] [--j
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
+from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 from parallelformers_ng.memory import proportional_set_size
 from parallelformers_ng.model import deployment_of
+
+DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
 
 def build() -> Any:
@@ -64,11 +69,29 @@ def caches(model: Any, calls: int) -> list[int]:
     return [proportional_set_size(pid) - old for pid, old in zip(pids, before, strict=True)]
 
 
-def by_hand(model: Any, tokens: int = 64) -> None:
-    ids, cache = torch.tensor([[5, 9, 77, 31]]), None
+def by_hand(model: Any, tokens: int = 64) -> list[int]:
+    """The tokens that a loop with the cache handle chooses: one request each."""
+    ids, cache, chosen = torch.tensor([[5, 9, 77, 31]]), None, []
     for _ in range(tokens):
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        chosen.append(int(ids))
+    return chosen
+
+
+def loops(model: Any, tokens: int = 64) -> dict[str, list[float]]:
+    """Seconds that `generate` and the loop by hand take for the same tokens, in turns."""
+
+    def generate() -> list[int]:
+        prompt = torch.tensor([[5, 9, 77, 31]])
+        whole = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        return whole[0, 4:].tolist()
+
+    by_hand(model)  # what is made once and for all
+    if generate() != by_hand(model, tokens):
+        raise SystemExit("the loop by hand chose other tokens than generate")
+    ways = {"generate": generate, "a loop by hand": lambda: by_hand(model, tokens)}
+    return measure.interleave({name: functools.partial(measure.seconds, way) for name, way in ways.items()}, 15)
 
 
 def main() -> None:
@@ -79,22 +102,26 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
+    demo = parallelize(AutoModelForCausalLM.from_pretrained(DEMO_MODEL), 2, device="cpu")
+    real = loops(demo)
+    measure.report("64 tokens of the demo's model (4 layers of 192)", "s", real, against="generate")
+    demo.deparallelize()
+    config = LlamaConfig(**SHAPES["135M"], eos_token_id=None, pad_token_id=0, tie_word_embeddings=True)
+    usual = parallelize(LlamaForCausalLM(config).eval(), 2, device="cpu")
+    small = loops(usual, 16)
+    measure.report("16 tokens of a model of 135M parameters", "s", small, against="generate")
+    usual.deparallelize()
+    del usual, demo
     model = build()
-    prompt = torch.tensor([[5, 9, 77, 31]])
-    loops = measure.interleave(
-        {
-            "generate": lambda: measure.seconds(lambda: model.generate(prompt, max_new_tokens=64, do_sample=False)),
-            "a loop by hand": lambda: measure.seconds(lambda: by_hand(model)),
-        },
-        7,
-    )
-    measure.report("64 tokens of a tiny model", "s", loops, against="generate")
+    tiny = loops(model)
+    measure.report("64 tokens of a tiny model (2 layers of 48)", "s", tiny, against="generate")
     growth = caches(model, options.cache_calls)
     grown = ", ".join(f"{size / 1e6:.1f} MB" for size in growth)
     print(f"\n{options.cache_calls} calls, caches dropped at random: workers grew by {grown}")
     wrong = threads(model, options.threads, options.calls)
     print(f"{options.threads} threads x {options.calls} calls: {wrong} answers differ from a solo run")
-    measure.save(options.json, "soak", {**loops, "growth_bytes": growth, "wrong": wrong})
+    figures = {"135M": small, "demo": real, "tiny": tiny, "growth_bytes": growth, "wrong": wrong}
+    measure.save(options.json, "soak", figures)
 
 
 if __name__ == "__main__":

@@ -132,9 +132,13 @@ class CacheTable:
         return self.handle(result) if isinstance(result, Cache) else result
 
 
-def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
-    """`value` with every cache in it replaced; containers and model outputs keep their types."""
-    return _map(value, Cache, change, in_place=False)
+def map_caches(value: Any, change: Callable[[Cache], Any], in_place: bool = False) -> Any:
+    """`value` with every cache in it replaced; containers and model outputs keep their types.
+
+    Args:
+        in_place: nobody else holds the value, so its mappings may be changed; to copy a model output is slow.
+    """
+    return _map(value, Cache, change, in_place)
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:

@@ -1,10 +1,10 @@
 /* What a decode step does again and again, with one thread: linear layers for a few rows, and root-mean-square norms.
  *
  * Linear: y = x Wᵀ + b.
- * The product is bound by the speed at which W is read, so W, `[out, in]` and contiguous, is read once, front to
- * back, a fixed distance ahead by prefetch. That also bridges the ends of rows and of pages, where the processor's
- * own prefetcher stops; a library's matrix-vector product loses a fifth there on rows of a few KiB. The further
- * rows of x meet each row of W while that is in the first-level cache.
+ * For one row the product is bound by the speed at which W is read, so W, `[out, in]` and contiguous, is read once, a
+ * fixed distance ahead by prefetch. That also bridges the ends of rows and of pages, where the processor's own
+ * prefetcher stops; a library's matrix-vector product loses a fifth there on rows of a few KiB. The further rows of x
+ * meet each row of W while that is in the first-level cache, in tiles that keep their sums in registers.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
@@ -28,7 +28,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 16, AHEAD_BYTES = 2048, CACHE_LINE_BYTES = 64 };
+enum { LANES = 16, OUTS = 4, ROWS = 4, AHEAD_BYTES = 2048, CACHE_LINE_BYTES = 64 };
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
@@ -74,35 +74,53 @@ INLINE float sum_lanes(const Floats *sum)
     return part[0];
 }
 
+/* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
+ * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
+ * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. */
 #define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
+    INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in, size_t out,  \
+                            size_t outs, size_t rows, int ahead)                                              \
+    {                                                                                                         \
+        const size_t step = CACHE_LINE_BYTES / sizeof(TYPE), distance = AHEAD_BYTES / sizeof(TYPE);           \
+        Floats sum[OUTS * ROWS] = {{0}}, a[OUTS], b;                                                          \
+        size_t i = 0;                                                                                         \
+        for (; i + LANES <= in; i += LANES) {                                                                 \
+            if (ahead && i % step == 0) {                                                                     \
+                const TYPE *at = w + i + distance + (i + distance < in ? 0 : (outs - 1) * in);                \
+                for (size_t o = 0; o < outs; o++) __builtin_prefetch(at + o * in);                            \
+            }                                                                                                 \
+            for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * in + i);                                     \
+            for (size_t r = 0; r < rows; r++) {                                                               \
+                LOAD_F32(b, x + r * in + i);                                                                  \
+                for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                              \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (size_t o = 0; o < outs; o++)                                                                     \
+            for (size_t r = 0; r < rows; r++) {                                                               \
+                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? from_##NAME(bias[o]) : 0.0f);           \
+                for (size_t j = i; j < in; j++) total += from_##NAME(w[o * in + j]) * x[r * in + j];          \
+                y[r * out + o] = to_##NAME(total);                                                            \
+            }                                                                                                 \
+    }                                                                                                         \
+    INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
+                             size_t out, size_t outs)                                                         \
+    {                                                                                                         \
+        size_t r = 0;                                                                                         \
+        for (; r + ROWS <= rows; r += ROWS)                                                                   \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, ROWS, r == 0);                       \
+        if (r + 2 <= rows) {                                                                                  \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, 2, r == 0);                          \
+            r += 2;                                                                                           \
+        }                                                                                                     \
+        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, 1, r == 0);                \
+    }                                                                                                         \
     CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
                                      size_t in, size_t out)                                                   \
     {                                                                                                         \
-        const size_t step = CACHE_LINE_BYTES / sizeof(TYPE) / LANES, block = 4 * LANES;                       \
-        for (size_t o = 0; o < out; o++, w += in) {                                                           \
-            for (size_t r = 0; r < rows; r++) {                                                               \
-                const float *xr = x + r * in;                                                                 \
-                Floats sum[4] = {{0}, {0}, {0}, {0}}, a, b;                                                   \
-                size_t i = 0;                                                                                 \
-                for (; i + block <= in; i += block)                                                           \
-                    for (size_t j = 0; j < 4; j++) {                                                          \
-                        const TYPE *at = w + i + j * LANES;                                                   \
-                        if (j % step == 0) __builtin_prefetch((const char *)at + AHEAD_BYTES);                \
-                        LOAD(a, at);                                                                          \
-                        LOAD_F32(b, xr + i + j * LANES);                                                      \
-                        sum[j] += a * b;                                                                      \
-                    }                                                                                         \
-                sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);                                               \
-                for (; i + LANES <= in; i += LANES) {                                                         \
-                    LOAD(a, w + i);                                                                           \
-                    LOAD_F32(b, xr + i);                                                                      \
-                    sum[0] += a * b;                                                                          \
-                }                                                                                             \
-                float total = sum_lanes(&sum[0]) + (bias ? from_##NAME(bias[o]) : 0.0f);                      \
-                for (; i < in; i++) total += from_##NAME(w[i]) * xr[i];                                       \
-                y[r * out + o] = to_##NAME(total);                                                            \
-            }                                                                                                 \
-        }                                                                                                     \
+        size_t o = 0;                                                                                         \
+        for (; o + OUTS <= out; o += OUTS)                                                                    \
+            tiles_##NAME(x, w + o * in, bias ? bias + o : bias, y + o, rows, in, out, OUTS);                  \
+        for (; o < out; o++) tiles_##NAME(x, w + o * in, bias ? bias + o : bias, y + o, rows, in, out, 1);    \
     }
 
 DEFINE_LINEAR(f32, float, LOAD_F32)

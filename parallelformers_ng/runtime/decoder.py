@@ -35,6 +35,7 @@ from parallelformers_ng.runtime.leaves import (
 Restore = Callable[[Handle], Any]
 
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUmM][1-9]\d{0,8}(\[\w{1,8}\])?")
+_LEAVES = frozenset({str, int, float, bool, type(None)})  # nodes that are their own value
 # What foreign bytes can provoke in json, torch, numpy and the constructors below.
 _MALFORMED = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
@@ -121,7 +122,7 @@ class Decoder:
         return flat if len(shape) == 1 else flat.view(shape)
 
     def _items(self, nodes: list[Any]) -> list[Any]:
-        return [self.value(node) for node in nodes]
+        return [node if type(node) in _LEAVES else self.value(node) for node in nodes]
 
     def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
         values = self._items(nodes)

@@ -46,11 +46,16 @@ class Exchange:
         self._needs_reset = False
         self.in_event = False  # a caller's on_event is running
         self._answers: dict[int, Frame] = {}
-        self._poll = select.poll()
+        # Rank 0's answer is waited for first: by then the others have mostly answered, too, and this process need not
+        # wake up, on a core that a rank may be using, for each of them. A rank that raises frees rank 0 from the
+        # collectives, and the end of any is seen by its pidfd.
+        self._first, self._rest = select.poll(), select.poll()
         self._rank_of: dict[int, int] = {}
         for worker in processes.workers:
             for fd in (worker.channel.fileno(), worker.pidfd):
-                self._poll.register(fd, select.POLLIN)
+                self._rest.register(fd, select.POLLIN)
+                if worker.rank == 0 or fd == worker.pidfd:
+                    self._first.register(fd, select.POLLIN)
                 self._rank_of[fd] = worker.rank
         self._pidfds = {worker.pidfd for worker in processes.workers}
 
@@ -171,7 +176,8 @@ class Exchange:
         rest = deadline - time.monotonic()
         if rest <= 0:
             raise RequestTimeoutError("the deadline passed")
-        fds = [fd for fd, _ in self._poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
+        poll = self._rest if 0 in self._answers else self._first
+        fds = [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
         for fd in fds:
             if fd in self._pidfds:
                 raise WorkerGoneError(self._rank_of[fd])

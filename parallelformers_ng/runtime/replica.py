@@ -163,7 +163,7 @@ class Replica:
         with torch.inference_mode(), self._autocast(call.autocast), Randomness(call.rng, self.device) as draws, agreed:
             output = getattr(module, call.method)(*args, **kwargs)
         return Answer(
-            output=map_caches(output, lambda cache: self.caches.handle(cache, told=used)),
+            output=map_caches(output, lambda cache: self.caches.handle(cache, told=used), in_place=True),
             rng=draws.moved(),
             caches={number: facts_of(cache) for number, cache in used.items()},
             states=watch.changes() if watch is not None else {},
