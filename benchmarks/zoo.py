@@ -3,8 +3,8 @@
     python -m benchmarks.zoo [--world-sizes 2,4] [--types llama,bert] [--json zoo.json] [--table COVERAGE.md] [--varied]
 
 Ranks are threads and models are tiny, so that all of it takes minutes. Each worker process judges one type after
-another; one that crashes or hangs is replaced and its type noted. With `--varied`, models have other sizes than the twins on which
-their policies are proven.
+another; one that crashes or hangs is replaced and its type noted. With `--varied`, models have other sizes than the
+twins on which their policies are proven.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ _HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size|mrope_section")
 _TINY = 128
 _SCALED_FROM = 16
 """Widths below are left alone."""
+_FILTERS = 4
 VOCABULARY = 131
 
 
@@ -59,12 +60,14 @@ class Shrinking:
         keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
         heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
             with so many heads that they cannot be made tiny otherwise.
+        filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
     """
 
     spare: int = 0
     keep_vocabulary: bool = False
     keep_images: bool = False
     heads: int = 0
+    filters: bool = False
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
@@ -79,6 +82,8 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)
+        if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
+            _set(part, "num_filters", min(count, _FILTERS))
         mains = {setting(part, main) for main in _MAIN}
         for name, value in list(_own(part)):
             if factor < 1 and _is_width(name, value, mains):

@@ -26,6 +26,7 @@ _SHRINKS: Sequence[Shrinking] = (
     Shrinking(keep_vocabulary=True),
     Shrinking(heads=3),
     Shrinking(spare=1),
+    Shrinking(filters=True),
     Shrinking(spare=1, keep_images=True),
     Shrinking(spare=2, keep_vocabulary=True, keep_images=True),
     Shrinking(spare=3, keep_vocabulary=True, keep_images=True),

@@ -25,6 +25,15 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 
+_SIDES = {"long": 7, "mid": 5, "short": 3}
+_INTRACLASS = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{f"vertical_long_to_small_conv_{s}ratio": [[k, 1], [1, 1], [k // 2, 0]] for s, k in _SIDES.items()},
+    **{f"horizontal_small_to_long_conv_{s}ratio": [[1, k], [1, 1], [0, k // 2]] for s, k in _SIDES.items()},
+    **{f"symmetric_conv_long_{s}ratio": [[k, k], [1, 1], [k // 2, k // 2]] for s, k in _SIDES.items()},
+}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "informer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
@@ -95,7 +104,16 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "encoder_in_channels": [96, 192, 384],
     },
     "perceiver": {"num_self_attends_per_block": 2},
-    "pp_ocrv6_medium_det": {"kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 2, 2]},
+    "pp_ocrv5_server_det": {
+        "intraclass_block_config": _INTRACLASS,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 2, 2],
+    },
+    "pp_ocrv6_medium_det": {
+        "intraclass_block_config": _INTRACLASS,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 2, 2],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 
