@@ -7,13 +7,14 @@ setup(
         Extension(
             "parallelformers_ng.collectives._kernel",
             sources=["parallelformers_ng/collectives/_kernel.c"],
-            depends=["parallelformers_ng/collectives/_kernel_sums.h"],
+            depends=["parallelformers_ng/collectives/_kernel_sums.h", "parallelformers_ng/collectives/_floats.h"],
             extra_compile_args=["-O3", "-std=c11"],
             optional=True,
         ),
         Extension(
             "parallelformers_ng.kernels._decode",
             sources=["parallelformers_ng/kernels/_decode.c"],
+            depends=["parallelformers_ng/collectives/_floats.h"],
             libraries=["m"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],
             optional=True,

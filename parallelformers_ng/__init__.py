@@ -15,19 +15,22 @@ if TYPE_CHECKING:
     from parallelformers_ng.sharding.policy import (
         Column,
         Experts,
+        Gather,
         HeadNorms,
         Heads,
         Norm,
         Part,
         Policy,
         Reduce,
+        Renewed,
         Row,
         Slice,
+        Vocabulary,
     )
 
 __all__ = [
-    "Column", "Experts", "HeadNorms", "Heads", "Norm", "Part", "Policy", "Reduce", "Row", "Slice", "deadline",
-    "parallelize", "plan", "save_sharded", "start_group",
+    "Column", "Experts", "Gather", "HeadNorms", "Heads", "Norm", "Part", "Policy", "Reduce", "Renewed", "Row", "Slice",
+    "Vocabulary", "deadline", "parallelize", "plan", "save_sharded", "start_group",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

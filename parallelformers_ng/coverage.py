@@ -20,8 +20,9 @@ from parallelformers_ng.sharding.table import human_bytes
 
 
 def policy_sources() -> dict[str, str]:
-    """Model type → "written", "of its parts", "native plan" or "inferred": where its policy comes from, for all of
-    transformers. A model that holds others and no layer of its own has the policies of these.
+    """Model type → "written", "of its parts", "native plan", "inferred" or "no modelling code of its own": where its
+    policy comes from, for all of transformers. A model that holds others and no layer of its own has the policies of
+    these.
 
     Reads the modelling files' class names and imports no modelling code. A written policy may cover a part of a
     composite model; a native plan or an inferred policy counts only once its proof, made on first use, has held.

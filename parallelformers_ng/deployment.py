@@ -28,7 +28,7 @@ from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.worker_shards import FilesAnd, WorkerShards
 
-REPLICA = "parallelformers_ng.runtime.replica:Replica"
+REPLICA = "parallelformers_ng.replica:Replica"
 
 
 class Deployment(CacheOwner):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.edits import EditWatch
 from parallelformers_ng.errors import NotPortableError, ParallelError
@@ -20,7 +21,6 @@ from parallelformers_ng.generation.caches import map_caches, map_handles
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import deliver_to
-from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.deadline import checked_seconds, deadline
 from parallelformers_ng.runtime.leaves import Handle
 

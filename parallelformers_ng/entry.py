@@ -110,6 +110,8 @@ def parallelize(
         PlacementError: there are not as many devices as asked for.
         PolicyError: a custom policy does not fit the model.
         StartupError: a worker could not start. The model is as it was before.
+        SharedMemoryError: the system has no memory for the shards. The model is as it was before.
+        ParallelError: another argument has a value that it does not take.
     """
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")

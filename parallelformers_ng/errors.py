@@ -32,7 +32,7 @@ class AlreadyParallelizedError(ParallelError):
 
 
 class NotParallelizedError(ParallelError):
-    """The model is not (or no longer) parallelized, or its workers belong to another process."""
+    """The model is not, or no longer, parallelized."""
 
 
 class CheckpointError(ParallelError):
@@ -40,7 +40,7 @@ class CheckpointError(ParallelError):
 
 
 class GroupError(ParallelError):
-    """Something about the worker group failed; the base of the errors below."""
+    """Something about the worker group failed; the base of nearly all errors below."""
 
 
 class StartupError(GroupError):

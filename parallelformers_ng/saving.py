@@ -77,7 +77,8 @@ def shard(
         max_shard_size: as in `save_sharded`.
         dtype: data type to save in; None as `from_pretrained` chooses.
         progress: show a progress bar where standard error is a terminal.
-        options: `revision`, `token`, `cache_dir`, `trust_remote_code` as in `parallelize`.
+        options: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`, `variant`, `trust_remote_code`,
+            as in `parallelize`.
 
     Raises:
         CheckpointError: a file of the source is missing or damaged, or `directory` holds something else.

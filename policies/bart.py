@@ -2,22 +2,22 @@ from typing import ClassVar
 
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
+ATTENTION = {
+    "self_attn": Heads("num_heads", scaled=("embed_dim",)),
+    "self_attn.q_proj": Column(),
+    "self_attn.k_proj": Column(),
+    "self_attn.v_proj": Column(),
+    "self_attn.out_proj": Row(),
+}
+
 
 class BartPolicy(Policy):
     """Encoder and decoder layers; the decoder's add cross-attention, where it has an encoder."""
 
     block: ClassVar[str | tuple[str, ...]] = ("BartEncoderLayer", "BartDecoderLayer")
     plan = {
-        "self_attn": Heads("num_heads", scaled=("embed_dim",)),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.out_proj": Row(),
-        "encoder_attn": Heads("num_heads", scaled=("embed_dim",)),
-        "encoder_attn.q_proj": Column(),
-        "encoder_attn.k_proj": Column(),
-        "encoder_attn.v_proj": Column(),
-        "encoder_attn.out_proj": Row(),
+        **ATTENTION,
+        **{path.replace("self_attn", "encoder_attn"): rule for path, rule in ATTENTION.items()},
         "fc1": Column(),
         "fc2": Row(),
     }

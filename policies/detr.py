@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
+from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
@@ -9,11 +12,8 @@ class DetrEncoderPolicy(Policy):
 
     block = "DetrEncoderLayer"
     plan = {
+        **ATTENTION,
         "self_attn": Heads("config.encoder_attention_heads"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.o_proj": Row(),
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }
@@ -26,16 +26,13 @@ class DetrDecoderPolicy(DetrEncoderPolicy):
     plan = {
         **DetrEncoderPolicy.plan,
         "self_attn": Heads("config.decoder_attention_heads"),
+        **{path.replace("self_attn", "encoder_attn"): rule for path, rule in ATTENTION.items()},
         "encoder_attn": Heads("config.decoder_attention_heads"),
-        "encoder_attn.q_proj": Column(),
-        "encoder_attn.k_proj": Column(),
-        "encoder_attn.v_proj": Column(),
-        "encoder_attn.o_proj": Row(),
     }
 
 
 class DetrBoxPolicy(Policy):
     """The feed-forward that ends in the corners of a box."""
 
-    block = "DetrMLPPredictionHead"
+    block: ClassVar[str | tuple[str, ...]] = "DetrMLPPredictionHead"
     plan = {"layers.0": Column(gather=True), "layers.1": Column(gather=True)}

@@ -1,17 +1,18 @@
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
+ATTENTION = {
+    "attention": Heads("num_heads", scaled=("embed_dim",)),
+    "attention.q_proj": Column(),
+    "attention.k_proj": Column(),
+    "attention.v_proj": Column(),
+    "attention.o_proj": Row(),
+}
+
 
 class DINOv3Policy(Policy):
     """ViT's block with rotary positions; the MLP of the larger models is gated."""
 
     block = "DINOv3ViTLayer"
-    plan = {
-        "attention": Heads("num_heads", scaled=("embed_dim",)),
-        "attention.q_proj": Column(),
-        "attention.k_proj": Column(),
-        "attention.v_proj": Column(),
-        "attention.o_proj": Row(),
-        **MLP,
-    }
+    plan = {**ATTENTION, **MLP}
     optional = ("mlp.gate_proj",)

@@ -1,3 +1,4 @@
+from parallelformers_ng.policies.detr import DetrBoxPolicy
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
@@ -60,8 +61,7 @@ class GroundingDinoProjectionPolicy(Policy):
     optional = ("enc_output",)
 
 
-class GroundingDinoBoxPolicy(Policy):
+class GroundingDinoBoxPolicy(DetrBoxPolicy):
     """The MLPs that predict boxes; their last layer has four outputs and stays whole."""
 
     block = ("GroundingDinoMLPPredictionHead", "MMGroundingDinoMLPPredictionHead")
-    plan = {"layers.0": Column(gather=True), "layers.1": Column(gather=True)}

@@ -1,5 +1,8 @@
+from typing import ClassVar
+
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row
+from parallelformers_ng.policies.qwen3_next import Qwen3NextMoEPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class Llama4Policy(Policy):
@@ -15,29 +18,19 @@ class Llama4Policy(Policy):
     optional = ("feed_forward",)
 
 
-class Llama4MoEPolicy(Policy):
+class Llama4MoEPolicy(Qwen3NextMoEPolicy):
     """Every expert sees all tokens, weighted; with the shared one they are summed over the ranks together."""
 
     block = "Llama4TextMoe"
-    plan = {
-        "": Reduce(),
-        "experts": Experts(reduce=False),
-        "shared_expert.gate_proj": Column(),
-        "shared_expert.up_proj": Column(),
-        "shared_expert.down_proj": Row(reduce=False),
-    }
 
 
 class Llama4VisionPolicy(Policy):
-    """The layer of the vision tower."""
+    """The layer of the vision tower, with as many key/value as query heads."""
 
-    block = "Llama4VisionEncoderLayer"
+    block: ClassVar[str | tuple[str, ...]] = "Llama4VisionEncoderLayer"
     plan = {
+        **ATTENTION,
         "self_attn": Heads("num_heads"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.o_proj": Row(),
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }

@@ -1,5 +1,6 @@
-from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.policies.llama4 import Llama4VisionPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy
 
 
 class MllamaPolicy(Policy):
@@ -9,29 +10,16 @@ class MllamaPolicy(Policy):
     plan = {
         **LlamaPolicy.plan,
         "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups"),
-        **{
-            path.replace("self_attn", "cross_attn"): rule
-            for path, rule in LlamaPolicy.plan.items()
-            if path.startswith("self_attn.")
-        },
+        **{path.replace("self_attn", "cross_attn"): rule for path, rule in ATTENTION.items()},
         "cross_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups"),
     }
     optional = ("self_attn", "cross_attn")
 
 
-class MllamaVisionPolicy(Policy):
+class MllamaVisionPolicy(Llama4VisionPolicy):
     """The layer of the vision tower, on the tiles alone and on all of them."""
 
     block = "MllamaVisionEncoderLayer"
-    plan = {
-        "self_attn": Heads("num_heads"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.o_proj": Row(),
-        "mlp.fc1": Column(),
-        "mlp.fc2": Row(),
-    }
 
 
 class MllamaProjectorPolicy(Policy):

@@ -1,19 +1,12 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.policy import Column, Policy, Row
 
 
 class OPTPolicy(Policy):
     """The forward views q as `(batch, -1, num_heads, head_dim)`: a whole count lets `-1` swallow the sequence."""
 
     block = "OPTDecoderLayer"
-    plan = {
-        "self_attn": Heads("num_heads", scaled=("embed_dim",)),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.out_proj": Row(),
-        "fc1": Column(),
-        "fc2": Row(),
-    }
+    plan = {**ATTENTION, "fc1": Column(), "fc2": Row()}
 
 
 class OPTProjectionPolicy(Policy):

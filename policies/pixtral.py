@@ -1,16 +1,13 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.policies.dinov3 import ATTENTION
+from parallelformers_ng.sharding.policy import Column, Policy, Row
 
 
 class PixtralPolicy(Policy):
-    """The layer of Mistral's vision tower, with Llama's MLP."""
+    """The layer of Mistral's vision tower: DINOv3's attention, and Llama's MLP."""
 
     block = "PixtralAttentionLayer"
     plan = {
-        "attention": Heads("num_heads", scaled=("embed_dim",)),
-        "attention.q_proj": Column(),
-        "attention.k_proj": Column(),
-        "attention.v_proj": Column(),
-        "attention.o_proj": Row(),
+        **ATTENTION,
         "feed_forward.gate_proj": Column(),
         "feed_forward.up_proj": Column(),
         "feed_forward.down_proj": Row(),

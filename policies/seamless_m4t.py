@@ -1,24 +1,17 @@
+from parallelformers_ng.policies.bart import ATTENTION
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
 
 
 class SeamlessM4TPolicy(Policy):
-    """Encoder and decoder layers over text and over units of sound."""
+    """BART's attention, in encoder and decoder layers over text and over units of sound."""
 
     block = (
         "SeamlessM4TEncoderLayer", "SeamlessM4TDecoderLayer", "SeamlessM4Tv2EncoderLayer", "SeamlessM4Tv2DecoderLayer",
         "SeamlessM4Tv2TextToUnitDecoderLayer",
     )  # fmt: skip
     plan = {
-        "self_attn": Heads("num_heads", scaled=("embed_dim",)),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.out_proj": Row(),
-        "cross_attention": Heads("num_heads", scaled=("embed_dim",)),
-        "cross_attention.q_proj": Column(),
-        "cross_attention.k_proj": Column(),
-        "cross_attention.v_proj": Column(),
-        "cross_attention.out_proj": Row(),
+        **ATTENTION,
+        **{path.replace("self_attn", "cross_attention"): rule for path, rule in ATTENTION.items()},
         "ffn.fc1": Column(),
         "ffn.fc2": Row(),
     }

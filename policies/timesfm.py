@@ -1,3 +1,4 @@
+from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
@@ -6,11 +7,8 @@ class TimesFmPolicy(Policy):
 
     block = "TimesFmDecoderLayer"
     plan = {
+        **ATTENTION,
         "self_attn": Heads("num_heads"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.o_proj": Row(),
         "mlp.gate_proj": Column(),
         "mlp.down_proj": Row(),
     }

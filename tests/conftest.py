@@ -10,6 +10,7 @@ import torch
 
 from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.rank_group import RankGroup
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background has them and all that they start ignore Ctrl-C, which some tests send.
@@ -31,3 +32,19 @@ def groups() -> Iterator[Callable[[int], WorkerGroup]]:
     yield get
     for group in running:
         group.close()
+
+
+@pytest.fixture(scope="module", params=(1, 2, 3, 4, 5), ids=lambda size: f"ranks{size}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Processes for collectives, of each world size in turn."""
+    group = RankGroup(request.param)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankGroup]:
+    """Two processes for collectives."""
+    group = RankGroup(2)
+    yield group
+    group.close()

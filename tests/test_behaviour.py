@@ -1,9 +1,8 @@
-"""Beyond generate: forward's options, caches in the caller's hands, threads, sub-modules, methods, saving."""
+"""Beyond generate: forward's options, threads, sub-modules, methods, saving."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, StaticCache, pipeline
-from transformers.cache_utils import EncoderDecoderCache
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from parallelformers_ng import parallelize, plan
 from parallelformers_ng.errors import NotParallelizedError, ParallelError, PolicyError
@@ -93,95 +91,6 @@ def test_autocast_of_the_caller(llama: Pair) -> None:
             want = llama.whole(**llama.inputs).logits
     assert got.dtype == want.dtype
     assert largest_difference(got.float(), want.float()) <= 0.1
-
-
-# -- caches ------------------------------------------------------------------------------------------------------
-
-
-def decode_by_hand(model: Any, cache: Any, steps: int = 5) -> list[int]:
-    ids, tokens = torch.tensor([[5, 9, 77, 31]]), []
-    for _ in range(steps):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        ids = out.logits[:, -1:].argmax(-1)
-        tokens.append(int(ids))
-    return tokens
-
-
-@pytest.mark.parametrize("kind", ["none", "dynamic", "dynamic-config", "static"])
-def test_a_decode_loop_by_hand(llama: Pair, kind: str) -> None:
-    def cache() -> Any:
-        config = llama.whole.config
-        return {
-            "none": lambda: None,
-            "dynamic": lambda: DynamicCache(),
-            "dynamic-config": lambda: DynamicCache(config=config),
-            "static": lambda: StaticCache(config=config, max_cache_len=32),
-        }[kind]()
-
-    with torch.no_grad():
-        want = decode_by_hand(llama.whole, cache())
-    assert decode_by_hand(llama.parallel, cache()) == want
-
-
-def test_a_users_cache_object_becomes_the_handle(llama: Pair) -> None:
-    cache = DynamicCache()
-    out = llama.parallel(input_ids=torch.tensor([[5, 9, 77]]), past_key_values=cache)
-    assert out.past_key_values is cache
-    assert isinstance(cache, DynamicCache)
-    assert cache.get_seq_length() == 3
-    assert len(cache) == 2
-
-
-def test_crop_copy_reorder_and_select(llama: Pair) -> None:
-    def play(model: Any) -> list[torch.Tensor]:
-        out = model(**text_inputs(), use_cache=True)
-        cache = out.past_key_values
-        other = copy.deepcopy(cache)
-        other.crop(-2)
-        other.reorder_cache(torch.tensor([1, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        assert (cache.get_seq_length(), other.get_seq_length()) == (7, 5)
-        step = torch.tensor([[8], [9]])
-        return [model(input_ids=step, past_key_values=held).logits for held in (cache, other)]
-
-    with torch.no_grad():
-        want = play(llama.whole)
-    assert_same(play(llama.parallel), want)
-
-
-def test_an_encoder_decoder_cache(groups) -> None:
-    from tests.zoo.seq2seq import t5
-
-    def play(model: Any) -> torch.Tensor:
-        inputs = seq2seq_inputs()
-        out = model(**inputs, use_cache=True)
-        assert isinstance(out.past_key_values, EncoderDecoderCache)
-        step = {**inputs, "decoder_input_ids": torch.tensor([[8], [9]])}
-        return model(**step, past_key_values=out.past_key_values).logits
-
-    with torch.no_grad():
-        want = play(t5())
-    with parallelize(t5(), group=groups(2)) as model:
-        assert largest_difference(play(model), want) <= 1e-4
-
-
-def test_a_filled_cache_from_elsewhere_is_refused(llama: Pair) -> None:
-    with torch.no_grad():
-        cache = llama.whole(**llama.inputs).past_key_values
-    with pytest.raises(ParallelError, match="filled outside"):
-        llama.parallel(input_ids=torch.tensor([[1], [2]]), past_key_values=cache)
-
-
-def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
-    for _ in range(50):
-        llama.parallel(**llama.inputs)
-    gc.collect()
-    llama.parallel(**llama.inputs, use_cache=False)
-    deployment = deployment_of(llama.parallel)
-    group, _ = deployment.ready(deployment.deadline_of(None))
-    assert group.call("held_caches") <= 1
 
 
 # -- threads -----------------------------------------------------------------------------------------------------

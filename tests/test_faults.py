@@ -21,7 +21,6 @@ from parallelformers_ng.errors import (
     RequestTimeoutError,
     RestartLimitError,
     StaleCacheError,
-    StartupError,
     WorkerDiedError,
     WorkerError,
 )
@@ -250,30 +249,6 @@ def test_a_streamer_that_raises_ends_the_request_on_all_ranks(model, want, kind)
     assert streamer.puts == 2
     assert is_right(model, want)
     assert deployment_of(model).pids == pids
-
-
-class FailsToCopy(nn.Module):
-    """A module that can be pickled, but not built again: the start fails in the workers."""
-
-    def __reduce__(self) -> Any:
-        return _fail, ()
-
-
-def _fail() -> None:
-    raise LookupError("nothing to build from")
-
-
-def test_a_start_that_fails_leaves_the_model_as_it_was(want, monkeypatch):
-    model = gpt2()
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    model.transformer.extra = FailsToCopy()
-    with pytest.raises(LookupError, match="nothing to build from"):
-        parallelize(model, 2, device="cpu")
-    del model.transformer.extra
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    with pytest.raises(StartupError, match="not ready within"):
-        parallelize(model, 2, device="cpu", start_timeout=0.05)
-    assert is_right(model, want)
 
 
 def test_two_models_at_once_and_many_threads(groups, model, want):

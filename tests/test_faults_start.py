@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from parallelformers_ng import deployment, parallelize, start_group
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
@@ -72,3 +73,30 @@ def test_a_group_of_another_process_is_refused_as_argument(groups):
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
+class FailsToCopy(nn.Module):
+    """A module that can be pickled, but not built again: the start fails in the workers."""
+
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise LookupError("nothing to build from")
+
+
+def test_a_start_that_fails_leaves_the_model_as_it_was():
+    model = gpt2()
+    with torch.no_grad():
+        want = model(**text_inputs()).logits
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    model.transformer.extra = FailsToCopy()
+    with pytest.raises(LookupError, match="nothing to build from"):
+        parallelize(model, 2, device="cpu")
+    del model.transformer.extra
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    with pytest.raises(StartupError, match="not ready within"):
+        parallelize(model, 2, device="cpu", start_timeout=0.05)
+    with torch.no_grad():
+        assert torch.equal(model(**text_inputs()).logits, want)

@@ -84,6 +84,20 @@ def test_neither_rows_nor_outputs_depend_on_their_neighbours(dtype: torch.dtype,
     assert calls == [rows, *[1] * rows, rows]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_slice_of_a_wider_matrix_is_read_where_it_lies(dtype: torch.dtype, calls: list[int]) -> None:
+    layer, wide = _layer(70, 9, dtype, bias=True), torch.full((9, 200), torch.nan).to(dtype)
+    wide[:, 101:171] = layer.weight
+    x = torch.randn(3, 70).to(dtype)
+    with torch.inference_mode():
+        want = layer(x)
+        layer.weight = nn.Parameter(wide[:, 101:171], requires_grad=False)
+        assert torch.equal(layer(x), want)
+        layer.weight = nn.Parameter(want.new_empty(70, 9).t(), requires_grad=False)
+        layer(x)  # its columns are contiguous, not its rows
+    assert calls == [3, 3]
+
+
 def test_stands_back_where_torch_must_do_it(calls: list[int]) -> None:
     layer = _layer(8, 4, torch.float32, bias=True)
     x = torch.randn(1, 8)

@@ -1,4 +1,4 @@
-"""The codec: everything comes back as it was, and nothing but a ProtocolError comes of mangled bytes."""
+"""The codec: every value comes back as it was, or is refused with its place in words."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ from runtime_target import Reading
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from parallelformers_ng.errors import ChannelClosedError, NotPortableError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
-from parallelformers_ng.runtime.leaves import DTYPE_NAMES, TENSOR_DTYPES
-from parallelformers_ng.runtime.messages import FileDescriptor, Handle, decode, encode
+from parallelformers_ng.errors import NotPortableError
+from parallelformers_ng.runtime.encoder import encode
+from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Kind
+from parallelformers_ng.runtime.leaves import DTYPE_NAMES, TENSOR_DTYPES, FileDescriptor, Handle
 from parallelformers_ng.runtime.transport import Channel
 
 KEY = b"k" * 32
 Point = namedtuple("Point", "x y")
-
-
-@pytest.fixture
-def ends():
-    ours, theirs = socket.socketpair()
-    first, second = Channel(ours, KEY), Channel(theirs, KEY)
-    yield first, second
-    first.close()
-    second.close()
 
 
 def round_trip(value, **hooks):
@@ -203,24 +194,6 @@ def test_open_files_arrive_as_descriptors_of_the_receiver():
     os.close(fd)
 
 
-def test_frames_that_come_at_once_keep_their_own_tensors_and_descriptors(ends):
-    files = [os.memfd_create(f"test-{number}") for number in range(3)]
-    for number, fd in enumerate(files):
-        os.write(fd, b"%d" % number)
-    for number, fd in enumerate(files):
-        ends[0].send(Kind.EVENT, number, "plain")
-        tensor = torch.full((INLINE_TENSOR_BYTES if number == 1 else 3,), number)
-        ends[0].send(Kind.EVENT, number, [number, FileDescriptor(fd), tensor])
-    for number, fd in enumerate(files):
-        os.close(fd)
-        assert ends[1].recv() == (Kind.EVENT, number, "plain")
-        _, _, (value, descriptor, tensor) = ends[1].recv()
-        assert value == number == tensor[-1]
-        assert os.pread(descriptor.fd, 1, 0) == b"%d" % number
-        descriptor.close()
-    assert not ends[1].has_more
-
-
 def test_fields_at_their_defaults_are_left_out_and_come_back():
     given = CausalLMOutputWithPast(logits=torch.ones(2))
     assert b"hidden_states" not in encode(given, KEY).header
@@ -250,153 +223,7 @@ def test_random_trees_come_back_equal():
     source = random.Random(5)
     for _ in range(300):
         value = random_value(source, 6)
-        encoded = encode(value, KEY)
-        blob = torch.frombuffer(bytearray(pack(Kind.RESULT, 0, encoded).data), dtype=torch.uint8)
-        blob = blob[blob.numel() - encoded.size :] if encoded.size <= INLINE_TENSOR_BYTES else joined(encoded)
-        assert decode(encoded.header, blob, [], KEY) == value
-
-
-def joined(encoded):
-    rows = [torch.nn.functional.pad(row, (0, -row.numel() % 64)) for row in encoded.tensors]
-    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
-
-
-def sample():
-    return {
-        "tensor": torch.arange(40, dtype=torch.float32).reshape(5, 8),
-        "output": CausalLMOutputWithPast(logits=torch.ones(2)),
-        "object": Counter("abc"),
-        "rest": [1, 2.5, "text", b"bytes", {1, 2}, slice(1, 2), numpy.arange(3), torch.float16, 3**99, Point(1, 2)],
-        "handle": Handle("cache", 1),
-    }
-
-
-def test_mutated_headers_are_refused_or_harmless():
-    source = random.Random(11)
-    encoded = encode(sample(), KEY)
-    blob = joined(encoded)
-    refused = 0
-    for _ in range(2000):
-        header, mutated = bytearray(encoded.header), blob.clone()
-        for _ in range(source.choice([1, 1, 2, 8])):
-            header[source.randrange(len(header))] = source.choice([*range(256), *b'[]",0129'])
-        mutated[source.randrange(mutated.numel())] ^= 1 << source.randrange(8)
-        if source.random() < 0.2:
-            header = header[: source.randrange(len(header))]
-        try:
-            decode(bytes(header), mutated, [], KEY)
-        except ProtocolError:
-            refused += 1
-    assert refused > 1000
-
-
-HOSTILE = [
-    b"",
-    b"\xff\xfe",
-    b"null",
-    b"[1]",
-    b'[{"a":1},[]]',
-    b"[[],[]]",
-    b"[[[]],[]]",
-    b'[["nope"],[]]',
-    b'[["T",0],[]]',
-    b'[["T",-1],[["float32",[1],0]]]',
-    b'[["T",true],[["float32",[1],0]]]',
-    b'[1,[["float32",[4611686018427387904,4],0]]]',
-    b'[1,[["float32",[-1],0]]]',
-    b'[1,[["float32",[1],4]]]',
-    b'[1,[["qint8",[1],0]]]',
-    b'[["fd",0],[]]',
-    b'[["s",["l"]],[]]',
-    b'[["d",1],[]]',
-    b'[["sl",1],[]]',
-    b'[["r",0,1,0],[]]',
-    b'[["i","0x' + b"f" * 40_000 + b'"],[]]',
-    b"[" + b"9" * 9999 + b",[]]",
-    b"[" * 5000,
-    b"[" + b'["l",' * 500 + b"1" + b"]" * 500 + b",[]]",
-    b'[["na","|O8",[1],false,"AAAAAAAAAAA="],[]]',
-    b'[["na","|S9",[99999999999],false,""],[]]',
-    b'[["dt","Tensor"],[]]',
-    b'[["dv","moon:1"],[]]',
-    b'[["p","00","gASVAAAA"],[]]',
-    b'[["dc","antigravity:x","00",[],[]],[]]',
-    b'[["sz",1.5],[]]',
-    b'[["c","a","b"],[]]',
-]
-
-
-@pytest.mark.parametrize("header", HOSTILE, ids=lambda header: repr(header)[:40])
-def test_hostile_headers_are_protocol_errors(header):
-    with pytest.raises(ProtocolError):
-        decode(header, torch.zeros(64, dtype=torch.uint8), [], KEY)
-
-
-def test_a_pickle_with_another_key_is_not_read(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "sprung"),)
-
-    encoded = encode(Trap(), b"other key")
-    with pytest.raises(ProtocolError, match="signature of a pickle"):
-        decode(encoded.header, joined(encoded), [], KEY)
-    assert not (tmp_path / "sprung").exists()
-    with pytest.raises(ProtocolError, match="before there was a key"):
-        decode(encoded.header, joined(encoded), [], None)
-
-
-def test_mutated_frames_are_protocol_errors_and_leak_nothing(ends):
-    source = random.Random(3)
-    data = pack(Kind.RESULT, 1, encode(sample(), KEY)).data
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(300):
-        mutated = bytearray(data)
-        for _ in range(source.choice([1, 2, 5])):
-            mutated[source.randrange(48)] = source.randrange(256)
-        ours, theirs = socket.socketpair()
-        channel = Channel(theirs, KEY)
-        ours.sendall(mutated)
-        ours.close()
-        try:
-            channel.recv()
-        except (ProtocolError, ChannelClosedError):
-            pass
-        finally:
-            channel.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_frame_with_an_unsealed_file_is_refused(ends):
-    packed = pack(Kind.RESULT, 1, encode(torch.ones(INLINE_TENSOR_BYTES), KEY))
-    plain = os.memfd_create("unsealed")
-    os.truncate(plain, 1 << 20)
-    packed.fds[-1] = plain
-    ends[0].send_packed(packed)
-    os.close(plain)
-    packed.close()
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ProtocolError, match="seals"):
-        ends[1].recv()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_waits_end_at_the_deadline_and_at_the_end_of_the_peer(ends):
-    with pytest.raises(RequestTimeoutError):
-        ends[1].recv(deadline=0.0)
-    with pytest.raises(RequestTimeoutError):
-        ends[0].send(Kind.RESULT, 1, "x" * (4 << 20), deadline=0.0)
-    ends[1].close()
-    with pytest.raises(ChannelClosedError):
-        ends[0].recv()
-
-
-def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
-    before = len(os.listdir("/proc/self/fd"))
-    ends[0].send(Kind.EVENT, 1, FileDescriptor(0))
-    frame = ends[1].receive()
-    assert isinstance(frame, Frame)
-    frame.discard()
-    assert len(os.listdir("/proc/self/fd")) == before
+        assert round_trip(value) == value
 
 
 def test_every_dtype_of_torch_that_holds_plain_numbers_is_known():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import pickle
@@ -108,7 +109,7 @@ class SafetensorsFile(CheckpointFile):
 
     def tensor(self, key: str) -> torch.Tensor:
         shape, dtype, offset = self._entries[key]
-        count = _count(shape)
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         mapping = self._map()
@@ -125,7 +126,7 @@ class SafetensorsFile(CheckpointFile):
         """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
         shape, dtype, offset = self._entries[key]
         first = offset - offset % mmap.PAGESIZE
-        if self._mapping is not None and (length := offset + _count(shape) * dtype.itemsize - first):
+        if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
             self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
 
     def _map(self) -> mmap.mmap:
@@ -212,10 +213,3 @@ def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
 def _identity(path: str) -> tuple[int, ...]:
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

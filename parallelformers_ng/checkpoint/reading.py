@@ -22,13 +22,16 @@ from parallelformers_ng.sharding.plan import Shard
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
 
-def read_shard(node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True) -> torch.Tensor:
+def read_shard(
+    node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True, rows_apart: bool = False
+) -> torch.Tensor:
     """One rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
 
     Args:
         shard: which part.
         rank: whose shards to prefer where several ranks stored the same.
         copy: False gives any view, contiguous or not, for a caller that copies it at once and then releases the node.
+        rows_apart: a view of a matrix whose rows are contiguous, but not the matrix, need not be copied either.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -37,7 +40,7 @@ def read_shard(node: Node, shard: Shard, rank: int | None = None, *, copy: bool 
     part = read(node, cut, rank)
     if not copy:
         return part
-    if part.is_contiguous():
+    if part.is_contiguous() or (rows_apart and part.ndim == 2 and part.stride(1) == 1):
         if any(leaf.holds(part) for leaf in leaves(node)):
             return part
         release(node)

@@ -28,7 +28,7 @@ from parallelformers_ng.checkpoint.location import (
 from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
-from parallelformers_ng.checkpoint.store import place
+from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.sharding.inject import get_tensor, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
@@ -47,11 +47,8 @@ class Checkpoint:
     @classmethod
     def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
         """Take the unread tensors out of a model that `load_skeleton` made; `meta` tensors take their places."""
-        names_of: dict[int, list[str]] = {}
-        for name, tensor in plan.tensors.items():
-            names_of.setdefault(id(get_tensor(model, name, tensor.is_buffer)), []).append(name)
         nodes: dict[str, Node] = {}
-        for names in names_of.values():
+        for names in names_of_each(model, plan):
             held = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
             if isinstance(held, LazyTensor):
                 nodes.update(dict.fromkeys(names, held.node))

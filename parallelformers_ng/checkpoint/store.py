@@ -157,13 +157,10 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
     Raises:
         OSError: the memory gave out; what had been given up is back in the model.
     """
-    names_of: dict[int, list[str]] = {}
-    for name, plan in store.plan.tensors.items():
-        names_of.setdefault(id(get_tensor(model, name, plan.is_buffer)), []).append(name)
     given_up: list[str] = []
     pending = 0
     try:
-        for names in names_of.values():
+        for names in names_of_each(model, store.plan):
             plans = [store.plan.tensors[name] for name in names]
             whole = get_tensor(model, names[0], plans[0].is_buffer)
             for plan in plans:
@@ -192,17 +189,22 @@ def take_back(
 ) -> None:
     """Gather the tensors back into the model, on CPU; tied parameters are tied again. The source is spent
     afterwards."""
-    wanted = set(plan.tensors if names is None else names)
-    together: dict[int, list[str]] = {}
-    for name, tensor in plan.tensors.items():
-        if name in wanted:
-            together.setdefault(id(get_tensor(model, name, tensor.is_buffer)), []).append(name)
-    for group in together.values():
+    for group in names_of_each(model, plan, names):
         # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.
         tensor = plan.tensors[group[0]]
         place(model, group, plan, source.read(tensor, release=tensor.storage in group))
         if progress is not None:
             progress(tensor.bytes_whole)
+
+
+def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
+    """The names of each tensor of `model`, several where it is tied; of all that the plan has, or of `names` alone."""
+    wanted = set(plan.tensors if names is None else names)
+    together: dict[int, list[str]] = {}
+    for name, tensor in plan.tensors.items():
+        if name in wanted:
+            together.setdefault(id(get_tensor(model, name, tensor.is_buffer)), []).append(name)
+    return list(together.values())
 
 
 def place(model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import math
 import os
 import secrets
 import shutil
@@ -91,10 +92,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def entry_bytes(entry: Entry) -> int:
-    count = entry[1].itemsize
-    for length in entry[0]:
-        count *= length
-    return count
+    shape, dtype = entry
+    return math.prod(shape) * dtype.itemsize
 
 
 def parse_size(size: int | str) -> int:

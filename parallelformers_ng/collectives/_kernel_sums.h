@@ -1,14 +1,15 @@
 /* Sums over ranks, in rank order: fp32, fp64, and bf16/fp16 with fp32 accumulation.
  *
- * The 16-bit conversions are written without branches, so that the compiler vectorises them for any instruction set.
- * The fp16 ones follow F. Giesen's `half_to_float_fast5` and `float_to_half_fast3_rtne` (public domain). */
+ * The fp16 conversions, without branches as those of `_floats.h`, follow F. Giesen's `half_to_float_fast5` and
+ * `float_to_half_fast3_rtne` (public domain). */
 
 #ifndef PARALLELFORMERS_NG_KERNEL_SUMS_H
 #define PARALLELFORMERS_NG_KERNEL_SUMS_H
 
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
+
+#include "_floats.h"
 
 /* The loader picks the AVX2 copy where the processor has it; it needs glibc's ifunc. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -16,43 +17,9 @@
 #else
 #define CLONES
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
-INLINE uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* A choice without a branch: a conditional expression would have the compiler skip arithmetic, and not vectorise. */
-INLINE uint32_t choose(int condition, uint32_t yes, uint32_t no)
-{
-    uint32_t mask = -(uint32_t)condition;
-    return (yes & mask) | (no & ~mask);
-}
-
-INLINE float load_f32(float value) { return value; }
-INLINE float store_f32(float value) { return value; }
 INLINE double load_f64(double value) { return value; }
 INLINE double store_f64(double value) { return value; }
-
-INLINE float load_bf16(uint16_t value) { return float_of((uint32_t)value << 16); }
-
-/* Round to nearest, ties to even; every NaN becomes 0x7fc0. */
-INLINE uint16_t store_bf16(float value)
-{
-    uint32_t bits = bits_of(value);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)choose((bits & 0x7fffffff) > 0x7f800000, 0x7fc0, rounded);
-}
 
 INLINE float load_f16(uint16_t value)
 {

@@ -118,4 +118,4 @@ def available_memory() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    raise UnsupportedPlatformError("Arena: /proc/meminfo has no MemAvailable; the workers need Linux 3.14 or later")
+    raise UnsupportedPlatformError("Arena: /proc/meminfo has no MemAvailable; the workers need Linux 5.3 or later")

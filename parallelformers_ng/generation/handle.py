@@ -69,7 +69,7 @@ class CacheHandle(Cache):
         return len(self._facts.lengths)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={self._facts.lengths[:1] or [0]}[0])"
+        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={max([0, *self._facts.lengths])})"
 
     def __copy__(self) -> Any:
         return self._remote("copy")

@@ -1,10 +1,11 @@
 /* What a decode step does again and again, with one thread: linear layers for a few rows, and root-mean-square norms.
  *
  * Linear: y = x Wᵀ + b.
- * For one row the product is bound by the speed at which W is read, so W, `[out, in]` and contiguous, is read once, a
- * fixed distance ahead by prefetch. That also bridges the ends of rows and of pages, where the processor's own
- * prefetcher stops; a library's matrix-vector product loses a fifth there on rows of a few KiB. The further rows of x
- * meet each row of W while that is in the first-level cache, in tiles that keep their sums in registers.
+ * For one row the product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a
+ * slice of a wider matrix stays where it lies), is read once, a fixed distance ahead by prefetch. That also bridges the
+ * ends of rows and of pages, where the processor's own prefetcher stops; a library's matrix-vector product loses a
+ * fifth there on rows of a few KiB. The further rows of x meet each row of W while that is in the first-level cache,
+ * in tiles that keep their sums in registers.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
@@ -20,13 +21,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../collectives/_floats.h"
+
 /* The loader picks a copy by what the processor can do; `arch=` names would ask for that very model. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16, OUTS = 4, ROWS = 4, AHEAD_BYTES = 2048, CACHE_LINE_BYTES = 64 };
 
@@ -44,27 +46,6 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
         memcpy(&(target), &words_, sizeof words_);                     \
     } while (0)
 
-INLINE float from_f32(float value) { return value; }
-INLINE float to_f32(float value) { return value; }
-
-INLINE float from_bf16(uint16_t value)
-{
-    uint32_t bits = (uint32_t)value << 16;
-    float result;
-    memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-/* Round to nearest, ties to even. */
-INLINE uint16_t to_bf16(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-/* `x` is fp32 whatever the type of W. */
 INLINE float sum_lanes(const Floats *sum)
 {
     float part[LANES];
@@ -76,20 +57,21 @@ INLINE float sum_lanes(const Floats *sum)
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
  * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
- * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. */
+ * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. `x` is fp32 whatever the type
+ * of W. */
 #define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
-    INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in, size_t out,  \
-                            size_t outs, size_t rows, int ahead)                                              \
+    INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
+                            size_t stride, size_t out, size_t outs, size_t rows, int ahead)                   \
     {                                                                                                         \
         const size_t step = CACHE_LINE_BYTES / sizeof(TYPE), distance = AHEAD_BYTES / sizeof(TYPE);           \
         Floats sum[OUTS * ROWS] = {{0}}, a[OUTS], b;                                                          \
         size_t i = 0;                                                                                         \
         for (; i + LANES <= in; i += LANES) {                                                                 \
             if (ahead && i % step == 0) {                                                                     \
-                const TYPE *at = w + i + distance + (i + distance < in ? 0 : (outs - 1) * in);                \
-                for (size_t o = 0; o < outs; o++) __builtin_prefetch(at + o * in);                            \
+                const TYPE *at = w + i + distance + (i + distance < in ? 0 : outs * stride - in);             \
+                for (size_t o = 0; o < outs; o++) __builtin_prefetch(at + o * stride);                        \
             }                                                                                                 \
-            for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * in + i);                                     \
+            for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * stride + i);                                 \
             for (size_t r = 0; r < rows; r++) {                                                               \
                 LOAD_F32(b, x + r * in + i);                                                                  \
                 for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                              \
@@ -97,30 +79,31 @@ INLINE float sum_lanes(const Floats *sum)
         }                                                                                                     \
         for (size_t o = 0; o < outs; o++)                                                                     \
             for (size_t r = 0; r < rows; r++) {                                                               \
-                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? from_##NAME(bias[o]) : 0.0f);           \
-                for (size_t j = i; j < in; j++) total += from_##NAME(w[o * in + j]) * x[r * in + j];          \
-                y[r * out + o] = to_##NAME(total);                                                            \
+                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? load_##NAME(bias[o]) : 0.0f);           \
+                for (size_t j = i; j < in; j++) total += load_##NAME(w[o * stride + j]) * x[r * in + j];      \
+                y[r * out + o] = store_##NAME(total);                                                         \
             }                                                                                                 \
     }                                                                                                         \
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
-                             size_t out, size_t outs)                                                         \
+                             size_t stride, size_t out, size_t outs)                                          \
     {                                                                                                         \
         size_t r = 0;                                                                                         \
         for (; r + ROWS <= rows; r += ROWS)                                                                   \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, ROWS, r == 0);                       \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, r == 0);               \
         if (r + 2 <= rows) {                                                                                  \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, 2, r == 0);                          \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, r == 0);                  \
             r += 2;                                                                                           \
         }                                                                                                     \
-        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, out, outs, 1, r == 0);                \
+        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, r == 0);        \
     }                                                                                                         \
     CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
-                                     size_t in, size_t out)                                                   \
+                                     size_t in, size_t stride, size_t out)                                    \
     {                                                                                                         \
         size_t o = 0;                                                                                         \
         for (; o + OUTS <= out; o += OUTS)                                                                    \
-            tiles_##NAME(x, w + o * in, bias ? bias + o : bias, y + o, rows, in, out, OUTS);                  \
-        for (; o < out; o++) tiles_##NAME(x, w + o * in, bias ? bias + o : bias, y + o, rows, in, out, 1);    \
+            tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
+        for (; o < out; o++)                                                                                  \
+            tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
     }
 
 DEFINE_LINEAR(f32, float, LOAD_F32)
@@ -140,10 +123,10 @@ DEFINE_LINEAR(bf16, uint16_t, LOAD_BF16)
                 }                                                                                             \
             sum[0] += sum[1];                                                                                 \
             float total = sum_lanes(&sum[0]);                                                                 \
-            for (; i < width; i++) total += from_##NAME(x[i]) * from_##NAME(x[i]);                            \
+            for (; i < width; i++) total += load_##NAME(x[i]) * load_##NAME(x[i]);                            \
             float scale = 1.0f / sqrtf(total / (float)width + epsilon);                                       \
             for (i = 0; i < width; i++)                                                                       \
-                y[i] = to_##NAME(from_##NAME(w[i]) * from_##NAME(to_##NAME(from_##NAME(x[i]) * scale)));      \
+                y[i] = store_##NAME(load_##NAME(w[i]) * load_##NAME(store_##NAME(load_##NAME(x[i]) * scale)));\
         }                                                                                                     \
     }
 
@@ -154,16 +137,16 @@ enum { F32 = 0, BF16 = 1 };
 
 static int multiply(const size_t *v)
 {
-    size_t rows = v[4], in = v[5], out = v[6];
-    if (v[7] == F32) {
-        linear_f32((const float *)v[0], (const float *)v[1], (const float *)v[2], (float *)v[3], rows, in, out);
+    size_t rows = v[4], in = v[5], stride = v[6], out = v[7];
+    if (v[8] == F32) {
+        linear_f32((const float *)v[0], (const float *)v[1], (const float *)v[2], (float *)v[3], rows, in, stride, out);
         return 0;
     }
     const uint16_t *x = (const uint16_t *)v[0];
     float *wide = malloc((rows * in + 1) * sizeof(float));
     if (!wide) return -1;
-    for (size_t i = 0; i < rows * in; i++) wide[i] = from_bf16(x[i]);
-    linear_bf16(wide, (const uint16_t *)v[1], (const uint16_t *)v[2], (uint16_t *)v[3], rows, in, out);
+    for (size_t i = 0; i < rows * in; i++) wide[i] = load_bf16(x[i]);
+    linear_bf16(wide, (const uint16_t *)v[1], (const uint16_t *)v[2], (uint16_t *)v[3], rows, in, stride, out);
     free(wide);
     return 0;
 }
@@ -184,9 +167,9 @@ static int read_sizes(const char *who, PyObject *const *args, Py_ssize_t count, 
 /* Addresses are the caller's word; a `bias` of 0 is none. */
 static PyObject *linear(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    size_t v[8];
-    if (nargs != 8) return PyErr_Format(PyExc_TypeError, "linear: 8 arguments expected, %zd given", nargs);
-    if (read_sizes("linear", args, 8, v) < 0) return NULL;
+    size_t v[9];
+    if (nargs != 9) return PyErr_Format(PyExc_TypeError, "linear: 9 arguments expected, %zd given", nargs);
+    if (read_sizes("linear", args, 9, v) < 0) return NULL;
     int status;
     Py_BEGIN_ALLOW_THREADS
     status = multiply(v);
@@ -213,7 +196,7 @@ static PyObject *rms_norm(PyObject *Py_UNUSED(module), PyObject *const *args, Py
 
 static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL,
-     "linear(x, weight, bias, out, rows, in_features, out_features, kind)"},
+     "linear(x, weight, bias, out, rows, in_features, weight_stride, out_features, kind)"},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL,
      "rms_norm(x, weight, out, rows, width, kind, epsilon)"},
     {NULL, NULL, 0, NULL},

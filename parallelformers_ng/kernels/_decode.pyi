@@ -1,4 +1,13 @@
 def linear(
-    x: int, weight: int, bias: int, out: int, rows: int, in_features: int, out_features: int, kind: int, /
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    rows: int,
+    in_features: int,
+    weight_stride: int,
+    out_features: int,
+    kind: int,
+    /,
 ) -> None: ...
 def rms_norm(x: int, weight: int, out: int, rows: int, width: int, kind: int, epsilon: float, /) -> None: ...

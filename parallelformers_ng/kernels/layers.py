@@ -27,7 +27,7 @@ MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _NATIVE_BF16 else 32}
 
 
 class StreamingLinear(nn.Linear):
-    """`nn.Linear` for one row or a few. The kernel has one thread."""
+    """`nn.Linear` for one row or a few. The kernel has one thread. The rows of the weight may lie apart."""
 
     def forward(self, input: Tensor) -> Tensor:
         # Called for every matrix and token: the dictionary is read directly, past nn.Module.__getattr__.
@@ -37,13 +37,17 @@ class StreamingLinear(nn.Linear):
             or not _fits(input, weight)
             or not 0 < input.numel() <= MOST_ROWS[input.dtype] * weight.shape[1]
             or input.shape[-1] != weight.shape[1]
+            or weight.stride(1) != 1
         ):
             return super().forward(input)
         outputs, inputs = weight.shape
         out = input.new_empty((*input.shape[:-1], outputs))
         rows, kind = input.numel() // inputs, KINDS[input.dtype]
         address = 0 if bias is None else bias.data_ptr()
-        _decode.linear(input.data_ptr(), weight.data_ptr(), address, out.data_ptr(), rows, inputs, outputs, kind)
+        stride = weight.stride(0)
+        _decode.linear(
+            input.data_ptr(), weight.data_ptr(), address, out.data_ptr(), rows, inputs, stride, outputs, kind
+        )
         return out
 
 
@@ -54,7 +58,12 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self._parameters["weight"]
-        if weight is None or not _fits(hidden_states, weight) or hidden_states.shape[-1:] != weight.shape:
+        if (
+            weight is None
+            or not _fits(hidden_states, weight)
+            or hidden_states.shape[-1:] != weight.shape
+            or not weight.is_contiguous()
+        ):
             return super().forward(hidden_states)
         out = torch.empty_like(hidden_states)
         width = weight.shape[0]
@@ -93,7 +102,6 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
         and input.is_cpu
         and weight.is_cpu
         and input.is_contiguous()
-        and weight.is_contiguous()
         and torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

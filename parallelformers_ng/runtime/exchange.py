@@ -35,7 +35,7 @@ class Exchange:
     Args:
         processes: the workers, all ready.
         key: the group's; it signs pickles and class names.
-        restore: this process's side of `messages.decode`.
+        restore: this process's side of `decoder.decode`.
     """
 
     def __init__(self, processes: Processes, key: bytes, restore: Restore | None) -> None:

@@ -84,7 +84,7 @@ class Frame:
     fds: list[int]
 
     def decode(self, key: bytes | None, restore: Restore | None) -> Any:
-        """The value of the frame, which now owns the descriptors. Raises what `messages.decode` raises."""
+        """The value of the frame, which now owns the descriptors. Raises what `decoder.decode` raises."""
         fds, self.fds = self.fds, []
         return decode(self.header, self.blob, fds, key, restore)
 

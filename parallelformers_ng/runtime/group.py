@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -21,9 +19,9 @@ from parallelformers_ng.runtime import endings, startup
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Replace, encode
-from parallelformers_ng.runtime.endings import Ending
 from parallelformers_ng.runtime.exchange import Exchange, OnEvent, WorkerGoneError
 from parallelformers_ng.runtime.frames import Flag, Packed
+from parallelformers_ng.runtime.lifetime import Lifetime
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.turns import Turns
 
@@ -36,7 +34,7 @@ class WorkerGroup:
 
     The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. It may have two
     methods of its own for objects that must stay in the worker: `replace(obj)` and `restore(handle)`, as in
-    `messages.encode` and `messages.decode`. Calls from many threads are served in the order in which they came.
+    `encoder.encode` and `decoder.decode`. Calls from many threads are served in the order in which they came.
 
     Args:
         world_size: number of workers.
@@ -47,8 +45,8 @@ class WorkerGroup:
         timeout: seconds that a request may take, unless the call says otherwise.
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
-        replace: this process's side of `messages.encode`.
-        restore: this process's side of `messages.decode`.
+        replace: this process's side of `encoder.encode`.
+        restore: this process's side of `decoder.decode`.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
 
@@ -78,14 +76,11 @@ class WorkerGroup:
         self.timeout = timeout
         self.in_use = False  # by a model; for those who hand one group to several models in turn
         self._turns = Turns()
-        self._fault: Ending | None = None
-        self.owner = os.getpid()
         self._key = secrets.token_bytes(32)
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
         self._replace = replace
         self._processes = Processes(startup.create_arena(world_size))
-        # Also at interpreter exit, and when the group is dropped without being closed.
-        self._finalizer = weakref.finalize(self, _finish, self._processes, self._turns)
+        self._lifetime = Lifetime(self._processes, self._turns, self.device_names)
         try:
             deadline = startup.launch(
                 self._processes,
@@ -98,7 +93,7 @@ class WorkerGroup:
                 threads=threads or max(1, usable_cpus() // world_size),
             )
         except BaseException:
-            self._finalizer()
+            self._lifetime.end_workers()
             raise
         self._exchange = Exchange(self._processes, self._key, restore)
         self._wait: Callable[[], None] | None = functools.partial(
@@ -123,9 +118,14 @@ class WorkerGroup:
             try:
                 self._wait()
             except BaseException:
-                self._finalizer()
+                self._lifetime.end_workers()
                 raise
             self._wait = None
+
+    @property
+    def owner(self) -> int:
+        """Id of the process that started the group."""
+        return self._lifetime.owner
 
     @property
     def pids(self) -> list[int]:
@@ -135,9 +135,7 @@ class WorkerGroup:
     @property
     def alive(self) -> bool:
         """True while requests can be served."""
-        if self._fault is not None or os.getpid() != self.owner:
-            return False
-        return not any(worker.has_ended() for worker in self._processes.workers)
+        return self._lifetime.alive
 
     def call(
         self,
@@ -151,7 +149,7 @@ class WorkerGroup:
 
         Args:
             method: a public method of the target.
-            *args: its arguments; anything that `messages.encode` takes.
+            *args: its arguments; anything that `encoder.encode` takes.
             timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
             on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
                 cancelled and the exception goes on to the caller.
@@ -195,8 +193,7 @@ class WorkerGroup:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
         if os.getpid() != self.owner:
             return
-        if self._fault is None:
-            self._fault = endings.closed()
+        self._lifetime.note(endings.closed())
         if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
@@ -205,16 +202,15 @@ class WorkerGroup:
             self._processes.kill()
         if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
             try:
-                if polite and self._finalizer.alive and self._wait is None:  # while starting they would not hear
+                if polite and self._lifetime.has_workers and self._wait is None:  # while starting they would not hear
                     self._processes.dismiss(_GOODBYE_SECONDS)
-                self._finalizer()
+                self._lifetime.end_workers()
             finally:
                 self._turns.release()
 
     def check_process(self) -> None:
         """Raise WrongProcessError in any process but the one that started the group."""
-        if os.getpid() != self.owner:
-            raise endings.wrong_process(self.owner, os.getpid())
+        self._lifetime.check_process()
 
     def watch_descriptors(self) -> list[int]:
         """Duplicates of the workers' pidfds, readable once the worker has ended. The caller closes them."""
@@ -227,8 +223,8 @@ class WorkerGroup:
             return
         try:
             dead = [worker.rank for worker in self._processes.workers if worker.has_ended()]
-            if dead and self._fault is None and self._finalizer.alive:
-                self._end(self._death_of(dead[0]))
+            if dead and not self._lifetime.is_over and self._lifetime.has_workers:
+                self._lifetime.end(self._lifetime.death_of(dead[0]))
         finally:
             self._turns.release()
 
@@ -240,7 +236,7 @@ class WorkerGroup:
         timeout: float | None,
         on_event: OnEvent | None,
     ) -> list[Any]:
-        self._check_usable()
+        self._lifetime.check_usable()
         messages = [
             encode({"method": method, "args": args, "kwargs": kwargs}, self._key, self._replace)
             for args, kwargs in arguments
@@ -255,7 +251,7 @@ class WorkerGroup:
                 raise RequestTimeoutError(
                     f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
                 )
-            self._check_usable()
+            self._lifetime.check_usable()
             packed = self._exchange.pack(messages, flags)
             try:
                 return self._run(packed, method, limit, deadline, on_event)
@@ -272,11 +268,11 @@ class WorkerGroup:
         try:
             return self._exchange.run(packed, deadline, on_event)
         except WorkerGoneError as error:
-            self._fail(self._death_of(error.rank))
+            self._lifetime.fail(self._lifetime.death_of(error.rank))
         except RequestTimeoutError:
             self._fail_timed_out(method, limit)
         except (ChannelClosedError, ProtocolError) as error:
-            self._fail(endings.as_before(error))
+            self._lifetime.fail(endings.as_before(error))
         except GroupError:
             raise  # the answers are all in, and one is an exception or cannot be rebuilt here
         except BaseException:
@@ -292,37 +288,9 @@ class WorkerGroup:
             drained = self._exchange.abandon(_INTERRUPT_SECONDS)
         finally:
             if not drained:
-                self._end(endings.not_interrupted(_INTERRUPT_SECONDS))
-
-    def _check_usable(self) -> None:
-        self.check_process()
-        if self._fault is not None:
-            raise self._fault()
-        if not self._finalizer.alive:
-            if threading.current_thread().daemon:
-                threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
-            raise endings.at_exit()
-
-    def _death_of(self, rank: int) -> Ending:
-        return self._processes.workers[rank].death(self.device_names[rank])
+                self._lifetime.end(endings.not_interrupted(_INTERRUPT_SECONDS))
 
     def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
         text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"
-        self._end(endings.overdue(text))
+        self._lifetime.end(endings.overdue(text))
         raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
-
-    def _fail(self, fault: Ending) -> NoReturn:
-        raise self._end(fault)() from None
-
-    def _end(self, fault: Ending) -> Ending:
-        """The group is dead from here on. Returns why: where it was closed or died before, that stays the reason."""
-        self._fault = self._fault or fault
-        self._finalizer()
-        return self._fault
-
-
-def _finish(processes: Processes, turns: Turns) -> None:
-    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
-    up to an error; the workers end by themselves, with this process."""
-    if turns.is_mine() or turns.acquire(timeout=0.0):
-        processes.end()

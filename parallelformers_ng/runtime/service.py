@@ -85,7 +85,6 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         cls = getattr(importlib.import_module(module), name)
 
         channel.send(Kind.EVENT, 0, "connecting to its peers")
-
         rank, world_size, device = boot["rank"], boot["world_size"], torch.device(boot["device"])
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -42,8 +42,8 @@ class Channel:
     Args:
         connection: one end of an AF_UNIX stream pair.
         key: signs and checks pickles and class names; None until both sides have one.
-        replace: see `messages.encode`.
-        restore: see `messages.decode`.
+        replace: see `encoder.encode`.
+        restore: see `decoder.decode`.
         patient: all waits are without a deadline, which saves system calls.
 
     Attributes:
@@ -133,7 +133,7 @@ class Channel:
         return frame.kind, frame.sequence, self.decode(frame)
 
     def decode(self, frame: Frame) -> Any:
-        """The value of a frame. Raises ProtocolError and NotPortableError, see `messages.decode`."""
+        """The value of a frame. Raises ProtocolError and NotPortableError, see `decoder.decode`."""
         return frame.decode(self.key, self.restore)
 
     def receive(self, deadline: float = FOREVER) -> Frame:

@@ -19,7 +19,6 @@ from parallelformers_ng.sharding.structure import Layer
 _COLUMN = ("colwise", "local_colwise")
 _ROW = ("rowwise", "local_rowwise")
 _PACKED = ("packed_colwise", "local_packed_colwise", "fused_colwise")
-_GATHERED = ("colwise_gather_output", "colwise_rep")
 
 
 def native_styles(model: nn.Module) -> dict[str, str]:

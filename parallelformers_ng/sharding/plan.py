@@ -6,6 +6,7 @@ gathering, the memory report and the injector read it, and none of them computes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -133,7 +134,7 @@ class ShardPlan:
         layers: what the injector does, in order.
         blocks: paths of the modules that the policies apply to; what lies beneath one may hold only part of a result.
         policy: names of the policies that apply.
-        source: where they came from: "custom", "written", "native plan" or "inferred".
+        source: where they came from: "custom", "written", "native plan" or "inferred", joined by "+" if by parts.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
     """
 
@@ -222,7 +223,4 @@ class ShardPlan:
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize

@@ -6,7 +6,7 @@ a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.0805
     hidden ─┬─► Column ──► (each rank: its heads, its columns) ──► Row ─► all-reduce ─► hidden
             └─► Column ──┘
 
-`plan.py` turns a policy, a model skeleton and a world size into slices; nothing here computes one.
+`builder.py` turns a policy, a model skeleton and a world size into slices; nothing here computes one.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.proposal import Proposal, policies_of
 from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.structure import tensors
 from parallelformers_ng.sharding.twin import Probe, Twin, equal, lengths, run
 
 Choice = tuple[Proposal, dict[str, Rule]]
@@ -67,7 +68,7 @@ class Trials:
                 return False
         return True
 
-    def prompt(self) -> tuple[dict[str, Any], torch.Tensor] | None:
+    def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """What to generate from, and the tokens of the whole model; None where it does not generate so."""
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
@@ -79,7 +80,9 @@ class Trials:
             self.last = _in_short(error)
             return None
 
-    def same_tokens(self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: Any) -> bool:
+    def same_tokens(
+        self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
+    ) -> bool:
         """Whether the twin, cut so, decodes the tokens `wanted` past any window."""
         plan = self._plan(choices, vocabulary)
         try:
@@ -88,7 +91,7 @@ class Trials:
             self.last = _in_short(error)
             return False
         self.last = "its tokens differ"
-        return all(torch.equal(got, wanted) for got in results if isinstance(got, torch.Tensor))
+        return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def _plan(self, choices: Sequence[Choice], vocabulary: bool) -> ShardPlan:
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
@@ -117,9 +120,10 @@ def _outputs(share: nn.Module, probes: Sequence[Probe]) -> list[list[torch.Tenso
     return [run(share.get_submodule(probe.path), probe.inputs) for probe in probes]
 
 
-def _generate(model: Any, inputs: dict[str, Any]) -> Any:
+def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tokens, and whatever else it returns: speech, for one."""
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    return model.generate(**given, **lengths(model, _TOKENS), do_sample=False, num_beams=1)
+    return list(tensors(model.generate(**given, **lengths(model, _TOKENS), do_sample=False, num_beams=1)))
 
 
 def _in_short(error: Exception) -> str:

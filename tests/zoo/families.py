@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from tests.zoo import classics, composites, decoders, encoders, multimodal, recent, seq2seq, state_space, vision_audio
+from tests.zoo import (
+    classics,
+    composites,
+    decoders,
+    encoders,
+    multimodal,
+    readers,
+    recent,
+    seq2seq,
+    state_space,
+    vision_audio,
+)
 from tests.zoo.case import Case
 
 CASES: list[Case] = [
     *decoders.CASES, *encoders.CASES, *classics.CASES, *seq2seq.CASES, *composites.CASES, *vision_audio.CASES,
 ]  # fmt: skip
-NEWER: list[Case] = [*recent.CASES, *state_space.CASES, *multimodal.CASES]
+NEWER: list[Case] = [*recent.CASES, *state_space.CASES, *readers.CASES, *multimodal.CASES]
 """Those whose blocks came later; most share a layout with one of the others, so fewer tests run them."""
 ALL = [*CASES, *NEWER]

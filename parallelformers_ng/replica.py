@@ -13,6 +13,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded import write_rank
@@ -34,9 +35,8 @@ from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
-from parallelformers_ng.kernels.layers import install
+from parallelformers_ng.kernels.layers import StreamingLinear, install
 from parallelformers_ng.memory import RankMemory, rank_memory
-from parallelformers_ng.runtime.call import Answer, Call
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
 from parallelformers_ng.sharding.layers import Recording
@@ -59,6 +59,7 @@ class Replica:
         self.caches = CacheTable()
         self.recording = Recording()
         self.staging: Staging | None = None
+        gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
@@ -98,8 +99,9 @@ class Replica:
         assert self.plan is not None
         for stored in names:
             node = self.checkpoint.nodes[stored]
-            part = self._read(node, self.plan.tensors[stored].shards[self.rank])
-            for name in self.aliases[stored]:
+            names = self.aliases[stored]
+            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, names)))
+            for name in names:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
     def loaded(self) -> None:
@@ -107,12 +109,17 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.staging = None
         gc.collect()
-        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them
+        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them either
 
-    def _read(self, node: Node, shard: Shard) -> torch.Tensor:
+    def _streams(self, name: str) -> bool:
+        """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
+        path, _, attribute = name.rpartition(".")
+        return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
+
+    def _read(self, node: Node, shard: Shard, rows_apart: bool) -> torch.Tensor:
         """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer."""
         if self.device.type == "cpu":
-            return read_shard(node, shard, self.rank)
+            return read_shard(node, shard, self.rank, rows_apart=rows_apart)
         if self.staging is None:
             self.staging = Staging(self.device)
         part = self.staging.to_device(read_shard(node, shard, self.rank, copy=False))
@@ -139,12 +146,17 @@ class Replica:
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
-        gc.unfreeze()
+        held = self.model is not None
         self.model = None
         self.plan = None
         self.checkpoint = Checkpoint({})
         self.staging = None
         self.caches = CacheTable()
+        self.recording = Recording()
+        if held:
+            gc.unfreeze()  # modules are held in cycles
+            gc.collect()
+            gc.freeze()
 
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""

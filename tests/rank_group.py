@@ -1,0 +1,114 @@
+"""Processes that call collectives on one arena, and the numbers that they should give."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+
+from parallelformers_ng.collectives import Arena
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+
+SLOT_BYTES, ONE_SHOT_BYTES = 4096, 1024
+KERNELS = (*available_kernels(), "mixed")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
+
+
+def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
+    """A rank: receive a function, call it with the communicator asked for, answer."""
+    torch.set_num_threads(1)
+    fd = arena.detach()
+
+    def open_kernel(kernel: str, timeout: float = 20.0) -> SharedMemoryCommunicator:
+        if kernel == "mixed":
+            kernel = available_kernels()[rank % len(available_kernels())]
+        return SharedMemoryCommunicator(fd, rank, world_size, timeout, kernel)  # type: ignore[arg-type]
+
+    communicators = {kernel: open_kernel(kernel) for kernel in KERNELS}
+    with contextlib.suppress(EOFError):
+        while True:
+            kernel, function, arguments = pipe.recv()
+            communicator = communicators.get(kernel) or open_kernel(*kernel)
+            try:
+                pipe.send((function(communicator, *arguments), None))
+            except Exception:
+                pipe.send((None, traceback.format_exc()))
+
+
+class RankGroup:
+    """Ranks that live for the whole module, all kernels on one arena: its counters are the only state."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "parallelformers_ng.collectives"])
+        self.world_size = world_size
+        self.arena = Arena.create(world_size, SLOT_BYTES, ONE_SHOT_BYTES)
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            arguments = (rank, world_size, DupFd(self.arena.fd), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def start(self, kernel: Any, function: Callable, *arguments: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send((kernel, function, arguments))
+
+    def finish(self) -> list[Any]:
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(60), f"rank {rank} hangs"
+            answers.append(pipe.recv())
+        for rank, (_, error) in enumerate(answers):
+            assert error is None, f"rank {rank}: {error}"
+        return [value for value, _ in answers]
+
+    def run(self, kernel: Any, function: Callable, *arguments: Any) -> list[Any]:
+        self.start(kernel, function, *arguments)
+        return self.finish()
+
+    def reset(self) -> None:
+        self.arena.reset()
+        self.run("mixed", _reset)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            assert process.exitcode == 0
+        self.arena.close()
+
+
+def _reset(communicator: Communicator) -> None:
+    communicator.reset()
+
+
+def values(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        scale = torch.randint(-8, 8, (count,), generator=generator).exp2()
+        return (torch.randn(count, generator=generator) * scale).to(dtype)
+    return torch.randint(0, 120, (count,), generator=generator).to(dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def expected_sum(world_size: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = values(0, count, dtype).to(wide)
+    for rank in range(1, world_size):
+        total = total + values(rank, count, dtype).to(wide)
+    return total.to(dtype)
