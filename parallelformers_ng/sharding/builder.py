@@ -16,9 +16,10 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.experts import stacked_experts
 from parallelformers_ng.sharding.partition import HeadShare, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Column, Heads, Policy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
@@ -106,17 +107,19 @@ class _Builder:
             self.draft.vocabulary(layer.path, layer.kind, layer.size, layer.tensors, rule="vocabulary")
 
     def cut_tables(self) -> None:
-        """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather."""
+        """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather; one
+        whose weight the forward reads itself, by rows."""
         total = sum(m.weight.numel() for m in self.draft.modules.values() if isinstance(m, _CUTTABLE))
         uses = Counter(id(p) for m in self.draft.modules.values() for p in m._parameters.values())
         for path, module in self.draft.modules.items():
             if not isinstance(module, nn.Embedding) or f"{path}.weight" in self.draft.cuts:
                 continue
             large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
-            if large and uses[id(module.weight)] == 1 and module.max_norm is None and is_only_called(self.model, path):
+            if large and uses[id(module.weight)] == 1 and module.max_norm is None:
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
-                apply_rule(self.draft, Column("column", gather=True), path, [])
+                called = is_only_called(self.model, path)
+                apply_rule(self.draft, Column("column", gather=True) if called else Stored(), path, [])
 
     def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
         keep_whole = (WHOLE,) * self.world_size
@@ -125,6 +128,7 @@ class _Builder:
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
         cuttable = set(self.draft.experts)
         for path, module in self.draft.modules.items():
+            cuttable |= {_join(path, name) for name in stacked_experts(module)}
             owned = [(name, p, False) for name, p in module._parameters.items() if p is not None]
             owned += [(name, b, True) for name, b in module._buffers.items() if b is not None]
             for short, tensor, is_buffer in owned:

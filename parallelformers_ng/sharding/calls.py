@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, cached_property
 from types import CodeType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -67,13 +69,31 @@ def _reads_layers(cls: type[nn.Module]) -> bool:
     for base in cls.__mro__:
         if base in (nn.Module, nn.Linear, nn.Embedding, PreTrainedModel):
             break
-        for name, method in vars(base).items():
-            if not inspect.isfunction(method) or name in _NEVER_CALLED or not _names(method.__code__) & _READ:
+        written = [method for name, method in vars(base).items() if name not in _NEVER_CALLED]
+        for method in (inner for outer in written for inner in _functions(outer)):
+            if not _names(method.__code__) & _READ:
                 continue
             source = _HARMLESS.sub("", inspect.getsource(method))
             if re.search(rf"\.({'|'.join(sorted(_READ))})\b", source):
                 return True
     return False
+
+
+def _functions(method: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """What a member of a class runs: itself, what its decorators wrap, the getter of a property."""
+    if isinstance(method, property):
+        method = method.fget
+    elif isinstance(method, (classmethod, staticmethod, cached_property)):
+        method = getattr(method, "func", None) or method.__func__  # type: ignore[union-attr]
+    if not inspect.isfunction(method) or id(method) in seen:
+        return
+    yield method
+    seen |= {id(method)}
+    for cell in method.__closure__ or ():
+        try:
+            yield from _functions(cell.cell_contents, seen)
+        except ValueError:  # an empty cell
+            continue
 
 
 def _names(code: CodeType) -> set[str]:

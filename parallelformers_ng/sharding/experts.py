@@ -11,6 +11,13 @@ from parallelformers_ng.sharding.plan import LayerKind, Shard
 from parallelformers_ng.sharding.policy import Experts
 
 
+def stacked_experts(module: nn.Module) -> set[str]:
+    """Names of the parameters of a module that stacks experts; empty for any other."""
+    names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
+    stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
+    return set(names) if stacked else set()
+
+
 def cut_experts(draft: Draft, rule: Experts, path: str, module: nn.Module) -> None:
     """Geometry from the attributes that transformers' experts interface sets on the module."""
     names = dict(module.named_parameters(recurse=False))

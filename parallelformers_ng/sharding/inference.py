@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.policy import Column, Experts, Row, Rule
 from parallelformers_ng.sharding.projections import Attention
 from parallelformers_ng.sharding.proposal import Proposal
@@ -44,6 +45,8 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
         found.setdefault((down.place.block, down.place.path), _mlp(pair))
     total = sum(layer.inputs * layer.outputs for layer in layers)
     for layer in rest:
+        if layer.is_embedding and not is_only_called(model, layer.name):
+            continue  # the plan finds these tables by itself
         if layer.name not in used and layer.inputs * layer.outputs * 200 >= total:
             place = layer.place
             single = Proposal(place.block, "gathered", ({place.path: Column("column", gather=True)},))

@@ -27,6 +27,7 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "renewed": attention.RenewedAttention,
     "gathered_input": layers.GatheredInput,
     "grouped_column": layers.GroupedColumnParallel,
+    "stored_embedding": layers.StoredEmbedding,
     "quantized_embedding": layers.QuantizedEmbeddingParallel,
     "wavlm_attention": attention.WavLMAttentionParallel,
     "xlnet_attention": attention.XLNetAttentionParallel,
@@ -92,8 +93,12 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
 
 
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    """The parameter or buffer called `name`."""
-    return model.get_buffer(name) if is_buffer else model.get_parameter(name)
+    """The parameter or buffer called `name`, as it is held: a rank's own part."""
+    path, _, short = name.rpartition(".")
+    owner = model.get_submodule(path)
+    held = (owner._buffers if is_buffer else owner._parameters)[short]
+    assert held is not None, f"{name} is None"
+    return held
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:

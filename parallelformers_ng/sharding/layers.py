@@ -156,6 +156,24 @@ class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
         return super()._look_up(rows)[0]
 
 
+class StoredEmbedding(ParallelLayer):
+    """An embedding whose rows are spread over the ranks and put together whenever the weight is read.
+
+    Attributes:
+        gathered_sizes: rows of each rank.
+    """
+
+    gathered_sizes: Sequence[int]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        part = self._parameters["weight"]
+        assert part is not None
+        if part.shape[0] != self.gathered_sizes[self.communicator.rank]:
+            return part  # the modelling code has put a new table in its place
+        return all_gather(self.communicator, part, 0, self.gathered_sizes)
+
+
 class VocabularyParallelHead(GatheredColumnParallel):
     """The logits of this rank's part of the vocabulary, gathered from all ranks."""
 

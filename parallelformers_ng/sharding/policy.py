@@ -175,6 +175,12 @@ class Vocabulary(Rule):
 
 
 @dataclass(frozen=True)
+class Stored(Rule):
+    """Hold some rows of an embedding, and put all of them together whenever its weight is read: for a table that the
+    forward does more with than look up rows (a codebook it searches, positions it interpolates)."""
+
+
+@dataclass(frozen=True)
 class Gather(Rule):
     """Put a module's cut outputs together, for one that uses the weights of a cut layer past that layer.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.sharding.sample_inputs import SampleInputs
+from parallelformers_ng.sharding.sample_inputs import DECODER_LENGTH, LENGTH, SampleInputs
 
 _CROSS = re.compile(
     r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
@@ -27,7 +27,7 @@ def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
     maker = SampleInputs(model, seed)
     yield from _media_in_text(maker)
     named = maker.names
-    text = [name for name in ("input_ids",) if name in named]
+    text = [name for name in ("input_ids", "bbox") if name in named]
     main = getattr(model, "main_input_name", "input_ids")
     main = main if isinstance(main, str) and main in named else next(iter(named), "")
     if "encoder_hidden_states" in named and any(_CROSS.search(name) for name, _ in model.named_modules()):
@@ -65,6 +65,8 @@ def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:
         arguments |= given
     ids = torch.cat(pieces, dim=1)
     arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "decoder_input_ids" in maker.names:
+        arguments["decoder_input_ids"] = maker.ids(1, DECODER_LENGTH)
     kinds = torch.zeros_like(ids)
     for kind, (token, _, _) in enumerate(media, start=1):
         kinds[ids == token] = kind
@@ -84,6 +86,10 @@ def _images(maker: SampleInputs) -> Iterator[Media]:
         given: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
         if grids:
             given["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        if "image_position_ids" in maker.names:
+            given["image_position_ids"] = maker.value("image_position_ids", image, 1)
+        if "qformer_input_ids" in maker.names:
+            given["qformer_input_ids"] = maker.ids(1, LENGTH)
         if "image_sizes" in maker.names:
             given["image_sizes"] = torch.tensor([list(maker.image_size())])
         if count := _tokens_of(method, given):

@@ -11,7 +11,8 @@ from torch import nn
 
 from parallelformers_ng.sharding.policy import Column, Heads, Norm, Row, Rule, Slice, Unit
 from parallelformers_ng.sharding.proposal import Proposal
-from parallelformers_ng.sharding.structure import Layer, Place, setting
+from parallelformers_ng.sharding.settings import setting
+from parallelformers_ng.sharding.structure import Layer, Place
 
 _QUERY = re.compile(
     r"^(q|query|queries|q_?b?_proj|query_proj|to_q|q_lin|wq|wq_b|q_linear|linear_q|fc_q|q_attn|q_up_proj)$"

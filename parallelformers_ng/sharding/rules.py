@@ -28,6 +28,7 @@ from parallelformers_ng.sharding.policy import (
     Row,
     Rule,
     Slice,
+    Stored,
     Vocabulary,
 )
 
@@ -57,6 +58,8 @@ def apply_rule(draft: Draft, rule: Rule, target: str, heads: list[HeadShare]) ->
         draft.layer(target, "gaussian_topk", [{"width": width} for _ in range(draft.world_size)])
     elif isinstance(rule, Vocabulary):
         _vocabulary(draft, target, module)
+    elif isinstance(rule, Stored):
+        _stored(draft, target, module)
     elif isinstance(rule, Gather):
         size = draft.modules[f"{target}.{rule.layer}"].weight.shape[0]
         widths = tuple(_width(held) for held in draft.ranges(size, "column", 1, []))
@@ -203,6 +206,15 @@ def _vocabulary(draft: Draft, path: str, module: Any) -> None:
         raise PolicyError(_cannot_cut(draft.who, module, "rows of its vocabulary (an Embedding can)"))
     kind: LayerKind = "vocabulary_embedding" if isinstance(module, nn.Embedding) else "quantized_embedding"
     draft.vocabulary(path, kind, module.weight.shape[0], [f"{path}.weight"])
+
+
+def _stored(draft: Draft, path: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Embedding):
+        raise PolicyError(_cannot_cut(draft.who, module, "its rows (an Embedding can)"))
+    ranges = draft.ranges(module.num_embeddings, "column", 1, [])
+    draft.cut(f"{path}.weight", [Shard(0, held) for held in ranges])
+    sizes = tuple(_width(held) for held in ranges)
+    draft.layer(path, "stored_embedding", [{"gathered_sizes": sizes}] * draft.world_size)
 
 
 def _pieces(module: nn.Conv1d, held: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.sharding.structure import setting
+from parallelformers_ng.sharding.settings import setting
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
 _SAMPLES = 4000
@@ -40,12 +40,9 @@ class SampleInputs:
         if mask and "input_ids" in made and "attention_mask" in self.names:
             made["attention_mask"] = torch.ones(made["input_ids"].shape, dtype=torch.long)
         encoded = any(name in made for name in ("input_ids", "input_features", "input_values", "pixel_values"))
-        if "decoder_input_ids" in self.names and encoded and self.is_encoder_decoder():
+        if "decoder_input_ids" in self.names and encoded:
             made["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
         return made
-
-    def is_encoder_decoder(self) -> bool:
-        return bool(getattr(self.config, "is_encoder_decoder", False)) or "decoder_input_ids" in self.required
 
     # -- single arguments ----------------------------------------------------------------------------------------
 
@@ -55,7 +52,7 @@ class SampleInputs:
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
         if name == "codebook_idx":
             return 1
-        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids"):
+        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qformer_input_ids"):
             return self.ids(rows, LENGTH)
         if name == "task_inputs":
             return self.ids(rows, int(self.find("task_seq_len", default=LENGTH)))
@@ -65,7 +62,15 @@ class SampleInputs:
             return self.placed_patches(rows)
         if name in ("pixel_values", "pixel_values_videos", "images", "pixel_values_images"):
             return self.pixels(image if name != "pixel_values_videos" else "video", rows)
-        if name in ("input_features", "input_values", "audio_values", "input_spectrogram", "spectrogram", "waveform"):
+        if name in (
+            "input_features",
+            "input_values",
+            "audio_values",
+            "input_spectrogram",
+            "spectrogram",
+            "waveform",
+            "audio_mel",
+        ):
             return self.sound(name, image, rows)
         if name == "encoder_hidden_states":
             width = self.find(
@@ -80,16 +85,22 @@ class SampleInputs:
             return torch.ones(rows, _SIDE**2, dtype=torch.long)
         if name in ("grid_thw", "image_grid_thw"):
             return torch.tensor([[1, 4, 4]])
+        if name in ("pixel_position_ids", "image_position_ids"):
+            sides = torch.arange(4)
+            return torch.cartesian_prod(sides, sides).flip(-1).expand(rows, -1, -1)
         if name == "merge_sizes":
             return torch.tensor([int(self.find("spatial_merge_size", default=1))])
         if name in ("input_features_mask", "feature_attention_mask"):
             return torch.ones(self.sound("input_features", image, rows).shape[:2], dtype=torch.long)
+        if name == "audio_mel_mask":
+            return torch.zeros(rows, _FRAMES, dtype=torch.bool)
         if name == "noise":
             return self.randn(rows, self.patches())
         if name in ("past_values", "past_observed_mask", "future_values", "past_time_features", "future_time_features"):
             return self.series(name, rows)
         if name == "bbox":
-            return torch.zeros(rows, LENGTH, 4, dtype=torch.long)
+            corners = torch.randint(0, 8, (2, rows, LENGTH, 2), generator=self.generator)
+            return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
         if name == "return_loss":
             return False
         return None
@@ -144,6 +155,8 @@ class SampleInputs:
         channels = self.find("num_channels", "in_channels", "in_chans", default=3)
         channels = channels if isinstance(channels, int) else 3
         height, width = self.image_size()
+        if self.names & {"pixel_position_ids", "image_position_ids"}:
+            return self.randn(rows, 16, self.patch_width(channels))
         if image == "video":
             frames = self.find("num_frames", "frames_per_clip", "temporal_patch_size", default=2)
             return self.randn(rows, int(frames), channels, height, width)
@@ -182,7 +195,15 @@ class SampleInputs:
         return (height // self.patch_side()) * (width // self.patch_side())
 
     def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
-        bins = self.find("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", default=80)
+        bins = self.find(
+            "num_mel_bins",
+            "feature_size",
+            "input_feat_per_channel",
+            "n_mels",
+            "input_dim",
+            "input_feat_size",
+            default=80,
+        )
         if name == "input_values" and image == "plain":
             return self.randn(rows, _SAMPLES)
         if name == "input_values" and image == "flat":

@@ -113,12 +113,6 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
     return sorted(found, key=lambda layer: layer.order)
 
 
-def setting(config: Any, name: str) -> Any:
-    """An attribute of a configuration under its own or its standard name, None where it has none or one per layer."""
-    names = getattr(type(config), "attribute_map", None) or {}
-    return vars(config).get(names.get(name, name))
-
-
 def tensors(output: Any) -> Iterator[torch.Tensor]:
     """Every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
     if isinstance(output, torch.Tensor):

@@ -107,6 +107,9 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
     verdict.source, verdict.share = plan.source, round(plan.cut_share, 4)
 
     twin = replace(twin, probes=telling(twin, plan))
+    if not twin.probes:
+        verdict.status, verdict.reason = "skipped", f"no known inputs reach what is cut: {twin.untold[:300]}"
+        return
     wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, twin.model))
     parts = ["layers" if p.path in twin.lone else "parts" if p.path else "forward" for p in twin.probes]
     compared = {*parts, *wanted.tokens}

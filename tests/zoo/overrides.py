@@ -45,6 +45,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "hunyuan_vl_text": {"head_dim": 128},
     "bamba": {"attn_layer_indices": [1, 3]},
     "aya_vision": {
         "vision_config": {
@@ -66,7 +68,17 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "text_config": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_experts_per_tok": 2},
+        "vision_config": {
+            "encoder_config": {
+                "hidden_size": 896,
+                "intermediate_size": 4864,
+                "num_attention_heads": 14,
+                "num_key_value_heads": 2,
+            }
+        },
+    },
     "emu3": {
         "vocabulary_map": {
             "<image>": 40,
@@ -80,9 +92,21 @@ _SETTINGS: dict[str, dict[str, Any]] = {
             "channel_multiplier": [1, 2, 2, 4],
         },
     },
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_ROTARY, "mrope_section": [22, 22, 20]}}},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "spatial_target_layers": [0, 1],
+        "downsample_rate": "1/2",
+        "image_grid_pinpoints": [[336, 336], [672, 336]],
+    },
+    "janus": {"vq_config": {"base_channels": 32}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "chameleon": {"vocabulary_map": {"<image>": 40, "<pad>": 1, "IMGIMGA1Z": 41, "IMGIMGA2Z": 42}},
-    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0, "clip_qkv": 2.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "glm4v_moe_text": {"head_dim": 128},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}},
     "qwen3_omni_moe": {

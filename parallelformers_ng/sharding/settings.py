@@ -1,0 +1,32 @@
+"""Reading and changing configurations, also those that keep an attribute under another name or refuse a change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def setting(config: Any, name: str) -> Any:
+    """An attribute of a configuration under its own or its standard name, None where it has none or one per layer."""
+    return vars(config).get(_stored_name(config, name))
+
+
+def put(config: Any, name: str, value: Any) -> None:
+    """Set an attribute, by its own or its standard name, also where a configuration refuses to have it changed."""
+    config.__dict__[_stored_name(config, name)] = value
+
+
+def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers, lists and dictionaries of a configuration, those of the configurations inside it left out."""
+    for name, value in vars(config).items():
+        if name.startswith("_") or isinstance(value, (PreTrainedConfig, bool)):
+            continue
+        if isinstance(value, (int, list, tuple, dict)):
+            yield name, value
+
+
+def _stored_name(config: Any, name: str) -> str:
+    names = getattr(type(config), "attribute_map", None) or {}
+    return str(names.get(name, name))

@@ -1,0 +1,123 @@
+"""Twins of awkward models keep what their code relies on, and tables that a forward reads are held by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import transformers as tf
+from torch import nn
+
+from parallelformers_ng.collectives.threads import run_ranks
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.policy import Policy, Stored
+from parallelformers_ng.sharding.registry import select
+from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.shrink import shrink
+from parallelformers_ng.sharding.trials import Trials, telling
+from parallelformers_ng.sharding.twin import Twin
+from parallelformers_ng.sharding.twin_making import make_twin
+
+
+def unnamed(method: Callable) -> Callable:
+    """A decorator that hides what it wraps."""
+
+    def wrapper(*args: object) -> object:
+        return method(*args)
+
+    return wrapper
+
+
+class Quantizer(nn.Module):
+    """The nearest row of a codebook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = nn.Embedding(11, 6)
+
+    @unnamed
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(x, self.codebook.weight).argmin(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.codebook(self.nearest(x))
+
+
+class CodebookPolicy(Policy):
+    block = "Quantizer"
+    plan = {"codebook": Stored()}
+
+
+def test_a_table_that_the_forward_reads_is_held_by_rows() -> None:
+    model, x = Quantizer(), torch.randn(4, 6)
+    for selection in (Selection((CodebookPolicy,), "custom", False), Selection((), "inferred", True)):
+        plan = build_plan(model, 3, selection)
+        assert [shard.shape((11, 6)) for shard in plan.tensors["codebook.weight"].shards] == [(4, 6), (4, 6), (3, 6)]
+        got = run_ranks(3, lambda c, plan=plan: cut(model, plan, c.rank, c)(x))
+        assert all(torch.equal(mine, model(x)) for mine in got)
+
+
+def test_a_decorator_hides_no_weight_that_is_read() -> None:
+    assert not is_only_called(Quantizer(), "codebook")
+
+
+def test_experts_that_stay_whole_count_as_cuttable() -> None:
+    with torch.device("meta"):
+        model = tf.MixtralForCausalLM(tf.MixtralConfig(num_hidden_layers=1))
+    assert build_plan(model, 2, Selection((), "", False)).cut_share == 0.0
+    assert build_plan(model, 2, select(model)).cut_share > 0.99
+
+
+def test_a_layer_that_a_policy_cuts_within_its_block_is_not_compared_alone() -> None:
+    """A layer that no inputs reach has a probe of its own; cut by a written policy, it gives a part of its outputs."""
+    config = tf.BertConfig(vocab_size=131, hidden_size=48, num_hidden_layers=1, num_attention_heads=6)
+    twin = make_twin(tf.BertModel, config)
+    query = "encoder.layer.0.attention.self.query"
+    assert query in twin.calls
+    alone = Twin(twin.model, [*twin.probes, *(probe_of(twin, query))], twin.calls, twin.gradients, lone=[query])
+    assert not any(probe.path == query for probe in telling(alone, build_plan(twin.model, 2, select(twin.model))))
+    assert Trials(alone, select(twin.model), 2).hold([], True)
+
+
+def probe_of(twin: Twin, path: str) -> list:
+    layer, x = twin.model.get_submodule(path), torch.randn(2, 48, dtype=torch.float64)
+    return [type(twin.probes[0])(path, {"input": x}, [layer(x).detach()])]
+
+
+def test_heads_narrower_than_sixteen_stay_whole() -> None:
+    """Twelve wide, as the model of a test may have them: half of that would be too narrow to rotate."""
+    small = shrink(tf.BertConfig(hidden_size=192, num_attention_heads=16))
+    assert small.hidden_size % 16 == 0
+    assert small.hidden_size // 16 >= 8
+
+
+def test_sections_of_a_rotated_head_fill_it() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [22, 22, 20]}
+    config = tf.Qwen2VLTextConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, rope_parameters=rope)
+    small = shrink(config)
+    sections = small.rope_parameters["mrope_section"]
+    assert sum(sections) == small.hidden_size // 32 // 2
+    assert sections[0] == sections[1]
+
+
+def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with() -> None:
+    small = shrink(tf.Gemma3nTextConfig())
+    first = small.num_hidden_layers - small.num_kv_shared_layers
+    assert 0 < first < small.num_hidden_layers
+    assert set(small.layer_types[:first]) == set(small.layer_types[first:]) == set(tf.Gemma3nTextConfig().layer_types)
+
+
+def test_a_backbone_gives_as_many_stages_as_before() -> None:
+    backbone = tf.Dinov2Config(out_indices=[6, 12], num_hidden_layers=12)
+    small = shrink(backbone)
+    assert small.num_hidden_layers == len(small.stage_names) - 1 == 2
+    assert small.out_indices == [1, 2]
+
+
+def test_a_state_space_mixer_shrinks_with_its_heads() -> None:
+    config = tf.BambaConfig(attn_layer_indices=[1])
+    small = shrink(config)
+    assert small.mamba_n_heads * small.mamba_d_head == small.mamba_expand * small.hidden_size
+    assert small.mamba_chunk_size == 4
