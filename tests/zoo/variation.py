@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.observation import observe, observe_lone_layers
+from parallelformers_ng.sharding.settings import setting
 from parallelformers_ng.sharding.shrink import Shrinking, shrink
-from parallelformers_ng.sharding.structure import setting
 from parallelformers_ng.sharding.twin import Twin
 from parallelformers_ng.sharding.twin_making import build_tiny
 
