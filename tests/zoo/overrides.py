@@ -63,6 +63,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "conditional_detr": _LAST_STAGE,
     "dab-detr": _LAST_STAGE,
     "detr": _LAST_STAGE,
+    "table-transformer": _LAST_STAGE,
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "deformable_detr": _RESNET,
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
