@@ -1,9 +1,10 @@
 """Every model type of transformers, tiny and random: cut, does it give what it gives whole?
 
-    python -m benchmarks.zoo [--world-sizes 2,4] [--types llama,bert] [--json zoo.json] [--table COVERAGE.md]
+    python -m benchmarks.zoo [--world-sizes 2,4] [--types llama,bert] [--json zoo.json] [--table COVERAGE.md] [--varied]
 
 Ranks are threads and models are tiny, so that all of it takes minutes. Each worker process judges one type after
-another; one that crashes or hangs is replaced and its type noted.
+another; one that crashes or hangs is replaced and its type noted. With `--varied`, models have other sizes than the
+twins on which their policies are proven.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.table:
             Path(options.table).write_text(coverage(together, len(classes)))
 
-    found = run(types, options.world_sizes, options.workers, options.timeout, save, options.seconds)
+    found = run(
+        types, options.world_sizes, options.workers, options.timeout, save, options.seconds, varied=options.varied
+    )
     verdicts = sorted(earlier + found, key=_order)
     save(found)
     print(summary(verdicts))
@@ -72,6 +75,7 @@ def run(
     timeout: float,
     save: Callable[[list[dict[str, Any]]], None],
     seconds: float = float("inf"),
+    varied: bool = False,
 ) -> list[dict[str, Any]]:
     """Judge `types` in worker processes.
 
@@ -82,6 +86,7 @@ def run(
         timeout: seconds of processor time that one type may take.
         save: called with all verdicts so far, after each type.
         seconds: after which no further type is begun.
+        varied: take models of other sizes than those on which policies are proven.
     """
     lock = threading.Lock()
     end = time.monotonic() + seconds
@@ -91,7 +96,7 @@ def run(
     verdicts: list[dict[str, Any]] = []
 
     def serve() -> None:
-        worker = _Worker(world_sizes)
+        worker = _Worker(world_sizes, varied)
         while not waiting.empty() and time.monotonic() < end:
             try:
                 name = waiting.get_nowait()
@@ -126,8 +131,8 @@ def _order(verdict: dict[str, Any]) -> tuple[str, int]:
 
 
 class _Worker:
-    def __init__(self, world_sizes: str) -> None:
-        self.world_sizes = world_sizes
+    def __init__(self, world_sizes: str, varied: bool) -> None:
+        self.arguments = [world_sizes, *(["varied"] if varied else [])]
         self.process: subprocess.Popen[bytes] | None = None
 
     def judge(self, name: str, timeout: float) -> tuple[list[dict[str, Any]], str]:
@@ -135,7 +140,7 @@ class _Worker:
         fresh = self.process is None
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.zoo.worker", self.world_sizes],
+                [sys.executable, "-m", "tests.zoo.worker", *self.arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -234,6 +239,7 @@ def _row(name: str, found: dict[int, dict[str, Any]], sizes: Sequence[int]) -> s
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--types", help="comma-separated model types (default: all)")
+    parser.add_argument("--varied", action="store_true", help="take models of other sizes than those of the proofs")
     parser.add_argument("--part", default="1/1", help="the i-th of n parts of the types (default: 1/1)")
     parser.add_argument("--world-sizes", default="2,4", help="comma-separated numbers of ranks (default: 2,4)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")

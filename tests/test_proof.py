@@ -140,6 +140,29 @@ def test_a_layer_whose_weight_is_read_is_not_proven_alone() -> None:
     assert not list(lone_layers(both, {"caller.layers.0"}, 0))
 
 
+class Rows(nn.Embedding):
+    """Looks up positions that it works out itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[2 : 2 + x.shape[1]]
+
+
+class NormedRows(nn.Embedding):
+    """Needs whole rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(super().forward(x), dim=-1)
+
+
+def test_an_embedding_is_cut_by_columns_only_where_it_gives_its_rows_as_they_are() -> None:
+    tables = {"rows": Rows(9, 6), "normed": NormedRows(9, 6), "layered": Rows(9, 6)}
+    tables["layered"].norm = nn.LayerNorm(6)
+    model = Caller()
+    for name, table in tables.items():
+        model.add_module(name, table)
+    assert [name for name in tables if is_only_called(model, name)] == ["rows"]
+
+
 def test_a_large_table_is_cut_and_a_small_one_is_not() -> None:
     """Positions make up a third of this model, and next to nothing of a real one."""
     config = tf.BertConfig(

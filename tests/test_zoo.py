@@ -29,3 +29,11 @@ def test_and_on_four(model_type: str) -> None:
     (verdict,) = judge(model_type, (4,))
     assert verdict["status"] == "equal", verdict
     assert verdict["share"] >= 0.8, verdict
+
+
+@pytest.mark.parametrize("model_type", ["llama", "t5", "opt", "speech_to_text", "qwen2_moe"])
+def test_and_in_other_sizes_than_those_of_the_proof(model_type: str) -> None:
+    """Six heads on three and five ranks, odd widths, a layer more."""
+    for verdict in judge(model_type, (3, 5), varied=True):
+        assert verdict["status"] == "equal", verdict
+        assert verdict["share"] >= 0.8, verdict

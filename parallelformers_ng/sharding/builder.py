@@ -115,10 +115,7 @@ class _Builder:
             if not isinstance(module, nn.Embedding) or f"{path}.weight" in self.draft.cuts:
                 continue
             large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
-            if not large or uses[id(module.weight)] > 1 or module.max_norm is not None:
-                continue
-            called = is_only_called(self.model, path)
-            if not called or not any(path.startswith(f"{block}.") for block in self.blocks):
+            if large and uses[id(module.weight)] == 1 and module.max_norm is None:
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
                 apply_rule(self.draft, Column("column", gather=True) if called else Stored(), path, [])

@@ -19,7 +19,15 @@ from transformers.pytorch_utils import Conv1D
 
 _READ = {"weight", "in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"}
 _HARMLESS = re.compile(r"\.weight\.(dtype|device)\b")
-_NEVER_CALLED = {"__init__", "_init_weights", "reset_parameters"}
+_NEVER_CALLED = {
+    "__init__", "_init_weights", "reset_parameters", "extra_repr", "create_weight", "resize_position_embeddings",
+    "get_position_embeddings",
+}  # fmt: skip
+_ROWS = re.compile(
+    r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
+    r"|self\.weight\[([^\[\],]|\[\d\])*\]"
+)
+"""What an embedding may return whose columns are to be computed apart: rows of its weight, at most scaled."""
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
@@ -28,7 +36,8 @@ def is_only_called(model: nn.Module, path: str) -> bool:
     cls: type = type(module)
     owner: type = type(_owner(model, path))
     plain = cls in (nn.Linear, nn.Embedding, Conv1D)
-    return (plain or not _reads_layers(cls)) and not _reads_layers(owner)
+    rows = isinstance(module, nn.Embedding) and not any(True for _ in module.children()) and _gives_rows(cls)
+    return (plain or rows) and not _reads_layers(owner)
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
@@ -38,6 +47,18 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
         path = path.rpartition(".")[0]
         owner = model.get_submodule(path.rpartition(".")[0])
     return owner
+
+
+@cache
+def _gives_rows(cls: type[nn.Module]) -> bool:
+    """Whether a kind of embedding does no more than to look up rows, at positions it works out itself."""
+    own = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
+    if cls.__base__ is not nn.Embedding or set(own) - _NEVER_CALLED != {"forward"}:
+        return False
+    source = inspect.getsource(own["forward"])
+    answers = re.findall(r"^\s+return (.*)$", source, re.MULTILINE)
+    others = _HARMLESS.sub("", re.sub(r"^\s+return .*$", "", source, flags=re.MULTILINE))
+    return all(_ROWS.fullmatch(answer) for answer in answers) and not re.search(r"\.weight\b", others)
 
 
 @cache

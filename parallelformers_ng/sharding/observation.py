@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Sequence
@@ -97,7 +98,8 @@ class _Observer:
             return "its outputs are not numbers"
         if not equal(again, [o.detach() for o in outputs], 1e-9):
             return "its forward draws random numbers: two runs differ"
-        _differentiate(part, path, floats, self.twin.gradients)
+        with contextlib.suppress(RuntimeError, AssertionError):  # no gradient through it: what counts stays unknown
+            _differentiate(part, path, floats, self.twin.gradients)
         prefix = f"{path}." if path else ""
         calls = self.twin.calls
         start = len(calls)

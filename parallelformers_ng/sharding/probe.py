@@ -29,7 +29,7 @@ def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
     named = maker.names
     text = [name for name in ("input_ids", "bbox") if name in named]
     main = getattr(model, "main_input_name", "input_ids")
-    main = main if main in named else next(iter(named), "")
+    main = main if isinstance(main, str) and main in named else next(iter(named), "")
     if "encoder_hidden_states" in named and any(_CROSS.search(name) for name, _ in model.named_modules()):
         yield maker.arguments({main, "encoder_hidden_states", *text, *maker.required}, "plain", True)
     for image in ("plain", "flat", "patches", "video", "wide"):

@@ -14,6 +14,8 @@ from parallelformers_ng.sharding.settings import setting
 BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
 _SAMPLES = 4000
 _FRAMES = 64
+_SIDE = 4
+"""Patches along a side of an image given as patches."""
 
 
 class SampleInputs:
@@ -29,6 +31,8 @@ class SampleInputs:
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
         made: dict[str, Any] = {}
+        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # patches of images of any shape, with a mask
+            wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
         for name in sorted(wanted & self.names):
             value = self.value(name, image, rows)
             if value is not None:
@@ -50,9 +54,13 @@ class SampleInputs:
             return 1
         if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qformer_input_ids"):
             return self.ids(rows, LENGTH)
+        if name == "task_inputs":
+            return self.ids(rows, int(self.find("task_seq_len", default=LENGTH)))
         if name in ("attention_mask", "text_attention_mask"):
             return torch.ones(rows, LENGTH, dtype=torch.long)
-        if name in ("pixel_values", "pixel_values_videos", "flattened_patches", "images", "pixel_values_images"):
+        if name == "flattened_patches":
+            return self.placed_patches(rows)
+        if name in ("pixel_values", "pixel_values_videos", "images", "pixel_values_images"):
             return self.pixels(image if name != "pixel_values_videos" else "video", rows)
         if name in (
             "input_features",
@@ -71,6 +79,10 @@ class SampleInputs:
             return self.randn(rows, LENGTH - 2, int(width))
         if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
             return self.states(image, rows)
+        if name == "spatial_shapes":
+            return torch.full((rows, 2), _SIDE)
+        if name == "pixel_attention_mask" and "spatial_shapes" in self.names:
+            return torch.ones(rows, _SIDE**2, dtype=torch.long)
         if name in ("grid_thw", "image_grid_thw"):
             return torch.tensor([[1, 4, 4]])
         if name in ("pixel_position_ids", "image_position_ids"):
@@ -148,6 +160,8 @@ class SampleInputs:
         if image == "video":
             frames = self.find("num_frames", "frames_per_clip", "temporal_patch_size", default=2)
             return self.randn(rows, int(frames), channels, height, width)
+        if "spatial_shapes" in self.names:
+            return self.randn(rows, _SIDE**2, self.patch_width(channels))
         if image == "flat":
             return self.randn(16, self.patch_width(channels))
         if image == "patches":
@@ -155,6 +169,12 @@ class SampleInputs:
         if image == "wide":
             return self.randn(rows, channels, 224, 224)
         return self.randn(rows, channels, height, width)
+
+    def placed_patches(self, rows: int) -> torch.Tensor:
+        """Flattened patches, each behind the numbers of its row and column, which begin with 1."""
+        sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
+        places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
+        return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
 
     def patch_side(self) -> int:
         patch = self.find("patch_size", default=16)

@@ -25,7 +25,7 @@ _WIDTH = re.compile(
 _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
     r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
-    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|in_chan|(?<!dim_b)box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|^in_chan|(?<!dim_b)box|clamp|ngram_size|neighborhood|conv_size|_dconv"
 )
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
 _WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size|(mamba_)?chunk_size)$")
@@ -39,6 +39,7 @@ _HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size|mrope_section")
 _TINY = 128
 _SCALED_FROM = 16
 """Widths below are left alone."""
+_FILTERS = 4
 VOCABULARY = 131
 
 
@@ -53,12 +54,14 @@ class Shrinking:
         keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
         heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
             with so many heads that they cannot be made tiny otherwise.
+        filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
     """
 
     spare: int = 0
     keep_vocabulary: bool = False
     keep_images: bool = False
     heads: int = 0
+    filters: bool = False
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
@@ -73,6 +76,8 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)
+        if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
+            put(part, "num_filters", min(count, _FILTERS))
         mains = {setting(part, main) for main in _MAIN}
         by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
         for name, value in list(own_settings(part)):
@@ -135,6 +140,7 @@ def _width_factor(parts: list[Any]) -> float:
         head_dim = setting(part, "head_dim")
         if width and width >= _SCALED_FROM:
             mains.append(width)
+        mains += _stage_widths(part) if not width else []
         if isinstance(head_dim, int):
             heads_dims.append(head_dim)
         elif width and heads and width % heads == 0:
@@ -152,6 +158,14 @@ def _width_factor(parts: list[Any]) -> float:
             break
         factor = smaller
     return factor
+
+
+def _stage_widths(part: Any) -> list[int]:
+    """The widths of a model in stages that names no other, unless stages have heads of their own."""
+    widths = setting(part, "hidden_sizes")
+    if not isinstance(widths, (list, tuple)) or any(_HEAD_COUNT.search(name) for name, _ in own_settings(part)):
+        return []
+    return [width for width in widths if isinstance(width, int)]
 
 
 def _fewer_heads(parts: list[Any], most: int) -> float:
@@ -208,9 +222,9 @@ def _shrink_images(config: Any) -> None:
             put(config, name, side)
         elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
             put(config, name, type(size)(side for _ in size))
-    for name in ("num_frames", "max_source_positions", "max_length"):
+    limits = {"num_frames": 4, "max_source_positions": 40, "max_length": 128, "num_queries": 20}
+    for name, most in limits.items():
         count = setting(config, name)
-        most = {"num_frames": 4, "max_source_positions": 40, "max_length": 128}[name]
         if isinstance(count, int) and count > most:
             put(config, name, most)
 

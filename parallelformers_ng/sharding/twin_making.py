@@ -25,6 +25,8 @@ _SHRINKS: Sequence[Shrinking] = (
     Shrinking(),
     Shrinking(keep_vocabulary=True),
     Shrinking(heads=3),
+    Shrinking(spare=1),
+    Shrinking(filters=True),
     Shrinking(spare=1, keep_images=True),
     Shrinking(spare=2, keep_vocabulary=True, keep_images=True),
     Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
@@ -128,7 +130,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
                 continue
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if parameter.ndim >= 2:
-                parameter.copy_(noise * (1.0 / max(1, parameter[0].numel()) ** 0.5))
+                parameter.copy_(noise * (1.0 / max(1, parameter.numel() // max(1, parameter.shape[0])) ** 0.5))
             else:
                 parameter.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(-10.0, 10.0)
                 parameter.add_(0.2 * noise)

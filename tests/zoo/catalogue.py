@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -22,23 +24,29 @@ _TASKS = (
     "DEPTH_ESTIMATION",
     "AUDIO_CLASSIFICATION",
     "TIME_SERIES_PREDICTION",
+    "TEXT_TO_WAVEFORM",
 )
 
 
 def model_classes() -> dict[str, tuple[str, str]]:
     """Model type → (name of its configuration class, name of its model class), for those that transformers exports."""
-    found: dict[str, tuple[str, str]] = {}
-    exported = set(dir(transformers))
+    found = ((name, config, classes_of(name)) for name, config in CONFIG_MAPPING_NAMES.items())
+    return {name: (config, classes[0]) for name, config, classes in found if classes}
+
+
+def classes_of(model_type: str) -> list[str]:
+    """Names of the exported classes of a model type, the most telling first."""
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in _TASKS]
-    for model_type, config_name in CONFIG_MAPPING_NAMES.items():
-        for mapping in (
-            *mappings,
-            modeling_auto.MODEL_MAPPING_NAMES,
-            modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
-        ):
-            name = mapping.get(model_type)
-            name = name[0] if isinstance(name, (list, tuple)) else name
-            if name and name in exported:
-                found[model_type] = (config_name, name)
-                break
-    return found
+    mappings += [modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES]
+    found = []
+    for mapping in mappings:
+        name = mapping.get(model_type)
+        name = name[0] if isinstance(name, (list, tuple)) else name
+        if name and name in _exported():
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+@cache
+def _exported() -> set[str]:
+    return set(dir(transformers))

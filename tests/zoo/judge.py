@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
@@ -20,9 +20,10 @@ from parallelformers_ng.sharding.registry import select
 from parallelformers_ng.sharding.trials import telling
 from parallelformers_ng.sharding.twin import Twin, difference, run
 from parallelformers_ng.sharding.twin_making import make_twin
-from tests.zoo.catalogue import model_classes
+from tests.zoo.catalogue import classes_of
 from tests.zoo.decoding import draws_of_each_thread, generate
 from tests.zoo.overrides import configuration
+from tests.zoo.variation import varied_twin
 
 SEED = 20
 """Not that of the proofs: what was proven must hold for other weights and inputs."""
@@ -57,28 +58,42 @@ class Verdict:
     seconds: float = 0.0
 
 
-def judge(model_type: str, world_sizes: tuple[int, ...] = (2,)) -> list[dict[str, Any]]:
-    """Verdicts on one model type, as dictionaries, one for each world size."""
-    config_name, class_name = model_classes()[model_type]
+def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = False) -> list[dict[str, Any]]:
+    """Verdicts on one model type, as dictionaries, one for each world size.
+
+    Args:
+        model_type: as in its configuration.
+        world_sizes: numbers of ranks.
+        varied: take a model of other sizes than the twin has on which its policies are proven.
+    """
     start = time.monotonic()
     try:
-        config: PreTrainedConfig = configuration(model_type, config_name)
-        twin = make_twin(getattr(transformers, class_name), config, seed=SEED)
+        twin = _twin(model_type, varied)
     except Exception as error:  # anything that stops a model from running whole is no matter of cutting it
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        return [
-            asdict(Verdict(model_type, class_name, size, "skipped", reason, seconds=time.monotonic() - start))
-            for size in world_sizes
-        ]
+        seconds, name = time.monotonic() - start, classes_of(model_type)[0]
+        return [asdict(Verdict(model_type, name, size, "skipped", reason, seconds=seconds)) for size in world_sizes]
     verdicts = []
     for size in world_sizes:
         start = time.monotonic()
-        verdict = Verdict(model_type, class_name, size, "equal")
+        verdict = Verdict(model_type, type(twin.model).__name__, size, "equal")
         with draws_of_each_thread():
             _compare(twin, verdict)
         verdict.seconds = round(time.monotonic() - start, 2)
         verdicts.append(asdict(verdict))
     return verdicts
+
+
+def _twin(model_type: str, varied: bool) -> Twin:
+    """A twin of the first of the type's classes that its configuration makes; some need packages that are not here."""
+    config = configuration(model_type, CONFIG_MAPPING_NAMES[model_type])
+    problems = []
+    for name in classes_of(model_type):
+        try:
+            return (varied_twin if varied else make_twin)(getattr(transformers, name), config, seed=SEED)
+        except UnsupportedModelError as error:
+            problems.append(error)
+    raise problems[0]
 
 
 def _compare(twin: Twin, verdict: Verdict) -> None:

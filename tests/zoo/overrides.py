@@ -17,6 +17,23 @@ _RESNET = {
 _LAST_STAGE = {**_RESNET, "backbone_config": {**_RESNET["backbone_config"], "out_features": ["stage4"]}}
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 2,
+}
+
+_SIDES = {"long": 7, "mid": 5, "short": 3}
+_INTRACLASS = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{f"vertical_long_to_small_conv_{s}ratio": [[k, 1], [1, 1], [k // 2, 0]] for s, k in _SIDES.items()},
+    **{f"horizontal_small_to_long_conv_{s}ratio": [[1, k], [1, 1], [0, k // 2]] for s, k in _SIDES.items()},
+    **{f"symmetric_conv_long_{s}ratio": [[k, k], [1, 1], [k // 2, k // 2]] for s, k in _SIDES.items()},
+}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
     "informer": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
@@ -46,6 +63,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "conditional_detr": _LAST_STAGE,
     "dab-detr": _LAST_STAGE,
     "detr": _LAST_STAGE,
+    "table-transformer": _LAST_STAGE,
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "deformable_detr": _RESNET,
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
@@ -92,18 +111,35 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"head_dim": 128},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}},
-    "qwen3_omni_moe": {"talker_config": {"text_config": {"shared_expert_intermediate_size": 768}}},
-    "qwen4_exp": {
-        "text_config": {
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 2,
-            "indexer_head_dim": 64,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 2,
-        }
+    "qwen3_omni_moe": {
+        "talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 768}},
+    },
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "omdet-turbo": {
+        "backbone_config": {
+            "model_type": "swin",
+            "embed_dim": 48,
+            "depths": [2, 2, 2, 2],
+            "num_heads": [2, 4, 8, 16],
+            "window_size": 4,
+            "out_indices": [2, 3, 4],
+        },
+        "encoder_in_channels": [96, 192, 384],
     },
     "perceiver": {"num_self_attends_per_block": 2},
-    "pp_ocrv6_medium_det": {"kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 2, 2]},
+    "pp_ocrv5_server_det": {
+        "intraclass_block_config": _INTRACLASS,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 2, 2],
+    },
+    "pp_ocrv6_medium_det": {
+        "intraclass_block_config": _INTRACLASS,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 2, 2],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 

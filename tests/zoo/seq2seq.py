@@ -20,6 +20,16 @@ def t5(heads: int = 6, gated: bool = False, tied: bool = True) -> PreTrainedMode
     return build(tf.T5ForConditionalGeneration, config)
 
 
+def switch() -> PreTrainedModel:
+    """Every other layer has experts, of which each token takes one."""
+    config = tf.SwitchTransformersConfig(
+        vocab_size=VOCABULARY, d_model=40, d_kv=8, d_ff=74, num_layers=2, num_heads=6, num_experts=4,
+        expert_capacity=16, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return build(tf.SwitchTransformersForConditionalGeneration, config, attention="eager")
+
+
 def bart(
     family: str = "Bart", head: str = "ForConditionalGeneration", attention: str = "sdpa", **options: Any
 ) -> PreTrainedModel:
@@ -37,6 +47,7 @@ def bart(
 CASES = [
     Case("t5", t5, seq2seq_inputs, generates=True),
     Case("t5-gated-untied", lambda: t5(gated=True, tied=False), seq2seq_inputs, generates=True),
+    Case("switch", switch, seq2seq_inputs),
     Case("bart", bart, seq2seq_inputs, generates=True),
     Case("bart-untied", lambda: bart(tie_word_embeddings=False), seq2seq_inputs, generates=True),
     Case("bart-causal", lambda: bart("Bart", "ForCausalLM", is_encoder_decoder=False), text_inputs, generates=True),

@@ -25,9 +25,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     world_sizes = tuple(int(size) for size in sys.argv[1].split(","))
+    varied = "varied" in sys.argv[2:]
     for line in sys.stdin:
         try:
-            verdicts = judge(line.strip(), world_sizes)
+            verdicts = judge(line.strip(), world_sizes, varied)
         except Exception:  # reported as the verdict's lack, by the parent
             traceback.print_exc()
             verdicts = []
