@@ -118,6 +118,7 @@ class _Builder:
             if large and uses[id(module.weight)] == 1 and module.max_norm is None:
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
+                called = is_only_called(self.model, path)
                 apply_rule(self.draft, Column("column", gather=True) if called else Stored(), path, [])
 
     def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
