@@ -20,7 +20,10 @@ def encoder(
         "vocab_size": VOCABULARY, "hidden_size": 8 * heads, "num_hidden_layers": 2, "num_attention_heads": heads,
         "intermediate_size": 74, "max_position_embeddings": 64, "pad_token_id": 0,
     }  # fmt: skip
-    return build(getattr(tf, family + head), getattr(tf, f"{family}Config")(**settings, **options), attention=attention)
+    cls = getattr(tf, family + head)
+    if not cls._supports_sdpa:  # LayoutLM, before transformers 5.23
+        attention = "eager"
+    return build(cls, getattr(tf, f"{family}Config")(**settings, **options), attention=attention)
 
 
 def distilbert(head: str = "ForMaskedLM", heads: int = 6) -> PreTrainedModel:
