@@ -34,7 +34,7 @@ def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, m
         moments.append(time.monotonic())
 
     monkeypatch.setattr(deployment, "hand_over", hand_over_and_strike)
-    with start_group(2, device="cpu", timeout=3) as group, pytest.raises(kind):
+    with start_group(2, device="cpu", timeout=10) as group, pytest.raises(kind):
         parallelize(model, group=group)
     assert time.monotonic() - moments[0] < PROMPTLY
     with torch.no_grad():

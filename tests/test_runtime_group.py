@@ -179,9 +179,9 @@ def test_sixteen_threads_each_get_their_own_answers(group):
 
 
 def test_waiting_for_a_turn_ends_at_the_deadline_without_harm(group):
-    thread = threading.Thread(target=group.call, args=("sleep", 0.5))
+    thread = threading.Thread(target=group.call, args=("sleep", 1.5))
     thread.start()
-    time.sleep(0.1)
+    time.sleep(0.5)
     with pytest.raises(TimeoutError, match="did not get its turn"):
         group.call("echo", 1, timeout=0.1)
     thread.join()
