@@ -1,4 +1,5 @@
-/* What a decode step does again and again, with one thread: linear layers for a few rows, and root-mean-square norms.
+/* What a decode step does again and again, with one thread: linear layers for a few rows, root-mean-square norms, and
+ * attention (`_attention.h`).
  *
  * Linear: y = x Wᵀ + b.
  * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
@@ -21,40 +22,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../collectives/_floats.h"
+#include "_attention.h"
+#include "_vectors.h"
 
-/* The loader picks a copy by what the processor can do; `arch=` names would ask for that very model. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
-
-enum { LANES = 16, OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, AHEAD_BYTES = 4096 };
+enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, AHEAD_BYTES = 4096 };
 enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
-
-typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
-
-/* `where` is any address: the compiler turns the copy into an unaligned load. */
-#define LOAD_F32(target, where) memcpy(&(target), (where), sizeof(Floats))
-#define LOAD_BF16(target, where)                                       \
-    do {                                                               \
-        Halves halves_;                                                \
-        memcpy(&halves_, (where), sizeof halves_);                     \
-        Words words_ = __builtin_convertvector(halves_, Words) << 16;  \
-        memcpy(&(target), &words_, sizeof words_);                     \
-    } while (0)
-
-INLINE float sum_lanes(const Floats *sum)
-{
-    float part[LANES];
-    memcpy(part, sum, sizeof part);
-    for (size_t half = LANES / 2; half; half /= 2)
-        for (size_t lane = 0; lane < half; lane++) part[lane] += part[lane + half];
-    return part[0];
-}
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
  * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
@@ -198,11 +170,38 @@ static PyObject *rms_norm(PyObject *Py_UNUSED(module), PyObject *const *args, Py
     Py_RETURN_NONE;
 }
 
+/* The numbers are those of `Attention`, in its order, after five addresses and before the scale. */
+static PyObject *attention(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t v[23];
+    if (nargs != 24) return PyErr_Format(PyExc_TypeError, "attention: 24 arguments expected, %zd given", nargs);
+    if (read_sizes("attention", args, 23, v) < 0) return NULL;
+    Attention is;
+    memcpy(&is, v + 5, 17 * sizeof(size_t));
+    is.scale = (float)PyFloat_AsDouble(args[23]);
+    if (PyErr_Occurred()) return NULL;
+    float *work = malloc(attention_work_bytes(&is));
+    if (!work) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    if (v[22] == F32)
+        attention_f32(&is, (const float *)v[0], (const float *)v[1], (const float *)v[2], (const char *)v[3],
+                      (float *)v[4], work);
+    else
+        attention_bf16(&is, (const uint16_t *)v[0], (const uint16_t *)v[1], (const uint16_t *)v[2],
+                       (const char *)v[3], (uint16_t *)v[4], work);
+    Py_END_ALLOW_THREADS
+    free(work);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL,
      "linear(x, weight, bias, out, rows, in_features, weight_stride, out_features, kind)"},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL,
      "rms_norm(x, weight, out, rows, width, kind, epsilon)"},
+    {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL,
+     "attention(q, k, v, mask, out, batch, heads, kv_heads, tokens, width, value_width, q_batch, q_head, k_batch, k_head,\n"
+     "          k_token, v_batch, v_head, v_token, mask_batch, mask_head, mask_kind, kind, scale)"},
     {NULL, NULL, 0, NULL},
 };
 
