@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -22,6 +21,7 @@ from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
+from parallelformers_ng.sharding.structure import uses
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 _CUTTABLE = (nn.Linear, Conv1D, nn.Embedding)
@@ -110,12 +110,12 @@ class _Builder:
         """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather; one
         whose weight the forward reads itself, by rows."""
         total = sum(m.weight.numel() for m in self.draft.modules.values() if isinstance(m, _CUTTABLE))
-        uses = Counter(id(p) for m in self.draft.modules.values() for p in m._parameters.values())
+        used = uses(self.model)
         for path, module in self.draft.modules.items():
             if not isinstance(module, nn.Embedding) or f"{path}.weight" in self.draft.cuts:
                 continue
             large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
-            if large and uses[id(module.weight)] == 1 and module.max_norm is None:
+            if large and used[id(module.weight)] == 1 and module.max_norm is None:
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
                 called = is_only_called(self.model, path)

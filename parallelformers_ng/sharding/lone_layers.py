@@ -15,6 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.structure import uses
 
 _ROWS = 6
 
@@ -28,12 +29,9 @@ def lone_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tupl
         seed: of the random inputs.
     """
     generator = torch.Generator().manual_seed(seed)
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    used = uses(model)
     for path, module in model.named_modules():
-        if path in reached or any(uses[id(p)] > 1 for p in module._parameters.values() if p is not None):
+        if path in reached or any(used[id(p)] > 1 for p in module._parameters.values() if p is not None):
             continue
         inputs = _inputs(module, generator)
         if inputs is not None and is_only_called(model, path):

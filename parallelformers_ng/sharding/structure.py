@@ -3,6 +3,7 @@ weights its outputs depend on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,11 @@ def places(model: nn.Module) -> dict[str, Place]:
 
     visit(model, "", type(model).__name__, "")
     return found
+
+
+def uses(model: nn.Module) -> Counter[int]:
+    """In how many places each parameter of a model stands, by its `id`."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values())
 
 
 class Trace:
