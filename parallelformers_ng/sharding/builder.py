@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
-from parallelformers_ng.sharding.structure import uses
+from parallelformers_ng.sharding.structure import dotted, uses
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 _CUTTABLE = (nn.Linear, Conv1D, nn.Embedding)
@@ -67,8 +67,8 @@ class _Builder:
             for rule_path, rule in policy.plan.items():
                 above = getattr(rule, "heads", None)
                 above = _nearest(rule_path, heads) if above is None else above
-                self.draft.counter = self.draft.modules.get(_join(path, above))
-                for target in self._targets(_join(path, rule_path)):
+                self.draft.counter = self.draft.modules.get(dotted(path, above))
+                for target in self._targets(dotted(path, rule_path)):
                     self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
                     if apply_rule(self.draft, rule, target, heads.get(above, [])):
                         unmatched.discard(rule_path)
@@ -88,15 +88,15 @@ class _Builder:
             value = attrgetter(name)(block)
             if value != wanted:
                 raise PolicyError(
-                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
+                    f"{policy.__name__}: {dotted(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
                 )
 
     def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
         shares = {}
         for rule_path, rule in policy.plan.items():
-            if not isinstance(rule, Heads) or (module := self.draft.modules.get(_join(path, rule_path))) is None:
+            if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
                 continue
-            self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {_join(path, rule_path)}"
+            self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {dotted(path, rule_path)}"
             shares[rule_path] = share_heads(*count_heads(self.draft, rule, module), self.world_size)
         return shares
 
@@ -128,11 +128,11 @@ class _Builder:
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
         cuttable = set(self.draft.experts)
         for path, module in self.draft.modules.items():
-            cuttable |= {_join(path, name) for name in stacked_experts(module)}
+            cuttable |= {dotted(path, name) for name in stacked_experts(module)}
             owned = [(name, p, False) for name, p in module._parameters.items() if p is not None]
             owned += [(name, b, True) for name, b in module._buffers.items() if b is not None]
             for short, tensor, is_buffer in owned:
-                name = _join(path, short)
+                name = dotted(path, short)
                 shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
                 storage = holders.setdefault((id(tensor), shards), name)
                 persistent = short not in module._non_persistent_buffers_set
@@ -150,10 +150,6 @@ class _Builder:
             source=selection.source,
             cuttable=frozenset(cuttable),
         )
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:

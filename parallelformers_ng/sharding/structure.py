@@ -46,6 +46,11 @@ class Layer:
     is_embedding: bool = False
 
 
+def dotted(path: str, name: str) -> str:
+    """A name beneath a path; either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def places(model: nn.Module) -> dict[str, Place]:
     """Where every module is: in its innermost repeated block, else in its innermost `PreTrainedModel`."""
     found: dict[str, Place] = {}
@@ -55,7 +60,7 @@ def places(model: nn.Module) -> dict[str, Place]:
         found[name] = Place(block, path)
         repeats = isinstance(module, nn.ModuleList)
         for key, child in module.named_children():
-            inner = f"{name}.{key}" if name else key
+            inner = dotted(name, key)
             own = repeats and not type(child).__module__.startswith("torch.") and any(True for _ in child.children())
             if own or isinstance(child, PreTrainedModel):
                 visit(child, inner, type(child).__name__, inner)
