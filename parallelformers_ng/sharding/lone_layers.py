@@ -6,7 +6,6 @@ whole, whatever surrounds them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.structure import uses
 
 _ROWS = 6
@@ -38,14 +38,6 @@ def lone_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tupl
             yield path, inputs
 
 
-def is_stacked_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as 3-D parameters, with the forward of transformers' experts interface."""
-    names = {name for name, p in module._parameters.items() if p is not None and p.ndim == 3}
-    if "down_proj" not in names or not names & {"gate_up_proj", "up_proj"}:
-        return False
-    return {"hidden_states", "top_k_index", "top_k_weights"} <= set(inspect.signature(module.forward).parameters)
-
-
 def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
     """Inputs for a layer of a known kind, None for any other; subclasses compute something of their own."""
     if type(module) is nn.Linear:
@@ -54,7 +46,7 @@ def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
         return {"x": _randn(_ROWS, module.nx, module.weight, generator)}
     if type(module) is nn.Embedding and module.max_norm is None:
         return {"input": torch.randint(0, module.num_embeddings, (_ROWS,), generator=generator)}
-    if is_stacked_experts(module):
+    if has_experts_interface(module):
         down = module.down_proj
         width = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
         return {
