@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
 
 
 class Glm4vVisionPolicy(Policy):
@@ -13,7 +13,4 @@ class Glm4vMergerPolicy(Policy):
     """From the tower to the decoder."""
 
     block = ("Glm4vVisionPatchMerger", "Glm4vMoeVisionPatchMerger")
-    plan = {
-        "proj": Column(gather=True),
-        **{path.removeprefix("mlp."): rule for path, rule in MLP.items()},
-    }
+    plan = {"proj": Column(gather=True), **moved(MLP, "mlp", "")}

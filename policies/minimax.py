@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice
+from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
 
 
 class MiniMaxLightningPolicy(Policy):
@@ -23,7 +23,7 @@ class MiniMaxAttentionPolicy(Policy):
     """Llama's attention, in every other layer."""
 
     block = "MiniMaxAttention"
-    plan = {path.removeprefix("self_attn").removeprefix("."): rule for path, rule in ATTENTION.items()}
+    plan = moved(ATTENTION, "self_attn", "")
 
 
 class MiniMaxPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice, moved
 
 
 class RecurrentGemmaPolicy(Policy):
@@ -39,4 +39,4 @@ class RecurrentGemmaMLPPolicy(Policy):
     """Llama's MLP."""
 
     block = "RecurrentGemmaMlp"
-    plan = {path.removeprefix("mlp."): rule for path, rule in MLP.items()}
+    plan = moved(MLP, "mlp", "")

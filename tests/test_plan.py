@@ -18,8 +18,17 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
 from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.policy import moved
 from parallelformers_ng.sharding.selection import is_block
 from tests.zoo.decoders import decoder, gpt2
+
+
+def test_a_plan_is_moved_by_whole_names() -> None:
+    plan = {"attn": Heads("h"), "attn.self.q": Column(), "attn.o": Row(heads="attn"), "attn_norm": Column()}
+    other = {"x": Heads("h"), "x.self.q": Column(), "x.o": Row(heads="x"), "attn_norm": Column()}
+    assert moved(plan, "attn", "x") == other
+    here = {"": Heads("h"), "self.q": Column(), "o": Row(heads=""), "attn_norm": Column()}
+    assert moved(plan, "attn", "") == here
 
 
 def test_spread() -> None:
