@@ -1,4 +1,5 @@
-from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.policies.llama import ATTENTION
+from parallelformers_ng.policies.olmoe import OlmoePolicy
 from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
 
 
@@ -33,13 +34,7 @@ class MiniMaxPolicy(Policy):
     plan = {"mlp.experts": Experts()}
 
 
-class MiniMaxM2Policy(LlamaPolicy):
-    """Llama's attention with norms over all heads of q and of k together; routed experts."""
+class MiniMaxM2Policy(OlmoePolicy):
+    """OLMoE's block."""
 
     block = "MiniMaxM2DecoderLayer"
-    plan = {
-        **ATTENTION,
-        "self_attn.q_norm": Norm("query"),
-        "self_attn.k_norm": Norm("key"),
-        "mlp.experts": Experts(),
-    }

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 from parallelformers_ng.policies.llama import MLP, LlamaPolicy
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
@@ -13,14 +15,14 @@ class Qwen2VLPolicy(LlamaPolicy):
 class Qwen2VLVisionPolicy(Policy):
     """The layer of the vision tower."""
 
-    block = "Qwen2VLVisionBlock"
+    block: ClassVar[str | tuple[str, ...]] = "Qwen2VLVisionBlock"
     plan = {**_VISION_ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
     """The same with Llama's MLP; most layers look at a window of the image."""
 
-    block = "Qwen2_5_VLVisionBlock"
+    block: ClassVar[str | tuple[str, ...]] = "Qwen2_5_VLVisionBlock"
     plan = {**_VISION_ATTENTION, **MLP}
 
 
