@@ -63,7 +63,7 @@ class _Builder:
         unmatched = set(policy.plan)
         for path, block in blocks:
             self._check_requirements(policy, path, block)
-            heads = self._head_shares(policy, path, block)
+            heads = self._head_shares(policy, path)
             for rule_path, rule in policy.plan.items():
                 above = getattr(rule, "heads", None)
                 above = _nearest(rule_path, heads) if above is None else above
@@ -91,7 +91,7 @@ class _Builder:
                     f"{policy.__name__}: {dotted(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
                 )
 
-    def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
+    def _head_shares(self, policy: type[Policy], path: str) -> dict[str, list[HeadShare]]:
         shares = {}
         for rule_path, rule in policy.plan.items():
             if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
