@@ -103,9 +103,9 @@ class Replica:
         assert self.plan is not None
         for stored in names:
             node = self.checkpoint.nodes[stored]
-            names = self.aliases[stored]
-            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, names)))
-            for name in names:
+            aliases = self.aliases[stored]
+            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, aliases)))
+            for name in aliases:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
     def loaded(self) -> None:
