@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from parallelformers_ng.kernels.layers import KINDS, _decode
 
@@ -16,8 +17,6 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 def install_attention() -> None:
     """From now on the models of this process that ask transformers for "sdpa" get the kernel for single queries, where
     it is there and torch has one thread. Idempotent."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     present = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if _decode is not None and torch.get_num_threads() == 1 and not hasattr(present, "__wrapped__"):
         ALL_ATTENTION_FUNCTIONS.register("sdpa", with_kernel(present))
