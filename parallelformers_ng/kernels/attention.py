@@ -30,7 +30,8 @@ def with_kernel(attention: Any) -> Any:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         if (
-            query.shape[2] == 1
+            not torch.compiler.is_compiling()
+            and query.shape[2] == 1
             and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
             and kwargs.get("position_bias") is None
             and kwargs.get("cache") is None
@@ -62,7 +63,6 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
         and (mask is None or _fits_mask(mask, dtype, batch, heads, tokens))
         and torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -101,14 +101,14 @@ def install(model: nn.Module) -> int:
 
 def _fits(input: Tensor, weight: Tensor) -> bool:
     return (
-        input.dtype in KINDS
+        not torch.compiler.is_compiling()
+        and input.dtype in KINDS
         and weight.dtype is input.dtype
         and input.is_cpu
         and weight.is_cpu
         and input.is_contiguous()
         and torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
