@@ -32,6 +32,20 @@ class Gemma4InputsPolicy(Policy):
     optional = ("embed_tokens_per_layer", "per_layer_model_projection")
 
 
+class Gemma4VisionPolicy(Policy):
+    """The layer of the vision tower, whose linear layers may clip what goes in and out."""
+
+    block = "Gemma4VisionEncoderLayer"
+    plan = {
+        "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
+        "self_attn.q_proj.linear": Column(),
+        "self_attn.k_proj.linear": Column("key"),
+        "self_attn.v_proj.linear": Column("key"),
+        "self_attn.o_proj.linear": Row(),
+        **{f"{path}.linear": rule for path, rule in MLP.items()},
+    }
+
+
 class DiffusionGemmaPolicy(Policy):
     """Gemma 4's layer with experts, in the encoder and, with the same weights, in the decoder, which reads the keys
     and values of the encoder. Layers of full attention have no projection of values."""
