@@ -14,7 +14,11 @@ setup(
         Extension(
             "parallelformers_ng.kernels._decode",
             sources=["parallelformers_ng/kernels/_decode.c"],
-            depends=["parallelformers_ng/collectives/_floats.h"],
+            depends=[
+                "parallelformers_ng/collectives/_floats.h",
+                "parallelformers_ng/kernels/_vectors.h",
+                "parallelformers_ng/kernels/_attention.h",
+            ],
             libraries=["m"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],
             optional=True,

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.patience import workers_of
 from tests.terminal import Terminal
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
@@ -75,21 +76,6 @@ def _be_a_parent(folder: str, backend: str, announce: int) -> None:
             model.generate(token_ids(), max_new_tokens=8, do_sample=False)
     finally:
         os._exit(1)
-
-
-def workers_of(parent: int) -> list[int]:
-    """Workers that process `parent` started, by its id on their command line; zombies have none."""
-    ending = b"%d\0" % parent
-    found = []
-    for pid in psutil.pids():
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                line = file.read()
-        except OSError:  # it ended meanwhile
-            continue
-        if b"parallelformers_ng.runtime.worker\0" in line and line.endswith(b"\0" + ending):
-            found.append(pid)
-    return found
 
 
 _REPL = """

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Column,
         Experts,
         Gather,
+        GaussianTopK,
         HeadNorms,
         Heads,
         Norm,
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
         Renewed,
         Row,
         Slice,
+        Stored,
         Vocabulary,
     )
 
 __all__ = [
-    "Column", "Experts", "Gather", "HeadNorms", "Heads", "Norm", "Part", "Policy", "Reduce", "Renewed", "Row", "Slice",
-    "Vocabulary", "deadline", "parallelize", "plan", "save_sharded", "start_group",
+    "Column", "Experts", "Gather", "GaussianTopK", "HeadNorms", "Heads", "Norm", "Part", "Policy", "Reduce", "Renewed",
+    "Row", "Slice", "Stored", "Vocabulary", "deadline", "parallelize", "plan", "save_sharded", "start_group",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.checkpoint.location import Location, check_directory
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton
+from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton, prepare_conversions
 from parallelformers_ng.collectives import BACKENDS
 from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
@@ -30,7 +30,7 @@ from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
-from parallelformers_ng.sharding.registry import select
+from parallelformers_ng.sharding.registry import select, written_policies
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
@@ -179,7 +179,16 @@ def start_group(
         PlacementError: there are not as many devices as asked for.
         StartupError: a worker could not start.
     """
-    return _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)()
+    group = _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)(wait=False)
+    try:
+        # While the workers import torch, this process makes ready what it will plan and load with.
+        written_policies()
+        prepare_conversions()
+        group.wait_until_ready()
+    except BaseException:
+        group.close()
+        raise
+    return group
 
 
 def plan(

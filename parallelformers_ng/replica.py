@@ -31,10 +31,12 @@ from parallelformers_ng.generation.caches import (
     map_handles,
     shows_every_write,
 )
+from parallelformers_ng.generation.growing import grow_in_place
 from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
+from parallelformers_ng.kernels.attention import install_attention
 from parallelformers_ng.kernels.layers import StreamingLinear, install
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
@@ -70,6 +72,8 @@ class Replica:
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
             install(model)
+            install_attention()
+            grow_in_place()
         self.recording = inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 
@@ -99,9 +103,9 @@ class Replica:
         assert self.plan is not None
         for stored in names:
             node = self.checkpoint.nodes[stored]
-            names = self.aliases[stored]
-            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, names)))
-            for name in names:
+            aliases = self.aliases[stored]
+            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, aliases)))
+            for name in aliases:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
     def loaded(self) -> None:

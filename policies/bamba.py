@@ -1,5 +1,6 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.policies.mamba2 import Mamba2Policy
+from parallelformers_ng.sharding.policy import moved
 
 
 class BambaMixerPolicy(Mamba2Policy):
@@ -12,5 +13,5 @@ class BambaPolicy(LlamaPolicy):
     """Llama's block, with the mixer in place of attention in most layers."""
 
     block = "BambaDecoderLayer"
-    plan = {path.replace("mlp.", "feed_forward."): rule for path, rule in LlamaPolicy.plan.items()}
+    plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")
     optional = ("self_attn",)

@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "self_attn": Heads("num_heads", scaled=("embed_dim",)),
@@ -17,7 +17,7 @@ class BartPolicy(Policy):
     block: ClassVar[str | tuple[str, ...]] = ("BartEncoderLayer", "BartDecoderLayer")
     plan = {
         **ATTENTION,
-        **{path.replace("self_attn", "encoder_attn"): rule for path, rule in ATTENTION.items()},
+        **moved(ATTENTION, "self_attn", "encoder_attn"),
         "fc1": Column(),
         "fc2": Row(),
     }

@@ -1,26 +1,22 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+
+ATTENTION = {
+    "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
+    "attention.self.query": Column(),
+    "attention.self.key": Column(),
+    "attention.self.value": Column(),
+    "attention.output.dense": Row(heads="attention.self"),
+}
+MLP = {"intermediate.dense": Column(), "output.dense": Row()}
 
 
 class BertPolicy(Policy):
     """The encoder block that most encoders of 2018 to 2021 share; as a decoder it may have cross-attention."""
 
     block: ClassVar[str | tuple[str, ...]] = "BertLayer"
-    plan = {
-        "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.self.query": Column(),
-        "attention.self.key": Column(),
-        "attention.self.value": Column(),
-        "attention.output.dense": Row(heads="attention.self"),
-        "crossattention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "crossattention.self.query": Column(),
-        "crossattention.self.key": Column(),
-        "crossattention.self.value": Column(),
-        "crossattention.output.dense": Row(heads="crossattention.self"),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
-    }
+    plan = {**ATTENTION, **moved(ATTENTION, "attention", "crossattention"), **MLP}
     optional: ClassVar[tuple[str, ...]] = ("crossattention",)
 
 

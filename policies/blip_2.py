@@ -1,4 +1,12 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+
+_ATTENTION = {
+    "attention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
+    "attention.attention.query": Column(),
+    "attention.attention.key": Column(),
+    "attention.attention.value": Column(),
+    "attention.output.dense": Row(heads="attention.attention"),
+}
 
 
 class Blip2QFormerPolicy(Policy):
@@ -6,16 +14,8 @@ class Blip2QFormerPolicy(Policy):
 
     block = ("Blip2QFormerLayer", "InstructBlipQFormerLayer", "InstructBlipVideoQFormerLayer")
     plan = {
-        "attention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.attention.query": Column(),
-        "attention.attention.key": Column(),
-        "attention.attention.value": Column(),
-        "attention.output.dense": Row(heads="attention.attention"),
-        "crossattention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "crossattention.attention.query": Column(),
-        "crossattention.attention.key": Column(),
-        "crossattention.attention.value": Column(),
-        "crossattention.output.dense": Row(heads="crossattention.attention"),
+        **_ATTENTION,
+        **moved(_ATTENTION, "attention", "crossattention"),
         "intermediate.dense": Column(),
         "output.dense": Row(),
         "intermediate_query.dense": Column(),

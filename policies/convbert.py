@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import BertHeadPolicy
+from parallelformers_ng.policies.electra import ElectraProjectionPolicy
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
 
 
@@ -30,9 +31,7 @@ class ConvBertHeadPolicy(BertHeadPolicy):
     block = ("ConvBertGeneratorPredictions", "ConvBertClassificationHead", "ConvBertPredictionHeadTransform")
 
 
-class ConvBertProjectionPolicy(Policy):
+class ConvBertProjectionPolicy(ElectraProjectionPolicy):
     """From the width of the embeddings to that of the blocks, where they differ."""
 
     block = "ConvBertModel"
-    plan = {"embeddings_project": Column(gather=True)}
-    optional = ("embeddings_project",)

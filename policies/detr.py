@@ -3,7 +3,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+
+_DECODER_ATTENTION = {**ATTENTION, "self_attn": Heads("config.decoder_attention_heads")}
 
 
 class DetrEncoderPolicy(Policy):
@@ -25,9 +27,8 @@ class DetrDecoderPolicy(DetrEncoderPolicy):
     block = "DetrDecoderLayer"
     plan = {
         **DetrEncoderPolicy.plan,
-        "self_attn": Heads("config.decoder_attention_heads"),
-        **{path.replace("self_attn", "encoder_attn"): rule for path, rule in ATTENTION.items()},
-        "encoder_attn": Heads("config.decoder_attention_heads"),
+        **_DECODER_ATTENTION,
+        **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn"),
     }
 
 

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.policies.mamba2 import INNER, STATE, TIME_STEP, Mamba2Policy
-from parallelformers_ng.sharding.policy import Slice
+from parallelformers_ng.sharding.policy import Slice, moved
 
 
 class FalconH1MixerPolicy(Mamba2Policy):
@@ -15,4 +15,4 @@ class FalconH1Policy(LlamaPolicy):
     """Llama's block, its attention beside the mixer; both read the same norm."""
 
     block = "FalconH1DecoderLayer"
-    plan = {path.replace("mlp.", "feed_forward."): rule for path, rule in LlamaPolicy.plan.items()}
+    plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.clip import CLIPPolicy
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, moved
 
 
 class IdeficsPolicy(Policy):
@@ -14,7 +14,7 @@ class IdeficsCrossAttentionPolicy(Policy):
     """Blocks between those that look at the image."""
 
     block = "IdeficsGatedCrossAttentionLayer"
-    plan = {path.replace("self_attn", "cross_attn"): rule for path, rule in IdeficsPolicy.plan.items()}
+    plan = moved(IdeficsPolicy.plan, "self_attn", "cross_attn")
 
 
 class IdeficsVisionPolicy(CLIPPolicy):

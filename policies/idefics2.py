@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.clip import CLIPPolicy
-from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.policies.llama import ATTENTION, MLP
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, moved
 
 
 class Idefics2VisionPolicy(CLIPPolicy):
@@ -14,11 +14,8 @@ class Idefics2ResamplerPolicy(Policy):
 
     block = "Idefics2PerceiverLayer"
     plan = {
+        **ATTENTION,
         "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column("key"),
-        "self_attn.v_proj": Column("key"),
-        "self_attn.o_proj": Row(),
         **MLP,
     }
 
@@ -28,7 +25,7 @@ class Idefics2ConnectorPolicy(Policy):
 
     block = ("Idefics2Connector", "Idefics3Connector", "SmolVLMConnector")
     plan = {
-        **{path.replace("mlp.", "modality_projection."): rule for path, rule in MLP.items()},
+        **moved(MLP, "mlp", "modality_projection"),
         "modality_projection.proj": Column(gather=True),
     }
     optional = ("modality_projection",)

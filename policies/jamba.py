@@ -1,13 +1,10 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Experts
+from parallelformers_ng.sharding.policy import Experts, moved
 
 
 class JambaPolicy(LlamaPolicy):
     """Layers of attention and of Mamba (`mamba.py` cuts its mixer), each with an MLP or with experts."""
 
     block = ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer")
-    plan = {
-        **{path.replace("mlp.", "feed_forward."): rule for path, rule in LlamaPolicy.plan.items()},
-        "feed_forward.experts": Experts(),
-    }
+    plan = {**moved(LlamaPolicy.plan, "mlp", "feed_forward"), "feed_forward.experts": Experts()}
     optional = ("self_attn", "feed_forward")

@@ -1,4 +1,5 @@
 from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy, DeepseekV2Policy
+from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
 
 
@@ -6,7 +7,7 @@ class KimiLinearPolicy(DeepseekV2Policy):
     """Latent attention in every fourth layer, delta attention in the others."""
 
     block = "KimiLinearDecoderLayer"
-    plan = {path: rule for path, rule in DeepseekV2Policy.plan.items() if path.startswith("mlp")}
+    plan = MLP
     optional = ("mlp",)
 
 

@@ -1,20 +1,15 @@
 from typing import ClassVar
 
-from parallelformers_ng.policies.llama import ATTENTION
+from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.policies.qwen3_next import Qwen3NextMoEPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
 
 
 class Llama4Policy(Policy):
     """Llama's block; where it has no experts, it has an MLP of their shape."""
 
     block = "Llama4TextDecoderLayer"
-    plan = {
-        **ATTENTION,
-        "feed_forward.gate_proj": Column(),
-        "feed_forward.up_proj": Column(),
-        "feed_forward.down_proj": Row(),
-    }
+    plan = {**ATTENTION, **moved(MLP, "mlp", "feed_forward")}
     optional = ("feed_forward",)
 
 

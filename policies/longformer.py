@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
 from parallelformers_ng.sharding.policy import Column, Heads
 
 
@@ -9,7 +9,8 @@ class LongformerPolicy(BertPolicy):
 
     block = "LongformerLayer"
     plan = {
-        **{path: rule for path, rule in BertPolicy.plan.items() if not path.startswith("crossattention")},
+        **ATTENTION,
+        **MLP,
         "attention.self": Heads("num_heads", weights_dim=2, more_weights=((2, 1),), input_width=True),
         "attention.self.query_global": Column(),
         "attention.self.key_global": Column(),

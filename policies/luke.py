@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Vocabulary
 
 
@@ -9,7 +9,8 @@ class LukePolicy(BertPolicy):
 
     block = "LukeLayer"
     plan = {
-        **{path: rule for path, rule in BertPolicy.plan.items() if not path.startswith("crossattention")},
+        **ATTENTION,
+        **MLP,
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",), weights=2),
         "attention.self.w2e_query": Column(),
         "attention.self.e2w_query": Column(),

@@ -1,5 +1,6 @@
-from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice
+from parallelformers_ng.policies.llama import ATTENTION
+from parallelformers_ng.policies.olmoe import OlmoePolicy
+from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
 
 
 class MiniMaxLightningPolicy(Policy):
@@ -23,7 +24,7 @@ class MiniMaxAttentionPolicy(Policy):
     """Llama's attention, in every other layer."""
 
     block = "MiniMaxAttention"
-    plan = {path.removeprefix("self_attn").removeprefix("."): rule for path, rule in ATTENTION.items()}
+    plan = moved(ATTENTION, "self_attn", "")
 
 
 class MiniMaxPolicy(Policy):
@@ -33,13 +34,7 @@ class MiniMaxPolicy(Policy):
     plan = {"mlp.experts": Experts()}
 
 
-class MiniMaxM2Policy(LlamaPolicy):
-    """Llama's attention with norms over all heads of q and of k together; routed experts."""
+class MiniMaxM2Policy(OlmoePolicy):
+    """OLMoE's block."""
 
     block = "MiniMaxM2DecoderLayer"
-    plan = {
-        **ATTENTION,
-        "self_attn.q_norm": Norm("query"),
-        "self_attn.k_norm": Norm("key"),
-        "mlp.experts": Experts(),
-    }

@@ -1,18 +1,15 @@
-from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
+from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.policies.llama4 import Llama4VisionPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, moved
+
+_ATTENTION = {**ATTENTION, "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups")}
 
 
 class MllamaPolicy(Policy):
     """Llama 3.2 with images: Llama's block, and blocks with attention to the image in place of that to the text."""
 
     block = ("MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer")
-    plan = {
-        **LlamaPolicy.plan,
-        "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups"),
-        **{path.replace("self_attn", "cross_attn"): rule for path, rule in ATTENTION.items()},
-        "cross_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups"),
-    }
+    plan = {**_ATTENTION, **MLP, **moved(_ATTENTION, "self_attn", "cross_attn")}
     optional = ("self_attn", "cross_attn")
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
 from parallelformers_ng.sharding.policy import Column, Gather, Policy, Row, Slice
 
 
@@ -12,7 +12,8 @@ class MobileBertPolicy(BertPolicy):
 
     block = "MobileBertLayer"
     plan = {
-        **{path: rule for path, rule in BertPolicy.plan.items() if not path.startswith("crossattention")},
+        **ATTENTION,
+        **MLP,
         "bottleneck.input.dense": Column(gather=True),
         "bottleneck.attention.dense": Column(gather=True),
         "output.bottleneck.dense": Column(gather=True),

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
 
 _ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", scaled=("config.num_key_value_heads",))
 
@@ -27,6 +27,6 @@ class MoonshineDecoderPolicy(Policy):
     block = "MoonshineDecoderLayer"
     plan = {
         **MoonshinePolicy.plan,
-        **{path.replace("self_attn", "encoder_attn"): rule for path, rule in MoonshinePolicy.plan.items()},
+        **moved(MoonshinePolicy.plan, "self_attn", "encoder_attn"),
         "mlp.fc1": Column(fused=2),
     }

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.policies.mamba2 import Mamba2Policy
-from parallelformers_ng.sharding.policy import Column, Experts, Policy, Row
+from parallelformers_ng.sharding.policy import Column, Experts, Policy, Row, moved
 
 
 class NemotronHMixerPolicy(Mamba2Policy):
@@ -13,7 +13,7 @@ class NemotronHAttentionPolicy(Policy):
     """Llama's attention without rotary positions, a layer of its own."""
 
     block = "NemotronHAttention"
-    plan = {path.removeprefix("self_attn").removeprefix("."): rule for path, rule in ATTENTION.items()}
+    plan = moved(ATTENTION, "self_attn", "")
 
 
 class NemotronHMLPPolicy(Policy):

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.policy import Experts, Norm
 
@@ -5,7 +7,7 @@ from parallelformers_ng.sharding.policy import Experts, Norm
 class OlmoePolicy(LlamaPolicy):
     """Llama's attention with norms over all heads of q and of k together; routed experts."""
 
-    block = ("OlmoeDecoderLayer", "FlexOlmoDecoderLayer")
+    block: ClassVar[str | tuple[str, ...]] = ("OlmoeDecoderLayer", "FlexOlmoDecoderLayer")
     plan = {
         **ATTENTION,
         "self_attn.q_norm": Norm("query"),

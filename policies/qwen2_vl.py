@@ -1,5 +1,9 @@
+from typing import ClassVar
+
 from parallelformers_ng.policies.llama import MLP, LlamaPolicy
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+
+_VISION_ATTENTION = {"attn": Heads("num_heads"), "attn.qkv": Column(fused=3), "attn.proj": Row()}
 
 
 class Qwen2VLPolicy(LlamaPolicy):
@@ -11,21 +15,15 @@ class Qwen2VLPolicy(LlamaPolicy):
 class Qwen2VLVisionPolicy(Policy):
     """The layer of the vision tower."""
 
-    block = "Qwen2VLVisionBlock"
-    plan = {
-        "attn": Heads("num_heads"),
-        "attn.qkv": Column(fused=3),
-        "attn.proj": Row(),
-        "mlp.fc1": Column(),
-        "mlp.fc2": Row(),
-    }
+    block: ClassVar[str | tuple[str, ...]] = "Qwen2VLVisionBlock"
+    plan = {**_VISION_ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
     """The same with Llama's MLP; most layers look at a window of the image."""
 
-    block = "Qwen2_5_VLVisionBlock"
-    plan = {**{path: rule for path, rule in Qwen2VLVisionPolicy.plan.items() if path.startswith("attn")}, **MLP}
+    block: ClassVar[str | tuple[str, ...]] = "Qwen2_5_VLVisionBlock"
+    plan = {**_VISION_ATTENTION, **MLP}
 
 
 class Qwen2VLMergerPolicy(Policy):

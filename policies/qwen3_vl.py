@@ -1,7 +1,8 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Row
+from parallelformers_ng.policies.qwen3_moe import Qwen3MoePolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class Qwen3VLPolicy(LlamaPolicy):
@@ -10,12 +11,10 @@ class Qwen3VLPolicy(LlamaPolicy):
     block = "Qwen3VLTextDecoderLayer"
 
 
-class Qwen3VLMoePolicy(LlamaPolicy):
+class Qwen3VLMoePolicy(Qwen3MoePolicy):
     """The same with routed experts, or a plain MLP where the configuration says so."""
 
     block = "Qwen3VLMoeTextDecoderLayer"
-    plan = {**LlamaPolicy.plan, "mlp.experts": Experts()}
-    optional = ("mlp",)
 
 
 class Qwen3VLVisionPolicy(Policy):

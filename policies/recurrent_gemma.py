@@ -1,5 +1,5 @@
-from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.policies.llama import ATTENTION, MLP
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice, moved
 
 
 class RecurrentGemmaPolicy(Policy):
@@ -27,11 +27,8 @@ class RecurrentGemmaAttentionPolicy(Policy):
 
     block = "RecurrentGemmaAttention"
     plan = {
+        **moved(ATTENTION, "self_attn", ""),
         "": Heads("num_attention_heads", "num_key_value_heads", groups="num_key_value_groups"),
-        "q_proj": Column(),
-        "k_proj": Column("key"),
-        "v_proj": Column("key"),
-        "o_proj": Row(),
     }
 
 
@@ -39,4 +36,4 @@ class RecurrentGemmaMLPPolicy(Policy):
     """Llama's MLP."""
 
     block = "RecurrentGemmaMlp"
-    plan = {path.removeprefix("mlp."): rule for path, rule in MLP.items()}
+    plan = moved(MLP, "mlp", "")

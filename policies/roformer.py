@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.policies.electra import ElectraProjectionPolicy
 
 
 class RoFormerPolicy(BertPolicy):
@@ -16,9 +16,7 @@ class RoFormerHeadPolicy(BertHeadPolicy):
     block = ("RoFormerPredictionHeadTransform", "RoFormerClassificationHead")
 
 
-class RoFormerProjectionPolicy(Policy):
+class RoFormerProjectionPolicy(ElectraProjectionPolicy):
     """From the width of the embeddings to that of the blocks, where they differ."""
 
     block = "RoFormerModel"
-    plan = {"embeddings_project": Column(gather=True)}
-    optional = ("embeddings_project",)

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bart import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice, moved
 
 
 class SeamlessM4TPolicy(Policy):
@@ -11,7 +11,7 @@ class SeamlessM4TPolicy(Policy):
     )  # fmt: skip
     plan = {
         **ATTENTION,
-        **{path.replace("self_attn", "cross_attention"): rule for path, rule in ATTENTION.items()},
+        **moved(ATTENTION, "self_attn", "cross_attention"),
         "ffn.fc1": Column(),
         "ffn.fc2": Row(),
     }

@@ -9,8 +9,15 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
+
+import psutil
+from transformers import PreTrainedModel
+
+from parallelformers_ng.model import deployment_of
 
 PROMPTLY = 20.0  # seconds; well below the minute that groups in the tests give a request
+RESTART_SECONDS = 90.0  # far above what it takes, for machines that are busy with other tests
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -23,3 +30,25 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         assert poll.poll(PROMPTLY * 1000), f"process {pid} goes on after signal {number}"
     finally:
         os.close(pidfd)
+
+
+def await_incarnation(model: PreTrainedModel, number: int) -> None:
+    """Wait until the group of a model was restarted so many times in all, without calling the model."""
+    end = time.monotonic() + RESTART_SECONDS
+    while deployment_of(model).incarnation < number:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def workers_of(parent: int) -> list[int]:
+    """Workers that process `parent` started, by its id on their command line; zombies have none."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                line = file.read()
+        except OSError:  # it ended meanwhile
+            continue
+        if b"parallelformers_ng.runtime.worker\0" in line and line.endswith(b"\0%d\0" % parent):
+            found.append(pid)
+    return found

@@ -25,12 +25,11 @@ from parallelformers_ng.errors import (
     WorkerError,
 )
 from parallelformers_ng.model import deployment_of
-from tests.patience import PROMPTLY, kill
+from tests.patience import PROMPTLY, await_incarnation, kill
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
-RESTART_SECONDS = 90  # far above what it takes, for machines that are busy with other tests
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +56,6 @@ def raises_promptly(kind: type[Exception]) -> Iterator[Any]:
 
 def is_right(model: PreTrainedModel, want: torch.Tensor) -> bool:
     return torch.equal(model.generate(**text_inputs(), **GREEDY), want)
-
-
-def await_incarnation(model: PreTrainedModel, number: int) -> None:
-    """Wait for a restart without calling the model."""
-    end = time.monotonic() + RESTART_SECONDS
-    while deployment_of(model).incarnation < number:
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 class OnToken:

@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.patience import PROMPTLY
+from tests.patience import PROMPTLY, workers_of
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
@@ -40,16 +39,6 @@ def run(arguments: list[str], text: str | None = None, timeout: float = 200) -> 
     return subprocess.run(
         [sys.executable, *arguments], input=text, env=environment(), capture_output=True, text=True, timeout=timeout
     )
-
-
-def workers_of(parent: int) -> list[psutil.Process]:
-    """Workers that were started by a process, alive or not: its id is on their command line."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if "parallelformers_ng.runtime.worker" in line and line[-1] == str(parent):
-            found.append(process)
-    return found
 
 
 def await_workers(parent: int, count: int) -> None:

@@ -27,6 +27,7 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.registry import select
+from tests.patience import await_incarnation
 from tests.zoo.build import largest_difference
 from tests.zoo.families import CASES
 
@@ -194,17 +195,11 @@ def test_a_restarted_group_reads_the_files_again(saved: dict[str, Path], tmp_pat
     expected = model(**inputs)[0]
     (tmp_path / "model.safetensors").unlink()  # its name is gone; the file is held
     os.kill(deployment_of(model).pids[1], signal.SIGKILL)
-    _wait_until_replaced(model)
+    await_incarnation(model, 1)
     assert torch.equal(model(**inputs)[0], expected)
     model.deparallelize()
     state = model.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in want.state_dict().items())
-
-
-def _wait_until_replaced(model: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not deployment_of(model).incarnation and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def test_a_file_written_to_since_is_refused(saved: dict[str, Path], tmp_path: Path) -> None:

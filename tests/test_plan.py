@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import parallelformers_ng
 from parallelformers_ng import Column, Heads, Policy, Row, parallelize, plan
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
@@ -18,8 +21,24 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
 from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.policy import Rule, moved
 from parallelformers_ng.sharding.selection import is_block
 from tests.zoo.decoders import decoder, gpt2
+
+
+def test_every_rule_is_public_and_explained() -> None:
+    rules = {cls.__name__ for cls in Rule.__subclasses__() if cls.__module__ == Rule.__module__}
+    explained = (Path(__file__).parent.parent / "POLICY.md").read_text()
+    assert rules <= set(parallelformers_ng.__all__)
+    assert not {name for name in rules if f"`{name}(" not in explained}
+
+
+def test_a_plan_is_moved_by_whole_names() -> None:
+    plan = {"attn": Heads("h"), "attn.self.q": Column(), "attn.o": Row(heads="attn"), "attn_norm": Column()}
+    other = {"x": Heads("h"), "x.self.q": Column(), "x.o": Row(heads="x"), "attn_norm": Column()}
+    assert moved(plan, "attn", "x") == other
+    here = {"": Heads("h"), "self.q": Column(), "o": Row(heads=""), "attn_norm": Column()}
+    assert moved(plan, "attn", "") == here
 
 
 def test_spread() -> None:

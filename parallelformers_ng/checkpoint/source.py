@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
@@ -71,6 +72,11 @@ class Checkpoint:
     def _leaves(self) -> Iterator[Leaf]:
         for node in self.nodes.values():
             yield from leaves(node)
+
+
+def prepare_conversions() -> None:
+    """Make transformers' table of renamed parameters, which the first load of a process otherwise waits for."""
+    get_checkpoint_conversion_mapping("")
 
 
 def load_skeleton(

@@ -1,11 +1,12 @@
-/* What a decode step does again and again, with one thread: linear layers for a few rows, and root-mean-square norms.
+/* What a decode step does again and again, with one thread: linear layers for a few rows, root-mean-square norms, and
+ * attention (`_attention.h`).
  *
  * Linear: y = x Wᵀ + b.
- * For one row the product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a
- * slice of a wider matrix stays where it lies), is read once, a fixed distance ahead by prefetch. That also bridges the
- * ends of rows and of pages, where the processor's own prefetcher stops; a library's matrix-vector product loses a
- * fifth there on rows of a few KiB. The further rows of x meet each row of W while that is in the first-level cache,
- * in tiles that keep their sums in registers.
+ * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
+ * matrix stays where it lies), is read once and in the order of memory, for rows side by side would be several streams,
+ * which the processor's own prefetcher follows badly; and it stops at the end of a row or a page, where ours goes on.
+ * For one or two rows of x, W goes past the second-level cache: what it held is what Python needs between two products.
+ * For more, W is taken in tiles of OUTS rows, the sums in registers and the next tile asked into the second-level cache.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
@@ -21,56 +22,31 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../collectives/_floats.h"
+#include "_attention.h"
+#include "_vectors.h"
 
-/* The loader picks a copy by what the processor can do; `arch=` names would ask for that very model. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
-
-enum { LANES = 16, OUTS = 4, ROWS = 4, AHEAD_BYTES = 2048, CACHE_LINE_BYTES = 64 };
-
-typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
-
-/* `where` is any address: the compiler turns the copy into an unaligned load. */
-#define LOAD_F32(target, where) memcpy(&(target), (where), sizeof(Floats))
-#define LOAD_BF16(target, where)                                       \
-    do {                                                               \
-        Halves halves_;                                                \
-        memcpy(&halves_, (where), sizeof halves_);                     \
-        Words words_ = __builtin_convertvector(halves_, Words) << 16;  \
-        memcpy(&(target), &words_, sizeof words_);                     \
-    } while (0)
-
-INLINE float sum_lanes(const Floats *sum)
-{
-    float part[LANES];
-    memcpy(part, sum, sizeof part);
-    for (size_t half = LANES / 2; half; half /= 2)
-        for (size_t lane = 0; lane < half; lane++) part[lane] += part[lane + half];
-    return part[0];
-}
+enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, AHEAD_BYTES = 4096 };
+enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
  * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
- * memory and asks `ahead`; past the end of a row it asks for the same row of the next tile. `x` is fp32 whatever the type
- * of W. */
+ * memory and asks for what comes `next`, where a cursor runs along the rows. `x` is fp32 whatever the type of W. */
 #define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
     INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
-                            size_t stride, size_t out, size_t outs, size_t rows, int ahead)                   \
+                            size_t stride, size_t out, size_t outs, size_t rows, const TYPE *next,            \
+                            size_t cursor)                                                                    \
     {                                                                                                         \
-        const size_t step = CACHE_LINE_BYTES / sizeof(TYPE), distance = AHEAD_BYTES / sizeof(TYPE);           \
+        const size_t step = CACHE_LINE_BYTES / sizeof(TYPE);                                                  \
         Floats sum[OUTS * ROWS] = {{0}}, a[OUTS], b;                                                          \
         size_t i = 0;                                                                                         \
         for (; i + LANES <= in; i += LANES) {                                                                 \
-            if (ahead && i % step == 0) {                                                                     \
-                const TYPE *at = w + i + distance + (i + distance < in ? 0 : outs * stride - in);             \
-                for (size_t o = 0; o < outs; o++) __builtin_prefetch(at + o * stride);                        \
-            }                                                                                                 \
+            if (next && i % step == 0)                                                                        \
+                for (size_t o = 0; o < outs; o++) {                                                           \
+                    if (outs == 1) __builtin_prefetch(next + cursor, 0, PASSING);                             \
+                    else __builtin_prefetch(next + cursor, 0, SECOND_LEVEL);                                  \
+                    cursor += step;                                                                           \
+                    if (cursor >= in) next += stride, cursor = 0;                                             \
+                }                                                                                             \
             for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * stride + i);                                 \
             for (size_t r = 0; r < rows; r++) {                                                               \
                 LOAD_F32(b, x + r * in + i);                                                                  \
@@ -87,20 +63,20 @@ INLINE float sum_lanes(const Floats *sum)
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
                              size_t stride, size_t out, size_t outs)                                          \
     {                                                                                                         \
+        const size_t ahead = outs == 1 ? AHEAD_BYTES / sizeof(TYPE) : outs * in, cursor = ahead % in;         \
+        const TYPE *next = w + ahead / in * stride;                                                           \
         size_t r = 0;                                                                                         \
-        for (; r + ROWS <= rows; r += ROWS)                                                                   \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, r == 0);               \
-        if (r + 2 <= rows) {                                                                                  \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, r == 0);                  \
-            r += 2;                                                                                           \
-        }                                                                                                     \
-        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, r == 0);        \
+        for (; r + ROWS <= rows; r += ROWS, next = NULL)                                                      \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, next, cursor);         \
+        for (; r + 2 <= rows; r += 2, next = NULL)                                                            \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, next, cursor);            \
+        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, next, cursor);  \
     }                                                                                                         \
     CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
                                      size_t in, size_t stride, size_t out)                                    \
     {                                                                                                         \
         size_t o = 0;                                                                                         \
-        for (; o + OUTS <= out; o += OUTS)                                                                    \
+        for (; rows > 2 && o + OUTS <= out; o += OUTS)                                                        \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
         for (; o < out; o++)                                                                                  \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
@@ -194,11 +170,38 @@ static PyObject *rms_norm(PyObject *Py_UNUSED(module), PyObject *const *args, Py
     Py_RETURN_NONE;
 }
 
+/* The numbers are those of `Attention`, in its order, after five addresses and before the scale. */
+static PyObject *attention(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t v[23];
+    if (nargs != 24) return PyErr_Format(PyExc_TypeError, "attention: 24 arguments expected, %zd given", nargs);
+    if (read_sizes("attention", args, 23, v) < 0) return NULL;
+    Attention is;
+    memcpy(&is, v + 5, 17 * sizeof(size_t));
+    is.scale = (float)PyFloat_AsDouble(args[23]);
+    if (PyErr_Occurred()) return NULL;
+    float *work = malloc(attention_work_bytes(&is));
+    if (!work) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    if (v[22] == F32)
+        attention_f32(&is, (const float *)v[0], (const float *)v[1], (const float *)v[2], (const char *)v[3],
+                      (float *)v[4], work);
+    else
+        attention_bf16(&is, (const uint16_t *)v[0], (const uint16_t *)v[1], (const uint16_t *)v[2],
+                       (const char *)v[3], (uint16_t *)v[4], work);
+    Py_END_ALLOW_THREADS
+    free(work);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL,
      "linear(x, weight, bias, out, rows, in_features, weight_stride, out_features, kind)"},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL,
      "rms_norm(x, weight, out, rows, width, kind, epsilon)"},
+    {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL,
+     "attention(q, k, v, mask, out, batch, heads, kv_heads, tokens, width, value_width, q_batch, q_head, k_batch, k_head,\n"
+     "          k_token, v_batch, v_head, v_token, mask_batch, mask_head, mask_kind, kind, scale)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,3 +11,12 @@ def linear(
     /,
 ) -> None: ...
 def rms_norm(x: int, weight: int, out: int, rows: int, width: int, kind: int, epsilon: float, /) -> None: ...
+def attention(
+    q: int,
+    k: int,
+    v: int,
+    mask: int,
+    out: int,
+    /,
+    *sizes_and_scale: float,
+) -> None: ...

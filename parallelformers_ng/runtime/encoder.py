@@ -216,7 +216,7 @@ class Encoder:
         except NotPortableError:
             raise
         except Exception as error:  # reducers are foreign code and raise anything
-            place, culprit = self._blame(obj, error)
+            place, culprit = self._blame(obj)
             raise NotPortableError(
                 f"{place} (a {type(culprit).__module__}.{type(culprit).__qualname__}) cannot be sent to the workers by "
                 f"value: {error}; leave out what cannot be pickled, or create it inside the worker"
@@ -224,7 +224,7 @@ class Encoder:
         data = buffer.getvalue()
         return ["p", self._sign("pickle", data).hex(), self._bytes(data)]
 
-    def _blame(self, obj: Any, error: Exception) -> tuple[str, Any]:
+    def _blame(self, obj: Any) -> tuple[str, Any]:
         """Follow an object that cannot be pickled down to the innermost part that cannot."""
         from parallelformers_ng.runtime.by_value import ReferencePickler
 

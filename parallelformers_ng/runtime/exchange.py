@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import select
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
+from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Encoded
 from parallelformers_ng.runtime.frames import Flag, Frame, Kind, Packed, pack
 from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.transport import wait
 
 OnEvent = Callable[[Any], object]
 
 _ANSWERS = frozenset({Kind.RESULT, Kind.DONE, Kind.ERROR})
-_LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
 
 
 class WorkerGoneError(GroupError):
@@ -173,11 +172,7 @@ class Exchange:
         ahead = [worker.rank for worker in self._processes.workers if worker.channel.has_more]
         if ahead:
             return ahead
-        rest = deadline - time.monotonic()
-        if rest <= 0:
-            raise RequestTimeoutError("the deadline passed")
-        poll = self._rest if 0 in self._answers else self._first
-        fds = [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
+        fds = wait(self._rest if 0 in self._answers else self._first, deadline, "the deadline passed")
         for fd in fds:
             if fd in self._pidfds:
                 raise WorkerGoneError(self._rank_of[fd])

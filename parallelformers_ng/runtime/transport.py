@@ -119,7 +119,7 @@ class Channel:
             except BlockingIOError:
                 writable = select.poll()
                 writable.register(self.connection, select.POLLOUT)
-                _wait(writable, deadline, "read a message")
+                wait(writable, deadline, "the process at the other end did not read a message before the deadline")
             except OSError as error:
                 raise ChannelClosedError(f"a message could not be sent: {error.strerror}") from error
             else:
@@ -196,7 +196,7 @@ class Channel:
             try:
                 count = self.connection.recv_into(rest)
             except BlockingIOError:
-                _wait(self._readable, deadline, "answer")
+                wait(self._readable, deadline, "the process at the other end did not answer before the deadline")
                 continue
             except OSError as error:
                 raise _closed(error) from error
@@ -214,7 +214,7 @@ class Channel:
                 count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
                 break
             except BlockingIOError:
-                _wait(self._readable, deadline, "answer")
+                wait(self._readable, deadline, "the process at the other end did not answer before the deadline")
             except OSError as error:
                 raise _closed(error) from error
         for level, kind, data in rights:
@@ -241,8 +241,17 @@ def _closed(error: OSError) -> ChannelClosedError:
     return ChannelClosedError(f"a message could not be received: {error.strerror}")
 
 
-def _wait(poll: select.poll, deadline: float, what: str) -> None:
+def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
+    """Wait for what a poll watches. Returns the descriptors that are ready; none after an hour without any.
+
+    Args:
+        deadline: on the clock of `time.monotonic`, in seconds.
+        late: what the error says.
+
+    Raises:
+        RequestTimeoutError: the deadline had passed already.
+    """
     rest = deadline - time.monotonic()
     if rest <= 0:
-        raise RequestTimeoutError(f"the process at the other end did not {what} before the deadline")
-    poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)
+        raise RequestTimeoutError(late)
+    return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]

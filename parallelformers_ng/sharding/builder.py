@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -22,6 +21,7 @@ from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
+from parallelformers_ng.sharding.structure import dotted, uses
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 _CUTTABLE = (nn.Linear, Conv1D, nn.Embedding)
@@ -63,12 +63,12 @@ class _Builder:
         unmatched = set(policy.plan)
         for path, block in blocks:
             self._check_requirements(policy, path, block)
-            heads = self._head_shares(policy, path, block)
+            heads = self._head_shares(policy, path)
             for rule_path, rule in policy.plan.items():
                 above = getattr(rule, "heads", None)
                 above = _nearest(rule_path, heads) if above is None else above
-                self.draft.counter = self.draft.modules.get(_join(path, above))
-                for target in self._targets(_join(path, rule_path)):
+                self.draft.counter = self.draft.modules.get(dotted(path, above))
+                for target in self._targets(dotted(path, rule_path)):
                     self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
                     if apply_rule(self.draft, rule, target, heads.get(above, [])):
                         unmatched.discard(rule_path)
@@ -88,15 +88,15 @@ class _Builder:
             value = attrgetter(name)(block)
             if value != wanted:
                 raise PolicyError(
-                    f"{policy.__name__}: {_join(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
+                    f"{policy.__name__}: {dotted(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
                 )
 
-    def _head_shares(self, policy: type[Policy], path: str, block: nn.Module) -> dict[str, list[HeadShare]]:
+    def _head_shares(self, policy: type[Policy], path: str) -> dict[str, list[HeadShare]]:
         shares = {}
         for rule_path, rule in policy.plan.items():
-            if not isinstance(rule, Heads) or (module := self.draft.modules.get(_join(path, rule_path))) is None:
+            if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
                 continue
-            self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {_join(path, rule_path)}"
+            self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {dotted(path, rule_path)}"
             shares[rule_path] = share_heads(*count_heads(self.draft, rule, module), self.world_size)
         return shares
 
@@ -110,12 +110,12 @@ class _Builder:
         """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather; one
         whose weight the forward reads itself, by rows."""
         total = sum(m.weight.numel() for m in self.draft.modules.values() if isinstance(m, _CUTTABLE))
-        uses = Counter(id(p) for m in self.draft.modules.values() for p in m._parameters.values())
+        used = uses(self.model)
         for path, module in self.draft.modules.items():
             if not isinstance(module, nn.Embedding) or f"{path}.weight" in self.draft.cuts:
                 continue
             large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
-            if large and uses[id(module.weight)] == 1 and module.max_norm is None:
+            if large and used[id(module.weight)] == 1 and module.max_norm is None:
                 self.draft.who = f"table on {path}"
                 self.draft.counter = None
                 called = is_only_called(self.model, path)
@@ -128,11 +128,11 @@ class _Builder:
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
         cuttable = set(self.draft.experts)
         for path, module in self.draft.modules.items():
-            cuttable |= {_join(path, name) for name in stacked_experts(module)}
+            cuttable |= {dotted(path, name) for name in stacked_experts(module)}
             owned = [(name, p, False) for name, p in module._parameters.items() if p is not None]
             owned += [(name, b, True) for name, b in module._buffers.items() if b is not None]
             for short, tensor, is_buffer in owned:
-                name = _join(path, short)
+                name = dotted(path, short)
                 shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
                 storage = holders.setdefault((id(tensor), shards), name)
                 persistent = short not in module._non_persistent_buffers_set
@@ -150,10 +150,6 @@ class _Builder:
             source=selection.source,
             cuttable=frozenset(cuttable),
         )
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:

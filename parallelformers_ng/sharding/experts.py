@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from parallelformers_ng.errors import PolicyError
@@ -16,6 +18,13 @@ def stacked_experts(module: nn.Module) -> set[str]:
     names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
     stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
     return set(names) if stacked else set()
+
+
+def has_experts_interface(module: nn.Module) -> bool:
+    """Whether a module stacks experts and has the forward of transformers' experts interface."""
+    if not stacked_experts(module):
+        return False
+    return {"hidden_states", "top_k_index", "top_k_weights"} <= set(inspect.signature(module.forward).parameters)
 
 
 def cut_experts(draft: Draft, rule: Experts, path: str, module: nn.Module) -> None:

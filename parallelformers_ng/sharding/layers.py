@@ -38,21 +38,18 @@ class ParallelLayer(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
 
-class RowParallel(ParallelLayer):
-    """Computes a partial product from this rank's inputs and sums it over the ranks: z = Σᵣ yᵣ Bᵣ + b.
-
-    Rank 0 holds b and the others zeros, so it is added once.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
-
-
 class Reduced(ParallelLayer):
     """Sums what a module with cut parameters gives: its output, or the first item of a tuple of outputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
+
+
+class RowParallel(Reduced):
+    """Computes a partial product from this rank's inputs and sums it over the ranks: z = Σᵣ yᵣ Bᵣ + b.
+
+    Rank 0 holds b and the others zeros, so it is added once.
+    """
 
 
 class GatheredColumnParallel(ParallelLayer):

@@ -6,7 +6,6 @@ whole, whatever surrounds them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.experts import has_experts_interface
+from parallelformers_ng.sharding.structure import uses
 
 _ROWS = 6
 
@@ -28,24 +29,13 @@ def lone_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tupl
         seed: of the random inputs.
     """
     generator = torch.Generator().manual_seed(seed)
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    used = uses(model)
     for path, module in model.named_modules():
-        if path in reached or any(uses[id(p)] > 1 for p in module._parameters.values() if p is not None):
+        if path in reached or any(used[id(p)] > 1 for p in module._parameters.values() if p is not None):
             continue
         inputs = _inputs(module, generator)
         if inputs is not None and is_only_called(model, path):
             yield path, inputs
-
-
-def is_stacked_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as 3-D parameters, with the forward of transformers' experts interface."""
-    names = {name for name, p in module._parameters.items() if p is not None and p.ndim == 3}
-    if "down_proj" not in names or not names & {"gate_up_proj", "up_proj"}:
-        return False
-    return {"hidden_states", "top_k_index", "top_k_weights"} <= set(inspect.signature(module.forward).parameters)
 
 
 def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
@@ -56,7 +46,7 @@ def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
         return {"x": _randn(_ROWS, module.nx, module.weight, generator)}
     if type(module) is nn.Embedding and module.max_norm is None:
         return {"input": torch.randint(0, module.num_embeddings, (_ROWS,), generator=generator)}
-    if is_stacked_experts(module):
+    if has_experts_interface(module):
         down = module.down_proj
         width = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
         return {

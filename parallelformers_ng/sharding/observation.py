@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.sharding.lone_layers import lone_layers
 from parallelformers_ng.sharding.probe import candidates
-from parallelformers_ng.sharding.structure import Trace
+from parallelformers_ng.sharding.structure import Trace, dotted
 from parallelformers_ng.sharding.twin import Probe, Twin, equal, run, spare
 
 _SECONDS = 4.0
@@ -100,11 +100,10 @@ class _Observer:
             return "its forward draws random numbers: two runs differ"
         with contextlib.suppress(RuntimeError, AssertionError):  # no gradient through it: what counts stays unknown
             _differentiate(part, path, floats, self.twin.gradients)
-        prefix = f"{path}." if path else ""
         calls = self.twin.calls
         start = len(calls)
         for name, order in trace.calls.items():
-            calls.setdefault(f"{prefix}{name}" if name else path, start + order)
+            calls.setdefault(dotted(path, name), start + order)
         self.twin.probes.append(Probe(path, inputs, [o.detach().clone() for o in outputs]))
         return ""
 
@@ -127,5 +126,5 @@ def _differentiate(
         if gradient is not None:
             seen = gradient.nan_to_num(1.0, 1.0, 1.0).abs()
             if bool(seen.any()):
-                full = f"{path}.{name}" if path else name
+                full = dotted(path, name)
                 gradients[full] = seen + gradients.get(full, torch.zeros(()))

@@ -11,7 +11,8 @@ a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.0805
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 Unit = Literal["", "query", "key", "column"]
@@ -247,7 +248,8 @@ class Policy:
             in every block of the model where it exists and must match in at least one.
         optional: paths (each with all that lies beneath) that a configuration may leave out, e.g. cross-attention.
         holds: paths of layers without which a module of that name is another block, as in an earlier release of
-            transformers; the policy then leaves it alone. Policies for several layouts of one block hold different ones.
+            transformers; the policy then leaves it alone. Policies for several layouts of one
+            block hold different ones.
         requires: attribute path beneath the block → the value for which the plan is right, for settings that change how
             the forward computes. A model with another value is refused.
     """
@@ -261,3 +263,20 @@ class Policy:
     @classmethod
     def blocks(cls) -> tuple[str, ...]:
         return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)
+
+
+def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
+    """A plan for blocks that hold a module under another name: what it says of `path`, and of all that lies beneath,
+    it says of `to`; "" is the block itself. The other rules stay."""
+
+    def place(name: str) -> str:
+        inner = name.removeprefix(f"{path}.")
+        if name != path and inner == name:
+            return name
+        return to if name == path else f"{to}.{inner}".removeprefix(".")
+
+    def counted(rule: Rule) -> Rule:
+        heads: str | None = getattr(rule, "heads", None)
+        return rule if heads is None else replace(rule, heads=place(heads))  # type: ignore[call-arg]
+
+    return {place(name): counted(rule) for name, rule in plan.items()}

@@ -12,7 +12,7 @@ from torch import nn
 from parallelformers_ng.sharding.policy import Column, Heads, Norm, Row, Rule, Slice, Unit
 from parallelformers_ng.sharding.proposal import Proposal
 from parallelformers_ng.sharding.settings import setting
-from parallelformers_ng.sharding.structure import Layer, Place
+from parallelformers_ng.sharding.structure import Layer, Place, dotted
 
 _QUERY = re.compile(
     r"^(q|query|queries|q_?b?_proj|query_proj|to_q|q_lin|wq|wq_b|q_linear|linear_q|fc_q|q_attn|q_up_proj)$"
@@ -53,7 +53,7 @@ class Attention:
 
     @classmethod
     def find(cls, name: str, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
-        own = {key: by_name[full] for key, _ in module.named_children() if (full := _join(name, key)) in by_name}
+        own = {key: by_name[full] for key, _ in module.named_children() if (full := dotted(name, key)) in by_name}
         query = [layer for key, layer in own.items() if _QUERY.match(key)]
         keys = [layer for key, layer in own.items() if _KEY.match(key) or _VALUE.match(key)]
         latent = [layer for key, layer in own.items() if _LATENT.match(key)]
@@ -160,17 +160,17 @@ class Attention:
             weight = getattr(child, "weight", None)
             if "Norm" in type(child).__name__ and weight is not None and weight.ndim == 1 and self.queries:
                 if weight.shape[0] == self.queries[0].outputs and heads > 1:
-                    rules[_join(above, key)] = (
+                    rules[dotted(above, key)] = (
                         Norm("query") if key.startswith("q") or key_heads == heads else Norm("key")
                     )
                 elif self.keys and weight.shape[0] == self.keys[0].outputs and key_heads > 1:
-                    rules[_join(above, key)] = Norm("key")
+                    rules[dotted(above, key)] = Norm("key")
         for key, tensor in self.module._parameters.items():
-            if tensor is None or _join(self.name, key) not in live:
+            if tensor is None or dotted(self.name, key) not in live:
                 continue
             for dim, size in enumerate(tensor.shape):
                 if size in (heads, self.out.inputs):
-                    rules[_join(above, key)] = Slice(dim)
+                    rules[dotted(above, key)] = Slice(dim)
                     break
         return rules
 
@@ -200,7 +200,3 @@ def _counts(module: nn.Module, names: Sequence[str], width: int) -> list[tuple[s
             if type(value) is int and value > 0 and width % value == 0:
                 found.append((prefix + name, value))
     return found[:2]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name

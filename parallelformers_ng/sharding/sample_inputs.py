@@ -78,7 +78,7 @@ class SampleInputs:
             )
             return self.randn(rows, LENGTH - 2, int(width))
         if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
-            return self.states(image, rows)
+            return self.states(rows)
         if name == "spatial_shapes":
             return torch.full((rows, 2), _SIDE)
         if name == "pixel_attention_mask" and "spatial_shapes" in self.names:
@@ -219,7 +219,7 @@ class SampleInputs:
             return self.randn(rows, int(bins), _FRAMES)
         return self.randn(rows, int(length), int(bins))
 
-    def states(self, image: str, rows: int) -> torch.Tensor:
+    def states(self, rows: int) -> torch.Tensor:
         if "grid_thw" in self.names:
             return self.pixels("flat", rows)
         width = self.find("hidden_size", "d_model", "n_embd", default=32)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.inference import propose
-from parallelformers_ng.sharding.lone_layers import is_stacked_experts
 from parallelformers_ng.sharding.native import native_proposals
 from parallelformers_ng.sharding.policy import Column, Experts, Rule
 from parallelformers_ng.sharding.proposal import Proposal, policies_of
@@ -84,7 +84,7 @@ class Search:
                 continue
             if (place.block, place.path) in taken or any(name == c or name.startswith(c + ".") for c in covered):
                 continue
-            experts = is_stacked_experts(self.model.get_submodule(name))
+            experts = has_experts_interface(self.model.get_submodule(name))
             rule: Rule = Experts() if experts else Column("column", gather=True)
             single = Proposal(place.block, "experts" if experts else "gathered", ({place.path: rule},))
             found[place.block, place.path] = (single, single.variants[0])

@@ -27,6 +27,14 @@ def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def parts_of(config: Any) -> Iterator[Any]:
+    """The configuration and all those inside it, however deep."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from parts_of(value)
+
+
 def _stored_name(config: Any, name: str) -> str:
     names = getattr(type(config), "attribute_map", None) or {}
     return str(names.get(name, name))

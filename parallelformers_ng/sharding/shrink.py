@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from parallelformers_ng.sharding.settings import own_settings, put, setting
+from parallelformers_ng.sharding.settings import own_settings, parts_of, put, setting
 from parallelformers_ng.sharding.shrink_layers import shrink_layers
 
 _WIDTH = re.compile(
@@ -67,7 +66,7 @@ class Shrinking:
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
     """A small copy of `config`; one that is small already comes back as it is."""
     small = copy.deepcopy(config)
-    parts = list(_parts(small))
+    parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
     fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
     ids: dict[int, int] = {}
@@ -101,14 +100,6 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
         for part in parts:
             _shrink_vocabulary(part, ids)
     return small
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    """The configuration and all those inside it."""
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)
 
 
 def _is_width(name: str, value: Any, mains: set[Any]) -> bool:

@@ -3,6 +3,7 @@ weights its outputs depend on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,11 @@ class Layer:
     is_embedding: bool = False
 
 
+def dotted(path: str, name: str) -> str:
+    """A name beneath a path; either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def places(model: nn.Module) -> dict[str, Place]:
     """Where every module is: in its innermost repeated block, else in its innermost `PreTrainedModel`."""
     found: dict[str, Place] = {}
@@ -54,7 +60,7 @@ def places(model: nn.Module) -> dict[str, Place]:
         found[name] = Place(block, path)
         repeats = isinstance(module, nn.ModuleList)
         for key, child in module.named_children():
-            inner = f"{name}.{key}" if name else key
+            inner = dotted(name, key)
             own = repeats and not type(child).__module__.startswith("torch.") and any(True for _ in child.children())
             if own or isinstance(child, PreTrainedModel):
                 visit(child, inner, type(child).__name__, inner)
@@ -63,6 +69,11 @@ def places(model: nn.Module) -> dict[str, Place]:
 
     visit(model, "", type(model).__name__, "")
     return found
+
+
+def uses(model: nn.Module) -> Counter[int]:
+    """In how many places each parameter of a model stands, by its `id`."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values())
 
 
 class Trace:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.observation import observe, observe_lone_layers
-from parallelformers_ng.sharding.settings import setting
+from parallelformers_ng.sharding.settings import parts_of, setting
 from parallelformers_ng.sharding.shrink import Shrinking, shrink
 from parallelformers_ng.sharding.twin import Twin
 from parallelformers_ng.sharding.twin_making import build_tiny
@@ -64,7 +63,7 @@ def _variations(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def _vary_heads(config: PreTrainedConfig) -> bool:
     """Six query heads, on three key/value heads where they were shared; widths that follow go along everywhere."""
-    parts = list(_parts(config))
+    parts = list(parts_of(config))
     widths: dict[int, int] = {}
     changed = False
     for part in parts:
@@ -94,7 +93,7 @@ def _vary_heads(config: PreTrainedConfig) -> bool:
 def _vary_inner(config: PreTrainedConfig) -> bool:
     """A width between the layers of an MLP that divides by two alone."""
     changed = False
-    for part in _parts(config):
+    for part in parts_of(config):
         for name, value in list(vars(part).items()):
             if _INNER.search(name) and type(value) is int and value > _INNER_WIDTH:
                 part.__dict__[name] = _INNER_WIDTH
@@ -105,7 +104,7 @@ def _vary_inner(config: PreTrainedConfig) -> bool:
 def _vary_counts(config: PreTrainedConfig) -> bool:
     """Three layers where nothing says what each is, and another vocabulary."""
     changed = False
-    for part in _parts(config):
+    for part in parts_of(config):
         lists = [v for v in vars(part).values() if isinstance(v, (list, tuple))]
         for name, value in list(vars(part).items()):
             if re.search(r"(^|_)(num_hidden_layers|n_layer|num_layers|(en|de)coder_layers)$", name) and value == 2:
@@ -116,10 +115,3 @@ def _vary_counts(config: PreTrainedConfig) -> bool:
                 part.__dict__[name] = _VOCABULARY
                 changed = True
     return changed
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)

@@ -1,0 +1,93 @@
+"""Key/value caches that grow in place: a step writes its tokens behind those that are held, where transformers copies
+all of them into a longer tensor, layer by layer and token by token."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+LEAST_SPARE_TOKENS = 128
+
+
+class _Grown(NamedTuple):
+    """What a layer made last. It may write behind these tensors, and only it: one that was cropped, reordered, copied
+    or shared is another object or another layer's, and is copied once more.
+
+    Attributes:
+        owner: id of the layer.
+        keys, values: `[…, tokens, width]`, weakly held.
+        room: tokens that their memory has room for.
+    """
+
+    owner: int
+    keys: weakref.ref[Tensor]
+    values: weakref.ref[Tensor]
+    room: int
+
+
+def grow_in_place() -> None:
+    """From now on every `DynamicLayer` of this process appends in place. Idempotent."""
+    if not hasattr(DynamicLayer.update, "__wrapped__"):
+        DynamicLayer.update = _growing(DynamicLayer.update)
+
+
+def _growing(concatenate: Any) -> Any:
+    @functools.wraps(concatenate)
+    def update(
+        layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+            return concatenate(layer, key_states, value_states, *args, **kwargs)
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+        keys, values = layer.keys, layer.values
+        if not (_follows(keys, key_states) and _follows(values, value_states)):
+            return concatenate(layer, key_states, value_states, *args, **kwargs)
+        length = keys.shape[-2] if keys.numel() else 0
+        end = length + key_states.shape[-2]
+        grown: _Grown | None = getattr(layer, "_grown", None)
+        if (
+            grown is None
+            or grown.owner != id(layer)
+            or grown.keys() is not keys
+            or grown.values() is not values
+            or end > grown.room
+        ):
+            room = end + max(end // 4, LEAST_SPARE_TOKENS)
+            keys, values = _moved(keys, key_states, room), _moved(values, value_states, room)
+        else:
+            room = grown.room
+        layer.keys = _appended(keys, key_states, length, end)
+        layer.values = _appended(values, value_states, length, end)
+        layer._grown = _Grown(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)
+        return layer.keys, layer.values
+
+    return update
+
+
+def _follows(held: Tensor, new: Tensor) -> bool:
+    """Whether both go into one tensor as they are. If not, `torch.cat` promotes them, or says what is wrong."""
+    if held.dtype is not new.dtype:
+        return False
+    mine, its = held.shape, new.shape
+    return mine == (0,) or (mine[-1] == its[-1] and mine[:-2] == its[:-2])
+
+
+def _moved(held: Tensor, new: Tensor, room: int) -> Tensor:
+    """`held` in memory with room for so many tokens."""
+    *lead, _, width = new.shape
+    roomy = new.new_empty((*lead, room, width))
+    return roomy.narrow(-2, 0, held.shape[-2]).copy_(held) if held.numel() else roomy
+
+
+def _appended(held: Tensor, new: Tensor, length: int, end: int) -> Tensor:
+    """`held`, whose memory reaches further than its `length` tokens, with `new` behind them, up to `end`."""
+    *lead, _, width = new.shape
+    grown = held.as_strided((*lead, end, width), held.stride())
+    grown.narrow(-2, length, end - length).copy_(new)
+    return grown

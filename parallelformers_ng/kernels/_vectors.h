@@ -1,0 +1,44 @@
+/* Vectors of 16 numbers, computed in fp32, on whatever the processor has for them. */
+
+#ifndef PARALLELFORMERS_NG_VECTORS_H
+#define PARALLELFORMERS_NG_VECTORS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../collectives/_floats.h"
+
+/* The loader picks a copy by what the processor can do; `arch=` names would ask for that very model. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
+enum { LANES = 16 };
+
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+/* `where` is any address: the compiler turns the copy into an unaligned load. */
+#define LOAD_F32(target, where) memcpy(&(target), (where), sizeof(Floats))
+#define LOAD_BF16(target, where)                                       \
+    do {                                                               \
+        Halves halves_;                                                \
+        memcpy(&halves_, (where), sizeof halves_);                     \
+        Words words_ = __builtin_convertvector(halves_, Words) << 16;  \
+        memcpy(&(target), &words_, sizeof words_);                     \
+    } while (0)
+
+INLINE float sum_lanes(const Floats *sum)
+{
+    float part[LANES];
+    memcpy(part, sum, sizeof part);
+    for (size_t half = LANES / 2; half; half /= 2)
+        for (size_t lane = 0; lane < half; lane++) part[lane] += part[lane + half];
+    return part[0];
+}
+
+#endif

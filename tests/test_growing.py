@@ -1,0 +1,117 @@
+"""Caches that grow in place hold what transformers' own hold, whatever is done to them between two steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from parallelformers_ng.generation.growing import LEAST_SPARE_TOKENS, grow_in_place
+
+CONCATENATE = DynamicLayer.update
+
+
+@pytest.fixture
+def grow() -> Iterator[Callable[..., object]]:
+    """The update that grows in place; it is taken back afterwards."""
+    grow_in_place()
+    grow_in_place()
+    assert DynamicLayer.update.__wrapped__ is CONCATENATE
+    yield DynamicLayer.update
+    DynamicLayer.update = CONCATENATE
+
+
+class Pair:
+    """The same done to a layer that grows in place and to one that concatenates."""
+
+    def __init__(self, grow: Callable[..., object]) -> None:
+        self.layers = (DynamicLayer(), DynamicLayer())
+        self.updates = (grow, CONCATENATE)
+
+    def append(self, tokens: int, batch: int = 2) -> None:
+        keys, values = torch.randn(batch, 3, tokens, 8), torch.randn(batch, 3, tokens, 5)
+        for layer, update in zip(self.layers, self.updates, strict=True):
+            given = update(layer, keys, values)
+            assert given[0] is layer.keys
+            assert given[1] is layer.values
+        self.check()
+
+    def check(self) -> None:
+        grown, wanted = self.layers
+        torch.testing.assert_close(grown.keys, wanted.keys, rtol=0, atol=0)
+        torch.testing.assert_close(grown.values, wanted.values, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def test_it_holds_what_concatenation_holds(grow: Callable[..., object]) -> None:
+    pair = Pair(grow)
+    pair.append(7)
+    for _ in range(3 * LEAST_SPARE_TOKENS):
+        pair.append(1)
+    pair.append(5)
+    for layer in pair.layers:
+        layer.crop(-4)
+    pair.append(2)
+    for layer in pair.layers:
+        layer.reorder_cache(torch.tensor([1, 1]))
+    pair.append(1)
+    for layer in pair.layers:
+        layer.batch_repeat_interleave(2)
+    pair.append(1, batch=4)
+    for layer in pair.layers:
+        layer.batch_select_indices(torch.tensor([2, 0]))
+    pair.append(1)
+
+
+@torch.inference_mode()
+def test_a_step_writes_where_there_is_room(grow: Callable[..., object]) -> None:
+    pair = Pair(grow)
+    pair.append(7)
+    places = set()
+    for _ in range(LEAST_SPARE_TOKENS):
+        pair.append(1)
+        places.add(pair.layers[0].keys.data_ptr())
+    assert len(places) == 1
+    pair.append(1)
+    assert pair.layers[0].keys.data_ptr() not in places
+
+
+@torch.inference_mode()
+def test_nothing_that_others_hold_is_written_over(grow: Callable[..., object]) -> None:
+    """A crop, a copy, a shallow copy and a layer that took the tensors over: each goes on from the same tokens."""
+    pair = Pair(grow)
+    pair.append(7)
+    pair.append(1)
+    first, kept = pair.layers[0], pair.layers[0].keys
+    before = kept.clone()
+    deep, shallow, taken = copy.deepcopy(first), copy.copy(first), DynamicLayer()
+    taken.keys, taken.values, taken.is_initialized = first.keys, first.values, True
+    taken.dtype, taken.device = first.dtype, first.device
+    seen = []
+    for layer in (first, deep, shallow, taken):
+        keys, values = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 5)
+        grow(layer, keys, values)
+        seen.append((layer, torch.cat([before, keys], dim=-2)))
+    for layer, wanted in seen:
+        torch.testing.assert_close(layer.keys, wanted, rtol=0, atol=0)
+    first.crop(-2)
+    grow(first, torch.zeros(2, 3, 1, 8), torch.zeros(2, 3, 1, 5))
+    torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+
+def test_what_does_not_fit_goes_the_old_way(grow: Callable[..., object]) -> None:
+    layer = DynamicLayer()
+    with torch.inference_mode():
+        grow(layer, torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+        grow(layer, torch.ones(1, 2, 1, 4, dtype=torch.float64), torch.ones(1, 2, 1, 4, dtype=torch.float64))
+        assert layer.keys.dtype is torch.float64
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            grow(layer, torch.ones(2, 2, 1, 4).double(), torch.ones(2, 2, 1, 4).double())
+    keys = torch.ones(1, 2, 3, 4, requires_grad=True)
+    learning = DynamicLayer()
+    grow(learning, keys, keys)
+    grow(learning, keys, keys)
+    assert learning.keys.requires_grad
