@@ -1,5 +1,6 @@
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.policies.vit import ViTPolicy
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class Dinov2Policy(ViTPolicy):
@@ -9,3 +10,22 @@ class Dinov2Policy(ViTPolicy):
     plan = {**ViTPolicy.plan, **MLP}
     optional = ("mlp",)
     holds = ("attention.q_proj",)
+
+
+class Dinov2EarlierPolicy(Policy):
+    """The same layer as transformers had it up to 5.17: other names, and gate and up of the giant model in one."""
+
+    block = Dinov2Policy.block
+    plan = {
+        "attention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
+        "attention.attention.query": Column(),
+        "attention.attention.key": Column(),
+        "attention.attention.value": Column(),
+        "attention.output.dense": Row(heads="attention.attention"),
+        "mlp.fc1": Column(),
+        "mlp.fc2": Row(),
+        "mlp.weights_in": Column(fused=2),
+        "mlp.weights_out": Row(),
+    }
+    optional = ("mlp",)
+    holds = ("attention.attention.query",)

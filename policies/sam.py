@@ -1,10 +1,12 @@
+from typing import ClassVar
+
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class SamVisionPolicy(Policy):
     """The layer of the vision tower; relative positions are the same for all heads."""
 
-    block = ("SamVisionLayer", "SamHQVisionLayer")
+    block: ClassVar[str | tuple[str, ...]] = ("SamVisionLayer", "SamHQVisionLayer")
     plan = {
         "attn": Heads("num_attention_heads"),
         "attn.qkv": Column(fused=3),
@@ -28,7 +30,7 @@ class SamDecoderAttentionPolicy(Policy):
 class SamMLPPolicy(Policy):
     """The MLP of both."""
 
-    block = ("SamMLPBlock", "SamHQMLPBlock")
+    block: ClassVar[str | tuple[str, ...]] = ("SamMLPBlock", "SamHQMLPBlock")
     plan = {"lin1": Column(), "lin2": Row()}
 
 

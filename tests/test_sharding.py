@@ -45,6 +45,8 @@ def test_every_rank_gives_what_the_whole_model_gives(case: Case, world_size: int
 @pytest.mark.parametrize("world_size", [3])
 @pytest.mark.parametrize("case", [case for case in ALL if case.generates], ids=lambda case: case.name)
 def test_every_rank_generates_what_the_whole_model_generates(case: Case, world_size: int) -> None:
+    if case.at_odds:
+        pytest.skip(case.at_odds)
     model = case.make()
     inputs = {name: value for name, value in case.inputs().items() if not name.startswith("decoder_")}
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}

@@ -121,3 +121,27 @@ def test_a_state_space_mixer_shrinks_with_its_heads() -> None:
     small = shrink(config)
     assert small.mamba_n_heads * small.mamba_d_head == small.mamba_expand * small.hidden_size
     assert small.mamba_chunk_size == 4
+
+
+class Remembering(tf.LlamaForCausalLM):
+    """As multimodal models do, keeps an offset from when it generated, and gives it from then on."""
+
+    offset: torch.Tensor | None = None
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        self.offset = torch.ones(2)
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    def forward(self, input_ids=None, **kwargs):
+        outputs = super().forward(input_ids, **kwargs)
+        if self.offset is not None:
+            outputs["offset"] = self.offset
+        return outputs
+
+
+def test_what_generating_leaves_on_a_twin_does_not_get_into_its_cut_copies() -> None:
+    twin = make_twin(Remembering, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
+    trials = Trials(twin, select(twin.model), 2)
+    assert trials.prompt() is not None, trials.last
+    assert twin.model.offset is None
+    assert trials.hold([], True), trials.last

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.sharding.lone_layers import lone_layers
 from parallelformers_ng.sharding.probe import candidates
 from parallelformers_ng.sharding.structure import Trace, dotted
-from parallelformers_ng.sharding.twin import Probe, Twin, equal, run
+from parallelformers_ng.sharding.twin import Probe, Twin, equal, run, spare
 
 _SECONDS = 4.0
 """Processor time after which only the first inputs are tried on each part."""
@@ -42,7 +42,7 @@ class _Observer:
         self.twin = twin or Twin(model, [], {}, {})
         self.seed = seed
         self.end = time.thread_time() + _SECONDS
-        self.copy: Any = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        self.copy = spare(model)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())  # frozen ones count as well
 

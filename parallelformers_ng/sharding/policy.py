@@ -248,7 +248,8 @@ class Policy:
             in every block of the model where it exists and must match in at least one.
         optional: paths (each with all that lies beneath) that a configuration may leave out, e.g. cross-attention.
         holds: paths of layers without which a module of that name is another block, as in an earlier release of
-            transformers; the policy then leaves it alone.
+            transformers; the policy then leaves it alone. Policies for several layouts of one
+            block hold different ones.
         requires: attribute path beneath the block → the value for which the plan is right, for settings that change how
             the forward computes. A model with another value is refused.
     """

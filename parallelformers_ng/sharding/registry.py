@@ -66,19 +66,22 @@ def written_policies() -> tuple[type[Policy], ...]:
     """All policies of `parallelformers_ng.policies`, in the order of their files.
 
     Raises:
-        PolicyError: two of them claim one block.
+        PolicyError: two of them claim one block, unless each says by other layers which of its layouts it is for.
     """
     package = importlib.import_module("parallelformers_ng.policies")
-    found: dict[str, type[Policy]] = {}
+    found: dict[str, list[type[Policy]]] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for value in vars(module).values():
             if not (isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module.__name__):
                 continue
             for block in value.blocks():
-                if found.setdefault(block, value) is not value:
-                    raise PolicyError(f"{value.__name__} and {found[block].__name__} both claim block {block!r}")
-    return tuple(dict.fromkeys(found.values()))
+                others = found.setdefault(block, [])
+                for other in others:
+                    if not (value.holds and other.holds) or set(value.holds) == set(other.holds):
+                        raise PolicyError(f"{value.__name__} and {other.__name__} both claim block {block!r}")
+                others.append(value)
+    return tuple(dict.fromkeys(policy for policies in found.values() for policy in policies))
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:

@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.proposal import Proposal, policies_of
 from parallelformers_ng.sharding.selection import Selection
 from parallelformers_ng.sharding.structure import tensors
-from parallelformers_ng.sharding.twin import Probe, Twin, equal, lengths, run
+from parallelformers_ng.sharding.twin import Probe, Twin, equal, lengths, run, spare
 
 Choice = tuple[Proposal, dict[str, Rule]]
 """A proposal and the variant of its rules that is tried."""
@@ -75,7 +75,7 @@ class Trials:
         probe = self.twin.probes[0]
         inputs = {name: value for name, value in probe.inputs.items() if not name.startswith("decoder_")}
         try:
-            return inputs, _generate(self.twin.model, inputs)
+            return inputs, _generate(spare(self.twin.model), inputs)
         except Exception as error:  # its generation needs more than its forward does; the forward was compared
             self.last = _in_short(error)
             return None

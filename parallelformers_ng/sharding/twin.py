@@ -71,6 +71,12 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
     return list(tensors(model(**given)))
 
 
+def spare(model: Any) -> Any:
+    """A copy that shares the model's parameters. What running it leaves behind, such as the offsets between positions
+    and tokens that multimodal models keep from one call to the next, does not get into the model."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
 def lengths(model: Any, tokens: int) -> dict[str, int]:
     """Keyword arguments of `generate` for so many tokens, also for a decoder whose configuration names no start."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens}

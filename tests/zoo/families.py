@@ -8,6 +8,7 @@ from tests.zoo import (
     decoders,
     encoders,
     multimodal,
+    pictured,
     readers,
     recent,
     seq2seq,
@@ -19,6 +20,6 @@ from tests.zoo.case import Case
 CASES: list[Case] = [
     *decoders.CASES, *encoders.CASES, *classics.CASES, *seq2seq.CASES, *composites.CASES, *vision_audio.CASES,
 ]  # fmt: skip
-NEWER: list[Case] = [*recent.CASES, *state_space.CASES, *readers.CASES, *multimodal.CASES]
+NEWER: list[Case] = [*recent.CASES, *state_space.CASES, *readers.CASES, *multimodal.CASES, *pictured.CASES]
 """Those whose blocks came later; most share a layout with one of the others, so fewer tests run them."""
 ALL = [*CASES, *NEWER]

@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import select
 from parallelformers_ng.sharding.trials import telling
-from parallelformers_ng.sharding.twin import Twin, difference, run
+from parallelformers_ng.sharding.twin import Twin, difference, run, spare
 from parallelformers_ng.sharding.twin_making import make_twin
 from tests.zoo.catalogue import classes_of
 from tests.zoo.decoding import draws_of_each_thread, generate
@@ -110,7 +110,7 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
     if not twin.probes:
         verdict.status, verdict.reason = "skipped", f"no known inputs reach what is cut: {twin.untold[:300]}"
         return
-    wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, twin.model))
+    wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, spare(twin.model)))
     parts = ["layers" if p.path in twin.lone else "parts" if p.path else "forward" for p in twin.probes]
     compared = {*parts, *wanted.tokens}
     try:
@@ -149,6 +149,8 @@ def _answers(twin: Twin, plan: ShardPlan, communicator: Communicator, decodings:
 def _problem(twin: Twin, got: _Answers, wanted: _Answers) -> str:
     """The first difference, in words; "" where there is none."""
     for probe, mine, whole in zip(twin.probes, got.outputs, wanted.outputs, strict=True):
+        if len(mine) != len(whole):
+            return f"{probe.path or 'forward'}: {len(mine)} tensors instead of {len(whole)}"
         gap = max((difference(g, w) for g, w in zip(mine, whole, strict=True)), default=0.0)
         if gap > TOLERANCE:
             return f"{probe.path or 'forward'}: differs by {gap:.2g}"

@@ -21,11 +21,15 @@ def t5(heads: int = 6, gated: bool = False, tied: bool = True) -> PreTrainedMode
 
 
 def switch() -> PreTrainedModel:
-    """Every other layer has experts, of which each token takes one."""
+    """Every other layer has experts, of which each token takes one.
+
+    Both stacks are of one depth: transformers makes caches of as many layers as the encoder has, so that neither T5 nor
+    Switch generates, whole, where the decoder has more (12 unless told).
+    """
     config = tf.SwitchTransformersConfig(
-        vocab_size=VOCABULARY, d_model=40, d_kv=8, d_ff=74, num_layers=2, num_heads=6, num_experts=4,
-        expert_capacity=16, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=1,
+        vocab_size=VOCABULARY, d_model=40, d_kv=8, d_ff=74, num_layers=2, num_decoder_layers=2, num_heads=6,
+        num_experts=4, expert_capacity=16, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return build(tf.SwitchTransformersForConditionalGeneration, config, attention="eager")
 
@@ -47,7 +51,7 @@ def bart(
 CASES = [
     Case("t5", t5, seq2seq_inputs, generates=True),
     Case("t5-gated-untied", lambda: t5(gated=True, tied=False), seq2seq_inputs, generates=True),
-    Case("switch", switch, seq2seq_inputs),
+    Case("switch", switch, seq2seq_inputs, generates=True),
     Case("bart", bart, seq2seq_inputs, generates=True),
     Case("bart-untied", lambda: bart(tie_word_embeddings=False), seq2seq_inputs, generates=True),
     Case("bart-causal", lambda: bart("Bart", "ForCausalLM", is_encoder_decoder=False), text_inputs, generates=True),

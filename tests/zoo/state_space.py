@@ -61,8 +61,14 @@ def granite_hybrid(**options: Any) -> PreTrainedModel:
     )
 
 
+_AT_ODDS = (
+    {"falcon-h1-norms": "transformers 5.17 generates other tokens with a cache than without, or raises"}
+    if tf.__version__.startswith("5.17.")
+    else {}
+)
+
 CASES = [
-    Case(name, make, text_inputs, generates=True)
+    Case(name, make, text_inputs, generates=True, at_odds=_AT_ODDS.get(name, ""))
     for name, make in {
         "mamba": lambda: recurrent("Mamba", state_size=8),
         "falcon-mamba": lambda: recurrent("FalconMamba", state_size=8),

@@ -1,0 +1,28 @@
+from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy
+from parallelformers_ng.policies.llama import LlamaPolicy
+from parallelformers_ng.policies.sam import SamMLPPolicy, SamVisionPolicy
+
+
+class DeepseekOcr2Policy(LlamaPolicy):
+    """Llama's layer in the encoder of queries beside patches, and in the decoder, where most have experts."""
+
+    block = ("DeepseekOcr2VisionEncoderLayer", "DeepseekOcr2TextDecoderLayer")
+    optional = ("mlp",)
+
+
+class DeepseekOcr2MoEPolicy(DeepseekV2MoEPolicy):
+    """DeepSeek-V2's experts under another name."""
+
+    block = "DeepseekOcr2TextMoe"
+
+
+class DeepseekOcr2SamPolicy(SamVisionPolicy):
+    """SAM's layer, which sees the image first."""
+
+    block = "DeepseekOcr2SamVisionLayer"
+
+
+class DeepseekOcr2SamMLPPolicy(SamMLPPolicy):
+    """SAM's MLP."""
+
+    block = "DeepseekOcr2SamMLPBlock"
