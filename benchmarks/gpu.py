@@ -1,4 +1,5 @@
-"""Decode of a 7B-shaped model on one GPU: parallelformers_ng with one worker against transformers' eager `generate`.
+"""Decode of a 7B-shaped model on one GPU: parallelformers_ng with one worker, as it is and with `compile=True`, against
+transformers' eager `generate` and its static cache with `torch.compile`.
 
     python -m benchmarks.gpu [--layers 32] [--tokens 64] [--rounds 5] [--json OUT]
 
@@ -63,20 +64,30 @@ def main() -> None:
     whole = build(options.layers)
     weights = sum(p.nbytes for p in whole.parameters())
     cut = parallelize(build(options.layers), 1, device="cuda")
+    compiled = parallelize(build(options.layers), 1, device="cuda", compile=True)
     want = whole.generate(prompt.cuda(), **how).cpu()
-    print("greedy tokens equal:", torch.equal(cut.generate(prompt, **how), want))
+    for name, model in {"as it is": cut, "compiled": compiled}.items():  # the first call of the latter compiles
+        print(f"greedy tokens equal, {name}:", torch.equal(model.generate(prompt, **how), want))
 
-    def speed(model: Any, inputs: torch.Tensor) -> float:
-        return options.tokens / measure.seconds(lambda: model.generate(inputs, **how).cpu())
+    def speed(model: Any, inputs: torch.Tensor, **also: Any) -> float:
+        return options.tokens / measure.seconds(lambda: model.generate(inputs, **how, **also).cpu())
 
-    one, ours = "transformers, eager", "parallelformers_ng, 1 worker"
-    contestants = {one: lambda: speed(whole, prompt.cuda()), ours: lambda: speed(cut, prompt)}
+    one = "transformers, eager"
+    contestants = {
+        one: lambda: speed(whole, prompt.cuda()),
+        "transformers, static + compile": lambda: speed(whole, prompt.cuda(), cache_implementation="static"),
+        "parallelformers_ng, 1 worker": lambda: speed(cut, prompt),
+        "parallelformers_ng, compile=True": lambda: speed(compiled, prompt),
+    }
+    for contestant in contestants.values():  # compilation is not what is measured
+        contestant()
     figures = measure.interleave(contestants, options.rounds)
     measure.report("decode, batch 1, bf16", "tokens/s", figures, against=one, higher_is_better=True)
     for name, values in figures.items():
         print(f"  {name:<34} {statistics.median(values) * weights / bandwidth:6.1%} of the copy bandwidth")
     measure.save(options.json, "gpu decode", {**figures, "copy bandwidth B/s": bandwidth})
-    cut.deparallelize()
+    for model in (cut, compiled):
+        model.deparallelize()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.call import Answer, Call
+from parallelformers_ng.compiling import compiled_generation
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.edits import EditWatch
 from parallelformers_ng.errors import NotPortableError, ParallelError
@@ -34,15 +36,19 @@ class Dispatcher:
         model: the parallelized model.
         deployment: its workers.
         seed: seeds a stream of its own for the model; None follows the caller's generator.
+        compiling: how the decode steps are compiled, None where they are not.
     """
 
-    def __init__(self, model: Any, deployment: Deployment, seed: int | None = None) -> None:
+    def __init__(
+        self, model: Any, deployment: Deployment, seed: int | None = None, compiling: CompileConfig | None = None
+    ) -> None:
         self.deployment = deployment
         self._config = EditWatch(model.config)
         self._generation_config = EditWatch(getattr(model, "generation_config", None))
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
-        self._said_slow = False
+        self._compiling = compiling
+        self._said: set[str] = set()
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
@@ -109,8 +115,13 @@ class Dispatcher:
                 model, original, merged, how, "the assistant model stays in this process", quiet=True
             )
         streamer = merged.pop("streamer", None)
+        sent = merged
+        if self._compiling is not None:
+            sent, reason = compiled_generation(model, merged, self._compiling)
+            if reason:
+                self._say_once("generate runs without compiled steps", reason)
         try:
-            return self.call(model, "", "generate", (), merged, streamer=streamer, **how)
+            return self.call(model, "", "generate", (), sent, streamer=streamer, **how)
         except NotPortableError as error:
             if streamer is not None:
                 merged["streamer"] = streamer
@@ -125,9 +136,8 @@ class Dispatcher:
         why: str,
         quiet: bool = False,
     ) -> Any:
-        if not (quiet or self._said_slow):
-            self._said_slow = True
-            log.warning("generate runs its loop in this process, a request per token, which is slower: %s", why)
+        if not quiet:
+            self._say_once("generate runs its loop in this process, a request per token, which is slower", why)
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how["timeout"], "timeout")) if how.get("timeout") else contextlib.nullcontext()
         if how.get("seed") is None and self._stream is None:
@@ -140,6 +150,11 @@ class Dispatcher:
             after = torch.get_rng_state()
         store(after)
         return output
+
+    def _say_once(self, what: str, why: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s: %s", what, why)
 
     def _deadline(self, timeout: float | None) -> float:
         return self.deployment.deadline_of(None if timeout is None else checked_seconds(timeout, "timeout"))

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from parallelformers_ng.checkpoint.location import Location, check_directory
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton, prepare_conversions
 from parallelformers_ng.collectives import BACKENDS
+from parallelformers_ng.compiling import compile_config
 from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
@@ -49,6 +50,7 @@ def parallelize(
     custom_policies: CustomPolicies = None,
     verbose: Literal["simple", "detail"] | None = None,
     seed: int | None = None,
+    compile: bool | CompileConfig = False,
     backend: str = "auto",
     timeout: float = 600.0,
     start_timeout: float = 120.0,
@@ -86,6 +88,8 @@ def parallelize(
         custom_policies: a Policy class or a list of them; they come before the written ones.
         verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
+        compile: run the decode steps of `generate` through `torch.compile`, over caches of a fixed size; how, as
+            transformers' `CompileConfig` says it. The first call waits for the compiler.
         backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
         timeout: seconds that a request may take.
         start_timeout: seconds until the workers must be ready.
@@ -123,6 +127,7 @@ def parallelize(
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     target = _target_dtype(fp16, dtype)
+    compiling = compile_config(compile, kind, world_size)
     location = None
     if weights is not None or isinstance(model, (str, os.PathLike)):
         place = os.fspath(model if weights is None else weights)
@@ -156,7 +161,7 @@ def parallelize(
         if make_group is not None:
             workers.close()
         raise
-    enter(loaded, deployment, seed)
+    enter(loaded, deployment, seed, compiling)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
     return loaded

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import CompileConfig
 
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import progress_bar
@@ -137,9 +138,11 @@ class Parallelized:
         raise ParallelError(_refusal(self, "pickling or copying it", "its weights are with the workers"))
 
 
-def enter(model: nn.Module, deployment: Deployment, seed: int | None = None) -> None:
+def enter(
+    model: nn.Module, deployment: Deployment, seed: int | None = None, compiling: CompileConfig | None = None
+) -> None:
     """Make `model` a parallelized one, in place."""
-    object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed))
+    object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed, compiling))
     for path, module in model.named_modules():
         if path:
             object.__setattr__(module, "forward", _SubmoduleForward(weakref.ref(model), path, deployment.plan))

@@ -28,6 +28,15 @@ def test_parity_on_one_device(make, world_size: int) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
+def test_compiled_steps() -> None:
+    """By the compiler's own defaults: one rank's step becomes a CUDA graph."""
+    whole, inputs = decoder("Llama"), text_inputs()
+    want = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
+    with parallelize(decoder("Llama"), 1, device="cuda", compile=True) as model:
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
+
+
 def test_half_precision_and_a_restart(tmp_path) -> None:
     whole, model = decoder("Llama").half().cuda(), decoder("Llama")
     with torch.no_grad():

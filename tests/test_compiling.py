@@ -1,0 +1,102 @@
+"""`parallelize(compile=…)`: the same tokens, over a static cache and through `torch.compile`, or a reason why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, GenerationConfig
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.compiling import compile_config, compiled_generation
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import decoder, gpt2
+
+TRACED = CompileConfig(backend="eager", mode=None, fullgraph=True)  # a graph of the whole step, run as it is
+HOW: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12}
+
+
+@pytest.fixture
+def group_of_two(groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
+    return groups(2)
+
+
+def test_the_same_tokens_as_whole(group_of_two: WorkerGroup) -> None:
+    """`fullgraph` raises where anything in the step, a parallel layer say, is not for the compiler."""
+    whole, inputs = decoder("Llama"), text_inputs()
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": False, "num_beams": 3}]
+    with parallelize(decoder("Llama"), group=group_of_two, compile=TRACED) as model:
+        for way in ways:
+            want = whole.generate(**inputs, **HOW, **way)
+            assert torch.equal(model.generate(**inputs, **HOW, **way), want)
+        torch.manual_seed(3)
+        want = whole.generate(**inputs, **HOW, do_sample=True)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**inputs, **HOW, do_sample=True), want)
+        answer = model.generate(**inputs, **HOW, do_sample=False, return_dict_in_generate=True)
+        assert answer.past_key_values.is_compileable
+
+
+def test_the_steps_do_reach_the_compiler(group_of_two: WorkerGroup) -> None:
+    nowhere = CompileConfig(backend="no such compiler")
+    with (
+        parallelize(decoder("Llama"), group=group_of_two, compile=nowhere) as model,
+        pytest.raises(Exception, match="no such compiler"),
+    ):
+        model.generate(**text_inputs(), **HOW)
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
+    group_of_two: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs, want = text_inputs(), decoder("Llama").generate(**text_inputs(), **HOW, do_sample=False)
+    with parallelize(decoder("Llama"), group=group_of_two, compile=TRACED) as model, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cache = DynamicCache(config=model.config)
+            assert torch.equal(model.generate(**inputs, **HOW, do_sample=False, past_key_values=cache), want)
+    said = [record.message for record in caplog.records if "compiled" in record.message]
+    assert said == ["generate runs without compiled steps: the caller's cache is used"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, ""),
+        ({"generation_config": GenerationConfig()}, ""),
+        ({"cache_implementation": "static"}, ""),
+        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+        ({"generation_config": GenerationConfig(cache_implementation="quantized")}, "'quantized'"),
+        ({"use_cache": False}, "use_cache is False"),
+        ({"generation_config": GenerationConfig(disable_compile=True)}, "disable_compile"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
+    ],
+    ids=str,
+)
+def test_when(arguments: dict[str, Any], reason: str) -> None:
+    sent, why = compiled_generation(decoder("Llama"), arguments, TRACED)
+    assert bool(why) is bool(reason)
+    assert reason in why
+    assert sent == (arguments if reason else {"cache_implementation": "static", "compile_config": TRACED, **arguments})
+
+
+def test_a_model_that_transformers_does_not_compile() -> None:
+    model = gpt2()
+    type(model)._can_compile_fullgraph, before = False, type(model)._can_compile_fullgraph
+    try:
+        assert "does not compile GPT2LMHeadModel" in compiled_generation(model, {}, TRACED)[1]
+    finally:
+        type(model)._can_compile_fullgraph = before
+
+
+def test_how() -> None:
+    assert compile_config(False, "cuda", 1) is None
+    assert compile_config(True, "cuda", 1).mode == "reduce-overhead"
+    assert compile_config(True, "cuda", 2).mode == compile_config(True, "cpu", 1).mode == "default"
+    assert compile_config(TRACED, "cpu", 2).fullgraph
+    with pytest.raises(ParallelError, match="compile is 'max'; it takes True, False or"):
+        parallelize(decoder("Llama"), 2, device="cpu", compile="max")
