@@ -16,6 +16,7 @@ _LAYER_NUMBERS = re.compile(
 )
 _OUTPUTS = re.compile(r"out_(indices|layers)$")
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
+_PATTERN = re.compile(r"(block|layer)_types$")
 _KINDS = 6
 """A list that names more is no list of kinds."""
 
@@ -69,7 +70,9 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
 
 def _longest_period(config: Any) -> int:
     """After how many layers the kinds of layers repeat, where the configuration says so; else 0."""
-    return max((every for name in _PERIODS if isinstance(every := setting(config, name), int)), default=0)
+    periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
+    patterns = [kinds for name, kinds in own_settings(config) if _PATTERN.search(name)]  # repeated, if shorter
+    return max([*periods, *(len(kinds) for kinds in patterns if isinstance(kinds, (list, tuple)))], default=0)
 
 
 def _output_lists(config: Any) -> list[str]:
