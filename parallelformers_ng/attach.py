@@ -12,7 +12,7 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.sharding.plan import ShardPlan
 
-_BATCH_BYTES = 256 << 20  # weights loaded with one request, so that a progress bar moves
+_BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
 
 
 def attach(
