@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-ALL = ("startup", "round_trip", "collectives", "decode")
+ALL = ("startup", "round_trip", "collectives", "kernels", "decode")
 
 
 def main() -> None:

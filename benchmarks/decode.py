@@ -153,21 +153,30 @@ def checkpoint(size: str, directory: str) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def compete(contestants: dict[str, Contestant], task: str, options: Any, **arguments: int) -> dict[str, Any]:
-    """Rounds of one task. Returns each contestant's tokens per second, and the disturbance of each figure."""
+def compete(
+    contestants: dict[str, Contestant], reader: Contestant, task: str, options: Any, **arguments: int
+) -> dict[str, Any]:
+    """Rounds of one task. Returns each contestant's tokens per second, and the disturbance of each figure.
+
+    Next to each of them the bytes per second that all cores read then: on a machine that others share, the memory may
+    give twice as much in one minute as in the next.
+    """
     rounds: dict[str, Any] = {name: [] for name in contestants}
+    read: dict[str, list[float]] = {name: [] for name in contestants}
     disturbances: list[dict[str, float]] = []
     tokens: dict[str, Any] = {}
     for contestant in contestants.values():
         contestant.run(task, **arguments)
     end = time.monotonic() + options.limit
     while len(disturbances) < options.rounds and time.monotonic() < end:
-        figures, seen = {}, {"others": 0.0, "stolen": 0.0}
+        figures, memory, seen = {}, {}, {"others": 0.0, "stolen": 0.0}
+        before = _read(reader)
         for name, contestant in contestants.items():
             found: dict[str, float] = {}
             with watched(found):
                 answer = contestant.run(task, **arguments)[0]
-            figures[name] = answer["tokens_per_second"]
+            after = _read(reader)
+            figures[name], memory[name], before = answer["tokens_per_second"], (before + after) / 2, after
             tokens[name] = answer.get("tokens")
             seen = {key: max(seen[key], found[key]) for key in seen}
         print(f"  {seen['others']:.0%} to others, {seen['stolen']:.0%} stolen:", figures, file=sys.stderr, flush=True)
@@ -175,8 +184,19 @@ def compete(contestants: dict[str, Contestant], task: str, options: Any, **argum
             disturbances.append(seen)
             for name, figure in figures.items():
                 rounds[name].append(figure)
+                read[name].append(memory[name])
     equal = [name for name, found in tokens.items() if found is not None and found == tokens.get("one")]
-    return {"figures": rounds, "disturbance": disturbances, "same_tokens_as_one": equal}
+    return {
+        "figures": rounds,
+        "read_bytes_per_second": read,
+        "disturbance": disturbances,
+        "same_tokens_as_one": equal,
+    }
+
+
+def _read(reader: Contestant) -> float:
+    answers = reader.run("bandwidth", nbytes=400 << 20, seconds=0.5)
+    return float(sum(answer["bytes_per_second"] for answer in answers))
 
 
 def main() -> None:
@@ -216,9 +236,7 @@ def main() -> None:
                     del contestants[name]
             for task in options.tasks:
                 arguments = {"prompt": SHORT, "tokens": options.tokens} if task == "decode" else {"prompt": LONG}
-                found = compete(contestants, task, options, **arguments)
-                answers = reader.run("bandwidth", nbytes=400 << 20, seconds=3.0)
-                found["read_bytes_per_second"] = sum(answer["bytes_per_second"] for answer in answers)
+                found = compete(contestants, reader, task, options, **arguments)
                 _show(size, task, weights, found)
                 measure.save(options.json, f"{task} {size}", found)
     reader.close()
@@ -226,14 +244,17 @@ def main() -> None:
 
 def _show(size: str, task: str, weights: int, found: dict[str, Any]) -> None:
     figures, read = found["figures"], found["read_bytes_per_second"]
+    every = [value for values in read.values() for value in values]
     if not all(figures.values()):
         print(f"{task}, {size}: no undisturbed round")
         return
     measure.report(f"{task}, {size} ({weights / 1e9:.2f} GB fp32)", "tokens/s", figures, "one", higher_is_better=True)
-    print(f"  read bandwidth {read / 1e9:.1f} GB/s; same tokens as one process: {found['same_tokens_as_one']}")
+    print(f"  read bandwidth {min(every) / 1e9:.1f} to {max(every) / 1e9:.1f} GB/s;", end=" ")
+    print(f"same tokens as one process: {found['same_tokens_as_one']}")
     if task == "decode":
         for name, values in figures.items():
-            print(f"  {name:<34} {statistics.median(values) * weights / read:6.1%} of it (median)")
+            shares = [value * weights / limit for value, limit in zip(values, read[name], strict=True)]
+            print(f"  {name:<34} {statistics.median(shares):6.1%} of it (median), best {max(shares):.1%}")
 
 
 if __name__ == "__main__":

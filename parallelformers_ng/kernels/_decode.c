@@ -5,7 +5,7 @@
  * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
  * matrix stays where it lies), is read once and in the order of memory, for rows side by side would be several streams,
  * which the processor's own prefetcher follows badly; and it stops at the end of a row or a page, where ours goes on.
- * For one or two rows of x, W goes past the second-level cache: what it held is what Python needs between two products.
+ * For one row of x, W goes past the second-level cache: what that held is what Python needs between two products.
  * For more, W is taken in tiles of OUTS rows, the sums in registers and the next tile asked into the second-level cache.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
@@ -76,7 +76,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
                                      size_t in, size_t stride, size_t out)                                    \
     {                                                                                                         \
         size_t o = 0;                                                                                         \
-        for (; rows > 2 && o + OUTS <= out; o += OUTS)                                                        \
+        for (; rows > 1 && o + OUTS <= out; o += OUTS)                                                        \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
         for (; o < out; o++)                                                                                  \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
