@@ -53,7 +53,7 @@ class RowParallel(Reduced):
 
 
 class OnFirstRank(ParallelLayer):
-    """A path without weights beside cut ones, all of whose outputs are summed: rank 0 takes it, the others give zeros."""
+    """A path without weights beside cut ones whose outputs are summed: rank 0 takes it, the others give zeros."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         output = super().forward(states)
