@@ -12,7 +12,7 @@ class DetrEncoderPolicy(Policy):
     """The encoder's layer; positions are added to queries and keys in front of their projections. The backbone stays
     whole."""
 
-    block = "DetrEncoderLayer"
+    block: ClassVar[str | tuple[str, ...]] = "DetrEncoderLayer"
     plan = {
         **ATTENTION,
         "self_attn": Heads("config.encoder_attention_heads"),
@@ -24,7 +24,7 @@ class DetrEncoderPolicy(Policy):
 class DetrDecoderPolicy(DetrEncoderPolicy):
     """The decoder's layer, over one query for each object that may be found."""
 
-    block = "DetrDecoderLayer"
+    block: ClassVar[str | tuple[str, ...]] = "DetrDecoderLayer"
     plan = {
         **DetrEncoderPolicy.plan,
         **_DECODER_ATTENTION,

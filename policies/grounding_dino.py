@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 from parallelformers_ng.policies.detr import DetrBoxPolicy
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
@@ -18,7 +20,10 @@ class GroundingDinoAttentionPolicy(Policy):
 class GroundingDinoDeformablePolicy(Policy):
     """Deformable attention (arXiv:2010.04159): every head has points of its own on each level."""
 
-    block = ("GroundingDinoMultiscaleDeformableAttention", "MMGroundingDinoMultiscaleDeformableAttention")
+    block: ClassVar[str | tuple[str, ...]] = (
+        "GroundingDinoMultiscaleDeformableAttention",
+        "MMGroundingDinoMultiscaleDeformableAttention",
+    )
     plan = {
         "": Heads("n_heads", scaled=("d_model",), weights_dim=2),
         "sampling_offsets": Column(),

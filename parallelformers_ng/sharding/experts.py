@@ -63,6 +63,12 @@ def cut_experts(draft: Draft, rule: Experts, path: str, module: nn.Module) -> No
         draft.cut_on_first_rank(f"{path}.down_proj_bias")
     counts = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")
     scaled = [name for name in counts if getattr(module, name, None) == width]
-    kind: LayerKind = "reduced" if rule.reduce else "column"
+    normed = isinstance(getattr(module, "post_expert_norm", None), nn.Module)
+    kind: LayerKind = "reduced" if rule.reduce and not normed else "column"
     draft.layer(path, kind, [dict.fromkeys(scaled, stop - start) for start, stop in held])
+    if normed:  # what an expert gives is summed before its norm, expert by expert, in the same order on all ranks
+        draft.layer(f"{path}.post_expert_norm", "reduced_input", [{} for _ in held])
+    if isinstance(getattr(module, "identity_expert", None), nn.Identity):
+        # Experts that give back their input: the sum over the ranks counts them once.
+        draft.layer(f"{path}.identity_expert", "on_first_rank", [{} for _ in held])
     draft.experts.update(f"{path}.{name}" for name in names)

@@ -17,6 +17,8 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "gathered_column": layers.GatheredColumnParallel,
     "row": layers.RowParallel,
     "reduced": layers.Reduced,
+    "reduced_input": layers.ReducedInput,
+    "on_first_rank": layers.OnFirstRank,
     "vocabulary_embedding": layers.VocabularyParallelEmbedding,
     "vocabulary_head": layers.VocabularyParallelHead,
     "heads": layers.HeadParallel,

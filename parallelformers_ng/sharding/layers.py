@@ -52,6 +52,21 @@ class RowParallel(Reduced):
     """
 
 
+class OnFirstRank(ParallelLayer):
+    """A path without weights beside cut ones whose outputs are summed: rank 0 takes it, the others give zeros."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output = super().forward(states)
+        return output if self.communicator.rank == 0 else torch.zeros_like(output)
+
+
+class ReducedInput(ParallelLayer):
+    """Sums partial products before it does to them what a sum does not commute with: z = f(Σᵣ yᵣ Bᵣ), a norm f."""
+
+    def forward(self, partial_product: torch.Tensor) -> torch.Tensor:
+        return super().forward(all_reduce(self.communicator, partial_product))
+
+
 class GatheredColumnParallel(ParallelLayer):
     """Computes this rank's outputs and puts those of all ranks side by side: z = [x A₀ | x A₁ | …].
 

@@ -30,6 +30,8 @@ _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|
 _WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size|(mamba_)?chunk_size)$")
 _BLOCK = re.compile(r"^(window_size|block_size)$")
 _EXPERTS = re.compile(r"^(?!.*(shared|per_tok|topk|top_k|selected|used)).*experts$")
+_BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
+"""What is counted beside 8 experts, at most."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
@@ -224,7 +226,7 @@ def _shrink_experts(config: Any) -> None:
     for name, count in list(own_settings(config)):
         if _EXPERTS.match(name) and isinstance(count, int) and count > 8:
             put(config, name, 8)
-            for groups, most in (("n_group", 2), ("topk_group", 1), ("num_experts_per_tok", 2), ("moe_topk", 2)):
+            for groups, most in _BESIDE_EXPERTS.items():
                 if isinstance(value := setting(config, groups), int):
                     put(config, groups, min(value, most))
 

@@ -35,7 +35,7 @@ def _shrink_count(config: Any, name: str, count: int) -> None:
     """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
     stages, outputs = _stages(config, count), _output_lists(config)
     shared = setting(config, "num_kv_shared_layers") or 0  # the last ones take keys and values from those before
-    kept = max(2, _layers_of_all_kinds(config, count), _longest_period(config))
+    kept = max(2, _layers_of_all_kinds(config, count), _longest_period(config, count))
     if 0 < shared < count:
         kept *= 2
     kept = min(max(kept, len(stages), *(len(setting(config, key)) for key in outputs)), count)
@@ -68,11 +68,12 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
     return needed
 
 
-def _longest_period(config: Any) -> int:
+def _longest_period(config: Any, count: int) -> int:
     """After how many layers the kinds of layers repeat, where the configuration says so; else 0."""
     periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
-    patterns = [kinds for name, kinds in own_settings(config) if _PATTERN.search(name)]  # repeated, if shorter
-    return max([*periods, *(len(kinds) for kinds in patterns if isinstance(kinds, (list, tuple)))], default=0)
+    patterns = [kinds for name, kinds in own_settings(config) if _PATTERN.search(name)]
+    lengths = [len(kinds) for kinds in patterns if isinstance(kinds, (list, tuple))]
+    return max([*periods, *(length for length in lengths if length < count)], default=0)  # shorter ones are repeated
 
 
 def _output_lists(config: Any) -> list[str]:
