@@ -9,7 +9,7 @@ from tests.zoo.judge import judge
 WRITTEN = [
     "llama", "bert", "t5", "gpt2", "bart", "vit", "wav2vec2", "clip", "whisper", "longformer", "granite", "mamba",
     "mpt", "gpt_oss", "dinov2", "timesfm2_5", "deepseek_ocr2",
-    "rt_detr", "d_fine", "deimv2", "longcat_flash", "unlimited_ocr",
+    "rt_detr", "d_fine", "deimv2", "longcat_flash",
 ]  # fmt: skip
 OTHERS = ["codegen", "beit", "convnext", "levit", "imagegpt", "dia"]
 DECODING = {"llama", "t5", "gpt2", "bart", "granite", "mpt"}
