@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from parallelformers_ng.kernels.layers import KINDS, _decode
+from parallelformers_ng.kernels.layers import KINDS, _decode, may_serve
 
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
@@ -30,7 +30,7 @@ def with_kernel(attention: Any) -> Any:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         if (
-            not torch.compiler.is_compiling()
+            may_serve()
             and query.shape[2] == 1
             and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
             and kwargs.get("position_bias") is None
@@ -61,8 +61,6 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
         and key.is_cpu
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and (mask is None or _fits_mask(mask, dtype, batch, heads, tokens))
-        and torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
     )
 
 

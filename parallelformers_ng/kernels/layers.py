@@ -99,16 +99,21 @@ def install(model: nn.Module) -> int:
     return changed
 
 
+def may_serve() -> bool:
+    """Whether nothing is going on that only torch's own operators know how to do: gradients, autocast, a trace."""
+    return (
+        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu")
+    )
+
+
 def _fits(input: Tensor, weight: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()
+        may_serve()
         and input.dtype in KINDS
         and weight.dtype is input.dtype
         and input.is_cpu
         and weight.is_cpu
         and input.is_contiguous()
-        and torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
     )
 
 
