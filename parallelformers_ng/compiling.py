@@ -14,8 +14,8 @@ from transformers import CompileConfig, PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
 
-CACHES = ("past_key_values", "cache_params")
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+_CACHES = ("past_key_values", "cache_params")
+_ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
 
 def compile_config(asked: bool | CompileConfig, device: str, world_size: int) -> CompileConfig | None:
@@ -65,7 +65,7 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
 
     if not model._can_compile_fullgraph:
         return f"transformers does not compile {type(model).__name__}"
-    if any(arguments.get(name) is not None for name in CACHES):
+    if any(arguments.get(name) is not None for name in _CACHES):
         return "the caller's cache is used"
     if asked("cache_implementation") not in (None, "static"):
         return f"cache_implementation={asked('cache_implementation')!r} was asked for"
@@ -73,6 +73,6 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
         return "use_cache is False"
     if asked("disable_compile"):
         return "disable_compile was asked for"
-    if any(asked(name) is not None for name in ASSISTED):
+    if any(asked(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
     return ""

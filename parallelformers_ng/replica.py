@@ -61,6 +61,9 @@ class Replica:
         self.caches = CacheTable()
         self.recording = Recording()
         self.staging: Staging | None = None
+        if device.type == "cpu":
+            install_attention()
+            grow_in_place()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def build(self, skeleton: Skeleton) -> None:
@@ -72,8 +75,6 @@ class Replica:
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
             install(model)
-            install_attention()
-            grow_in_place()
         self.recording = inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 

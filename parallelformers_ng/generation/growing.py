@@ -29,6 +29,11 @@ class _Grown(NamedTuple):
     values: weakref.ref[Tensor]
     room: int
 
+    def fits(self, layer: Any, end: int) -> bool:
+        """Whether the layer may write up to token `end` behind what it holds."""
+        mine = self.owner == id(layer) and self.keys() is layer.keys and self.values() is layer.values
+        return mine and end <= self.room
+
 
 def grow_in_place() -> None:
     """From now on every `DynamicLayer` of this process appends in place. Idempotent."""
@@ -51,17 +56,11 @@ def _growing(concatenate: Any) -> Any:
         length = keys.shape[-2] if keys.numel() else 0
         end = length + key_states.shape[-2]
         grown: _Grown | None = getattr(layer, "_grown", None)
-        if (
-            grown is None
-            or grown.owner != id(layer)
-            or grown.keys() is not keys
-            or grown.values() is not values
-            or end > grown.room
-        ):
+        if grown is not None and grown.fits(layer, end):
+            room = grown.room
+        else:
             room = end + max(end // 4, LEAST_SPARE_TOKENS)
             keys, values = _moved(keys, key_states, room), _moved(values, value_states, room)
-        else:
-            room = grown.room
         layer.keys = _appended(keys, key_states, length, end)
         layer.values = _appended(values, value_states, length, end)
         layer._grown = _Grown(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)

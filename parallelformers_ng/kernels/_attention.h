@@ -15,7 +15,7 @@ enum { NO_MASK = 0, BOOL_MASK = 1, ADDED_MASK = 2 };
 
 /* Shapes: q `[batch, heads, width]`, k `[batch, kv_heads, tokens, width]`, v `[batch, kv_heads, tokens, value_width]`, mask
  * `[batch, heads, tokens]`, y `[batch, heads, value_width]`, contiguous. The distances between their rows are in numbers
- * of the tensor's type; the last dimensions are dense. */
+ * of the tensor's type, those of the mask, which has one of two types, in bytes; the last dimensions are dense. */
 typedef struct {
     size_t batch, heads, kv_heads, tokens, width, value_width;
     size_t q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token, mask_batch, mask_head;
@@ -120,14 +120,14 @@ INLINE float exponentiate(float *s, size_t tokens)
     INLINE void attend_##NAME(const Attention *is, const TYPE *q, const TYPE *k, const TYPE *v,               \
                               const char *mask, TYPE *y, float *work, size_t heads)                           \
     {                                                                                                         \
-        size_t room = (is->tokens + LANES - 1) / LANES * LANES, each = is->mask_kind == BOOL_MASK ? 1 : sizeof(TYPE);\
+        size_t room = (is->tokens + LANES - 1) / LANES * LANES;                                               \
         float *wide = work, *s = wide + HEADS * is->width, *sums = s + HEADS * room, total[HEADS];            \
         for (size_t h = 0; h < heads; h++)                                                                    \
             for (size_t i = 0; i < is->width; i++)                                                            \
                 wide[h * is->width + i] = load_##NAME(q[h * is->q_head + i]) * is->scale;                     \
         scores_##NAME(is, wide, k, s, room, heads);                                                           \
         for (size_t h = 0; h < heads; h++) {                                                                  \
-            if (is->mask_kind) mask_##NAME(is, mask + h * is->mask_head * each, s + h * room);                \
+            if (is->mask_kind) mask_##NAME(is, mask + h * is->mask_head, s + h * room);                       \
             for (size_t t = is->tokens; t < room; t++) s[h * room + t] = -INFINITY;                           \
             total[h] = exponentiate(s + h * room, room);                                                      \
         }                                                                                                     \
@@ -140,14 +140,14 @@ INLINE float exponentiate(float *s, size_t tokens)
     CLONES static void attention_##NAME(const Attention *is, const TYPE *q, const TYPE *k, const TYPE *v,     \
                                         const char *mask, TYPE *y, float *work)                               \
     {                                                                                                         \
-        const size_t shared = is->heads / is->kv_heads, each = is->mask_kind == BOOL_MASK ? 1 : sizeof(TYPE); \
+        const size_t shared = is->heads / is->kv_heads;                                                       \
         for (size_t b = 0; b < is->batch; b++)                                                                \
             for (size_t head = 0, count; head < is->heads; head += count) {                                   \
                 size_t left = shared - head % shared;                                                         \
                 const TYPE *own_q = q + b * is->q_batch + head * is->q_head;                                  \
                 const TYPE *own_k = k + b * is->k_batch + head / shared * is->k_head;                         \
                 const TYPE *own_v = v + b * is->v_batch + head / shared * is->v_head;                         \
-                const char *own_mask = mask + (b * is->mask_batch + head * is->mask_head) * each;             \
+                const char *own_mask = mask + b * is->mask_batch + head * is->mask_head;                      \
                 TYPE *own_y = y + (b * is->heads + head) * is->value_width;                                   \
                 count = left >= HEADS ? HEADS : left >= 2 ? 2 : 1;                                            \
                 if (count == HEADS) attend_##NAME(is, own_q, own_k, own_v, own_mask, own_y, work, HEADS);     \

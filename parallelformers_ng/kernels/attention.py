@@ -88,7 +88,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         mask_at, mask_strides, mask_kind = 0, [0, 0], _NO_MASK
     else:
         mask_at = mask.data_ptr()
-        mask_strides = [0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in (0, 1)]
+        mask_strides = [0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1)]
         mask_kind = _BOOL_MASK if mask.dtype is torch.bool else _ADDED_MASK
     _decode.attention(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), mask_at, out.data_ptr(),

@@ -30,6 +30,7 @@ from parallelformers_ng.runtime.leaves import MAX_DESCRIPTORS
 FOREVER = float("inf")  # the deadline of a wait that ends only with the other process
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+_NO_ANSWER = "the process at the other end did not answer before the deadline"
 _LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
 _READ_AHEAD_BYTES = 32 << 10  # so that one system call brings a whole small frame
 # Plain ints: the operators of enum.IntFlag take microseconds.
@@ -196,7 +197,7 @@ class Channel:
             try:
                 count = self.connection.recv_into(rest)
             except BlockingIOError:
-                wait(self._readable, deadline, "the process at the other end did not answer before the deadline")
+                wait(self._readable, deadline, _NO_ANSWER)
                 continue
             except OSError as error:
                 raise _closed(error) from error
@@ -214,7 +215,7 @@ class Channel:
                 count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
                 break
             except BlockingIOError:
-                wait(self._readable, deadline, "the process at the other end did not answer before the deadline")
+                wait(self._readable, deadline, _NO_ANSWER)
             except OSError as error:
                 raise _closed(error) from error
         for level, kind, data in rights:
