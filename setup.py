@@ -18,6 +18,7 @@ setup(
                 "parallelformers_ng/collectives/_floats.h",
                 "parallelformers_ng/kernels/_vectors.h",
                 "parallelformers_ng/kernels/_attention.h",
+                "parallelformers_ng/kernels/_layer.h",
             ],
             libraries=["m"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],

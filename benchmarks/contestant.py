@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+sys.path.pop(0)  # this script's directory, whose modules would hide packages of their names
+
 import torch
 
 

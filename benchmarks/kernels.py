@@ -17,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import measure
 from parallelformers_ng.kernels.attention import with_kernel
-from parallelformers_ng.kernels.layers import MOST_ROWS, install
+from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.layers import MOST_ROWS
 
 NBYTES = 256 << 20
 LAYERS = [(1024, 1024), (3072, 512), (576, 768)]  # inputs, outputs

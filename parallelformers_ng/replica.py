@@ -37,7 +37,8 @@ from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.kernels.attention import install_attention
-from parallelformers_ng.kernels.layers import StreamingLinear, install
+from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.layers import StreamingLinear
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor

@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from parallelformers_ng.kernels import layers
-from parallelformers_ng.kernels.layers import MOST_ROWS, FusedRMSNorm, StreamingLinear, install
+from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.layers import MOST_ROWS, FusedRMSNorm, StreamingLinear
 
 pytestmark = pytest.mark.skipif(layers._decode is None, reason="the C kernel is not built")
 

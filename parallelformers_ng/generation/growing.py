@@ -41,6 +41,19 @@ def grow_in_place() -> None:
         DynamicLayer.update = _growing(DynamicLayer.update)
 
 
+def extended(layer: Any, tokens: int) -> tuple[Tensor, Tensor]:
+    """Lengthen what a layer holds by so many tokens, whose keys and values are for the caller to write. In inference
+    mode only.
+
+    Args:
+        layer: a `DynamicLayer` that holds at least one token.
+
+    Returns:
+        Its keys and values from now on, `[batch, heads, tokens, width]`.
+    """
+    return _lengthened(layer, tokens, layer.keys, layer.values)
+
+
 def _growing(concatenate: Any) -> Any:
     @functools.wraps(concatenate)
     def update(
@@ -50,23 +63,30 @@ def _growing(concatenate: Any) -> Any:
             return concatenate(layer, key_states, value_states, *args, **kwargs)
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
-        keys, values = layer.keys, layer.values
-        if not (_follows(keys, key_states) and _follows(values, value_states)):
+        if not (_follows(layer.keys, key_states) and _follows(layer.values, value_states)):
             return concatenate(layer, key_states, value_states, *args, **kwargs)
-        length = keys.shape[-2] if keys.numel() else 0
-        end = length + key_states.shape[-2]
-        grown: _Grown | None = getattr(layer, "_grown", None)
-        if grown is not None and grown.fits(layer, end):
-            room = grown.room
-        else:
-            room = end + max(end // 4, LEAST_SPARE_TOKENS)
-            keys, values = _moved(keys, key_states, room), _moved(values, value_states, room)
-        layer.keys = _appended(keys, key_states, length, end)
-        layer.values = _appended(values, value_states, length, end)
-        layer._grown = _Grown(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)
-        return layer.keys, layer.values
+        tokens = key_states.shape[-2]
+        keys, values = _lengthened(layer, tokens, key_states, value_states)
+        keys.narrow(-2, keys.shape[-2] - tokens, tokens).copy_(key_states)
+        values.narrow(-2, values.shape[-2] - tokens, tokens).copy_(value_states)
+        return keys, values
 
     return update
+
+
+def _lengthened(layer: Any, tokens: int, key_like: Tensor, value_like: Tensor) -> tuple[Tensor, Tensor]:
+    """`extended`, also of a layer that holds nothing yet: the others say how wide it becomes."""
+    keys, values = layer.keys, layer.values
+    end = (keys.shape[-2] if keys.numel() else 0) + tokens
+    grown: _Grown | None = getattr(layer, "_grown", None)
+    if grown is not None and grown.fits(layer, end):
+        room = grown.room
+    else:
+        room = end + max(end // 4, LEAST_SPARE_TOKENS)
+        keys, values = _moved(keys, key_like, room), _moved(values, value_like, room)
+    layer.keys, layer.values = _reaching(keys, key_like, end), _reaching(values, value_like, end)
+    layer._grown = _Grown(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)
+    return layer.keys, layer.values
 
 
 def _follows(held: Tensor, new: Tensor) -> bool:
@@ -84,9 +104,7 @@ def _moved(held: Tensor, new: Tensor, room: int) -> Tensor:
     return roomy.narrow(-2, 0, held.shape[-2]).copy_(held) if held.numel() else roomy
 
 
-def _appended(held: Tensor, new: Tensor, length: int, end: int) -> Tensor:
-    """`held`, whose memory reaches further than its `length` tokens, with `new` behind them, up to `end`."""
-    *lead, _, width = new.shape
-    grown = held.as_strided((*lead, end, width), held.stride())
-    grown.narrow(-2, length, end - length).copy_(new)
-    return grown
+def _reaching(held: Tensor, like: Tensor, end: int) -> Tensor:
+    """`held`, whose memory reaches further than its tokens, up to token `end`."""
+    *lead, _, width = like.shape
+    return held.as_strided((*lead, end, width), held.stride())

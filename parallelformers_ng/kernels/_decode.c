@@ -1,11 +1,12 @@
-/* What a decode step does again and again, with one thread: linear layers for a few rows, root-mean-square norms, and
- * attention (`_attention.h`).
+/* What a decode step does again and again, with one thread: linear layers for a few rows, root-mean-square norms,
+ * attention (`_attention.h`), and what whole layers are made of these (`_layer.h`).
  *
  * Linear: y = x Wᵀ + b.
  * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
  * matrix stays where it lies), is read once and in the order of memory, for rows side by side would be several streams,
  * which the processor's own prefetcher follows badly; and it stops at the end of a row or a page, where ours goes on.
- * For one row of x, W goes past the second-level cache: what that held is what Python needs between two products.
+ * For one row of x, the processor's own prefetcher does best where it is only told of each page in time; unless x leaves
+ * the first-level cache no room, and the numbers are many: then W goes past the second-level cache, asked line by line.
  * For more, W is taken in tiles of OUTS rows, the sums in registers and the next tile asked into the second-level cache.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
@@ -25,7 +26,7 @@
 #include "_attention.h"
 #include "_vectors.h"
 
-enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, AHEAD_BYTES = 4096 };
+enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, NARROW = 2048 };
 enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
@@ -63,9 +64,14 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
                              size_t stride, size_t out, size_t outs)                                          \
     {                                                                                                         \
-        const size_t ahead = outs == 1 ? AHEAD_BYTES / sizeof(TYPE) : outs * in, cursor = ahead % in;         \
+        const size_t page = PAGE_BYTES / sizeof(TYPE), step = CACHE_LINE_BYTES / sizeof(TYPE);                \
+        const size_t ahead = outs == 1 ? page : outs * in, cursor = ahead % in;                               \
         const TYPE *next = w + ahead / in * stride;                                                           \
         size_t r = 0;                                                                                         \
+        for (size_t i = cursor; outs == 1 && in <= NARROW && i < cursor + in; i += page)                      \
+            for (size_t line = 0; line < HEAD_LINES; line++)                                                  \
+                __builtin_prefetch(next + i + line * step, 0, SECOND_LEVEL);                                  \
+        if (outs == 1 && (in <= NARROW || sizeof(TYPE) == sizeof(float))) next = NULL;                        \
         for (; r + ROWS <= rows; r += ROWS, next = NULL)                                                      \
             tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, next, cursor);         \
         for (; r + 2 <= rows; r += 2, next = NULL)                                                            \
@@ -108,6 +114,8 @@ DEFINE_LINEAR(bf16, uint16_t, LOAD_BF16)
 
 DEFINE_RMS_NORM(f32, float, LOAD_F32)
 DEFINE_RMS_NORM(bf16, uint16_t, LOAD_BF16)
+
+#include "_layer.h" /* made of the above */
 
 enum { F32 = 0, BF16 = 1 };
 
@@ -194,14 +202,64 @@ static PyObject *attention(PyObject *Py_UNUSED(module), PyObject *const *args, P
     Py_RETURN_NONE;
 }
 
+static int read_floats(PyObject *const *args, Py_ssize_t count, float *values)
+{
+    for (Py_ssize_t i = 0; i < count; i++) values[i] = (float)PyFloat_AsDouble(args[i]);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The numbers are those of `AttentionHalf`, in its order; then the three norms' epsilons and the scale of the scores. */
+static PyObject *attention_half(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { SIZES = sizeof(AttentionHalf) / sizeof(size_t), FLOATS = 4 };
+    AttentionHalf is;
+    float v[FLOATS];
+    if (nargs != SIZES + FLOATS)
+        return PyErr_Format(PyExc_TypeError, "attention_half: %d arguments expected, %zd given", SIZES + FLOATS, nargs);
+    if (read_sizes("attention_half", args, SIZES, (size_t *)&is) < 0) return NULL;
+    if (read_floats(args + SIZES, FLOATS, v) < 0) return NULL;
+    const Attention attention = attention_of(&is, v[3]);
+    float *work = malloc(attention_half_work_bytes(&is, &attention));
+    if (!work) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    if (is.kind == F32) attention_half_f32(&is, &attention, v[0], v[1], v[2], work);
+    else attention_half_bf16(&is, &attention, v[0], v[1], v[2], work);
+    Py_END_ALLOW_THREADS
+    free(work);
+    Py_RETURN_NONE;
+}
+
+/* The numbers are those of `FeedHalf`, in its order; then the norm's epsilon. */
+static PyObject *feed_half(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { SIZES = sizeof(FeedHalf) / sizeof(size_t) };
+    FeedHalf is;
+    float epsilon;
+    if (nargs != SIZES + 1)
+        return PyErr_Format(PyExc_TypeError, "feed_half: %d arguments expected, %zd given", SIZES + 1, nargs);
+    if (read_sizes("feed_half", args, SIZES, (size_t *)&is) < 0) return NULL;
+    if (read_floats(args + SIZES, 1, &epsilon) < 0) return NULL;
+    float *work = malloc(feed_half_work_bytes(&is));
+    if (!work) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    if (is.kind == F32) feed_half_f32(&is, epsilon, work);
+    else feed_half_bf16(&is, epsilon, work);
+    Py_END_ALLOW_THREADS
+    free(work);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL,
      "linear(x, weight, bias, out, rows, in_features, weight_stride, out_features, kind)"},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL,
      "rms_norm(x, weight, out, rows, width, kind, epsilon)"},
     {"attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL,
-     "attention(q, k, v, mask, out, batch, heads, kv_heads, tokens, width, value_width, q_batch, q_head, k_batch, k_head,\n"
-     "          k_token, v_batch, v_head, v_token, mask_batch, mask_head, mask_kind, kind, scale)"},
+     "attention(q, k, v, mask, out, batch, heads, kv_heads, tokens, width, value_width, q_batch, q_head, k_batch,\n"
+     "          k_head, k_token, v_batch, v_head, v_token, mask_batch, mask_head, mask_kind, kind, scale)"},
+    {"attention_half", (PyCFunction)(void (*)(void))attention_half, METH_FASTCALL,
+     "attention_half(*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale)"},
+    {"feed_half", (PyCFunction)(void (*)(void))feed_half, METH_FASTCALL, "feed_half(*FeedHalf, epsilon)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from parallelformers_ng.kernels.layers import KINDS, _decode, may_serve
@@ -17,9 +18,19 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 def install_attention() -> None:
     """From now on the models of this process that ask transformers for "sdpa" get the kernel for single queries, where
     it is there and torch has one thread. Idempotent."""
-    present = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if _decode is not None and torch.get_num_threads() == 1 and not hasattr(present, "__wrapped__"):
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", with_kernel(present))
+    if _decode is not None and torch.get_num_threads() == 1 and not is_installed():
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", with_kernel(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+
+
+def is_installed() -> bool:
+    """Whether "sdpa" is the kernel's."""
+    return hasattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "__wrapped__")
+
+
+def is_usual() -> bool:
+    """Whether "sdpa" is what transformers means by it, with the kernel or without, and not a function of the user's."""
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
 
 
 def with_kernel(attention: Any) -> Any:
@@ -60,11 +71,12 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
         and query.is_cpu
         and key.is_cpu
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
-        and (mask is None or _fits_mask(mask, dtype, batch, heads, tokens))
+        and (mask is None or fits_mask(mask, dtype, batch, heads, tokens))
     )
 
 
-def _fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
+def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
+    """Whether the kernel reads such a mask: bool or added, `[batch or 1, heads or 1, 1, tokens]`."""
     return (
         mask.ndim == 4
         and (mask.dtype is torch.bool or mask.dtype is dtype)
@@ -73,6 +85,14 @@ def _fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens:
         and mask.shape[2:] == (1, tokens)
         and mask.stride(3) == 1
     )
+
+
+def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
+    """For the kernel: the address of a mask, its distances from one sequence and one head to the next, its kind."""
+    if mask is None:
+        return 0, 0, 0, _NO_MASK
+    batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))
+    return mask.data_ptr(), batch, head, _BOOL_MASK if mask.dtype is torch.bool else _ADDED_MASK
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -84,16 +104,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     batch, heads, _, width = query.shape
     _, kv_heads, tokens, value_width = value.shape
     out = query.new_empty((batch, 1, heads, value_width))
-    if mask is None:
-        mask_at, mask_strides, mask_kind = 0, [0, 0], _NO_MASK
-    else:
-        mask_at = mask.data_ptr()
-        mask_strides = [0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1)]
-        mask_kind = _BOOL_MASK if mask.dtype is torch.bool else _ADDED_MASK
+    mask_at, *how_masked = mask_arguments(mask)
     _decode.attention(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), mask_at, out.data_ptr(),
         batch, heads, kv_heads, tokens, width, value_width,
-        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *mask_strides, mask_kind, KINDS[query.dtype],
+        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *how_masked, KINDS[query.dtype],
         width**-0.5 if scaling is None else scaling,
     )  # fmt: skip
     return out

@@ -7,16 +7,8 @@ Sums run in another order than torch's, so results may differ in the last bits.
 
 from __future__ import annotations
 
-from functools import cache
-from types import FunctionType
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-
-# It takes a tenth of a second, nine tenths of it for what every model's file imports: a worker that is waiting for a
-# model has that behind it.
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 try:
     from parallelformers_ng.kernels import _decode
@@ -77,28 +69,6 @@ class FusedRMSNorm(nn.Module):
         return out
 
 
-def install(model: nn.Module) -> int:
-    """Give the layers of a rank that the kernels can serve their classes, where the kernels are there and torch has one
-    thread. Tensors may still be missing.
-
-    Returns:
-        How many layers were changed.
-    """
-    if _decode is None or torch.get_num_threads() > 1:
-        return 0
-    changed = 0
-    for module in model.modules():
-        cls: type = type(module)
-        if cls is nn.Linear:
-            module.__class__ = StreamingLinear
-        elif _is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
-            module.__class__ = _fused(cls)
-        else:
-            continue
-        changed += 1
-    return changed
-
-
 def may_serve() -> bool:
     """Whether nothing is going on that only torch's own operators know how to do: gradients, autocast, a trace."""
     return (
@@ -115,21 +85,3 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
         and weight.is_cpu
         and input.is_contiguous()
     )
-
-
-@cache
-def _is_rms_norm(cls: type[nn.Module]) -> bool:
-    """Whether its forward is Llama's, instruction by instruction, under whatever name the class goes."""
-    return cls.__name__.endswith("Norm") and _code(cls.forward) == _code(LlamaRMSNorm.forward)
-
-
-def _code(function: Any) -> Any:
-    if not isinstance(function, FunctionType):
-        return None
-    code = function.__code__
-    return code.co_code, code.co_names, code.co_consts, code.co_varnames, code.co_argcount
-
-
-@cache
-def _fused(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (FusedRMSNorm, cls), {"__module__": cls.__module__})

@@ -1,0 +1,57 @@
+"""Gives the modules of a rank the classes whose work the kernels do."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
+from parallelformers_ng.kernels.layers import FusedRMSNorm, StreamingLinear, _decode
+from parallelformers_ng.kernels.recognition import ATTENTIONS, LAYERS, is_decoder_layer, is_rms_norm
+from parallelformers_ng.kernels.self_check import agrees
+
+
+def install(model: nn.Module) -> int:
+    """Change the classes of what the kernels can serve, where the kernels are there and torch has one thread.
+
+    Args:
+        model: its tensors may still be missing.
+
+    Returns:
+        How many modules were changed.
+    """
+    if _decode is None or torch.get_num_threads() > 1:
+        return 0
+    return _change(model)
+
+
+def _change(model: nn.Module, checked: bool = False) -> int:
+    """
+    Args:
+        checked: whether decoder layers are known to be computed as the installed transformers computes them.
+    """
+    changed = 0
+    for module in model.modules():
+        cls: type = type(module)
+        if cls is nn.Linear:
+            module.__class__ = StreamingLinear
+        elif is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
+            module.__class__ = _mixed(FusedRMSNorm, cls)
+        elif is_decoder_layer(cls) and (checked or _layers_agree()):
+            module.__class__ = _mixed(FusedDecoderLayer, cls)
+        else:
+            continue
+        changed += 1
+    return changed
+
+
+@cache
+def _layers_agree() -> bool:
+    return agrees(dict.fromkeys((*ATTENTIONS, *LAYERS)), lambda layer: _change(layer, checked=True))
+
+
+@cache
+def _mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
