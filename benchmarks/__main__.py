@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-ALL = ("startup", "round_trip", "collectives", "kernels", "decode")
+ALL = ("startup", "round_trip", "generate_cost", "collectives", "kernels", "decode")
 
 
 def main() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import threading
+import time
 
 import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
+from parallelformers_ng.runtime import transport
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
 from parallelformers_ng.runtime.leaves import FileDescriptor
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.runtime.transport import FOREVER, Channel, wait
 
 KEY = b"k" * 32
 
@@ -75,3 +79,34 @@ def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
     assert isinstance(frame, Frame)
     frame.discard()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_looking_out_ends_with_a_frame_or_with_its_time(ends, monkeypatch):
+    monkeypatch.setattr(transport, "LOOKOUT_SECONDS", 0.2)
+    start = time.monotonic()
+    ends[1].look_out()
+    assert 0.2 <= time.monotonic() - start < 5
+    monkeypatch.setattr(transport, "LOOKOUT_SECONDS", 60.0)
+    soon = threading.Timer(0.05, ends[0].send, (Kind.EVENT, 1, "it"))
+    soon.start()
+    ends[1].look_out()
+    soon.join()
+    assert select.select([ends[1]], [], [], 0)[0]
+    for name in ("second", "third"):
+        ends[0].send(Kind.EVENT, 1, name)
+    assert [ends[1].recv()[2] for _ in range(2)] == ["it", "second"]
+    ends[1].look_out()  # at what was read ahead
+
+
+def test_a_wait_looks_out_and_then_sleeps(ends):
+    poll = select.poll()
+    poll.register(ends[1], select.POLLIN)
+    start, busy = time.monotonic(), time.thread_time()
+    threading.Timer(0.5, ends[0].send, (Kind.EVENT, 1, "it")).start()
+    assert wait(poll, FOREVER, "late", start + 0.1) == [ends[1].fileno()]
+    assert time.monotonic() - start >= 0.5
+    assert time.thread_time() - busy < 0.3
+    ends[1].recv()
+    start = time.monotonic()
+    assert wait(poll, start + 0.1, "late", start + 60) == []
+    assert time.monotonic() - start < 30

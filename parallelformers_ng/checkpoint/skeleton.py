@@ -57,7 +57,9 @@ class Skeleton:
             if isinstance(module, PreTrainedModel):
                 # What a model's constructor does besides building modules: its recorders of hidden states and
                 # attentions.
-                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+                # Up to transformers 5.22 they are those of a class.
+                key = str(type(module)) if type(_CAN_RECORD_REGISTRY) is dict else module
+                _CAN_RECORD_REGISTRY[key] = module._can_record_outputs
                 module.__dict__.pop("_output_capturing_hooks_installed", None)
         return model, plan
 

@@ -35,6 +35,7 @@ from parallelformers_ng.runtime.leaves import (
 Restore = Callable[[Handle], Any]
 
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUmM][1-9]\d{0,8}(\[\w{1,8}\])?")
+_from_json = json.JSONDecoder().decode
 _LEAVES = frozenset({str, int, float, bool, type(None)})  # nodes that are their own value
 # What foreign bytes can provoke in json, torch, numpy and the constructors below.
 _MALFORMED = (
@@ -90,7 +91,7 @@ class Decoder:
         """The value of a whole message."""
         if len(header) > MAX_HEADER_BYTES:
             raise ProtocolError(f"a header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-        tree, table = json.loads(header.decode("ascii"))
+        tree, table = _from_json(header.decode("ascii"))
         self._tensors = [self._view(*row) for row in table]
         value = self.value(tree)
         if len(self._claimed) != len(self._fds):
@@ -125,10 +126,12 @@ class Decoder:
         return [node if type(node) in _LEAVES else self.value(node) for node in nodes]
 
     def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
-        values = self._items(nodes)
-        if len(values) % 2:
+        if not nodes:
+            return []
+        if len(nodes) % 2:
             raise ProtocolError("a mapping with a key and no value")
-        return list(zip(values[::2], values[1::2], strict=True))
+        values = iter(self._items(nodes))
+        return list(zip(values, values, strict=True))
 
     def _tensor(self, node: list[Any]) -> torch.Tensor:
         _tag, index = node

@@ -9,11 +9,12 @@ from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, WorkerError
 from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Encoded
 from parallelformers_ng.runtime.frames import Flag, Frame, Kind, Packed, pack
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.transport import wait
+from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS, wait
 
 OnEvent = Callable[[Any], object]
 
@@ -45,6 +46,8 @@ class Exchange:
         self._needs_reset = False
         self.in_event = False  # a caller's on_event is running
         self._answers: dict[int, Frame] = {}
+        self._looks_out = usable_cpus() > 1
+        self._look_until = 0.0
         # Rank 0's answer is waited for first: by then the others have mostly answered, too, and this process need not
         # wake up, on a core that a rank may be using, for each of them. A rank that raises frees rank 0 from the
         # collectives, and the end of any is seen by its pidfd.
@@ -149,6 +152,7 @@ class Exchange:
             except ChannelClosedError:
                 raise WorkerGoneError(worker.rank) from None
         self._needs_reset = False
+        self._look_until = time.monotonic() + LOOKOUT_SECONDS if self._looks_out else 0.0
 
     def _collect(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
         """Wait until every rank has answered this request. Returns what `on_event` raised."""
@@ -172,7 +176,8 @@ class Exchange:
         ahead = [worker.rank for worker in self._processes.workers if worker.channel.has_more]
         if ahead:
             return ahead
-        fds = wait(self._rest if 0 in self._answers else self._first, deadline, "the deadline passed")
+        poll = self._rest if 0 in self._answers else self._first
+        fds = wait(poll, deadline, "the deadline passed", self._look_until)
         for fd in fds:
             if fd in self._pidfds:
                 raise WorkerGoneError(self._rank_of[fd])

@@ -12,8 +12,11 @@ import torch
 from parallelformers_ng import collectives
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.runtime.frames import Flag, Frame, Kind
+from parallelformers_ng.runtime.encoder import encode
+from parallelformers_ng.runtime.frames import Flag, Frame, Kind, pack
 from parallelformers_ng.runtime.transport import Channel
+
+_NOTHING = encode(None, None)
 
 
 class Emitter:
@@ -35,28 +38,40 @@ class Emitter:
 
 
 class Service:
-    """Runs the parent's requests on the target, one after another."""
+    """Runs the parent's requests on the target, one after another.
 
-    def __init__(self, channel: Channel, target: Any, communicator: Any, rank: int, emit: Emitter) -> None:
+    Args:
+        looks_out: whether to look out for the next request before sleeping; it takes a core that nobody else needs.
+    """
+
+    def __init__(
+        self, channel: Channel, target: Any, communicator: Any, rank: int, emit: Emitter, looks_out: bool = False
+    ) -> None:
         self.channel = channel
         self.target = target
         self.communicator = communicator
         self.rank = rank
         self.emit = emit
+        self.looks_out = looks_out
 
     def serve(self) -> None:
         """The loop of a worker."""
-        while (frame := self.channel.receive()).kind is not Kind.GOODBYE:
+        while (frame := self._next()).kind is not Kind.GOODBYE:
             self._check_order(frame)
             try:
                 value = self._run(frame)
                 if self.rank == 0 or frame.flags & Flag.EACH:
                     self.channel.send(Kind.RESULT, frame.sequence, {"result": value})
                 else:
-                    self.channel.send(Kind.DONE, frame.sequence, None)
+                    self.channel.send_packed(pack(Kind.DONE, frame.sequence, _NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
                 self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error))
+
+    def _next(self) -> Frame:
+        if self.looks_out:  # an answer is often followed by the next request
+            self.channel.look_out()
+        return self.channel.receive()
 
     def _check_order(self, frame: Frame) -> None:
         if frame.kind is not Kind.REQUEST or frame.sequence != self.emit.sequence + 1:
@@ -114,7 +129,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
     channel.send(Kind.READY, 0, None)
-    return Service(channel, target, communicator, rank, emit)
+    return Service(channel, target, communicator, rank, emit, boot["looks_out"])
 
 
 def _restore_environment(name: str, value: str | None) -> None:

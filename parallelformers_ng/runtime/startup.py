@@ -105,9 +105,11 @@ def launch(
     if _needs_rendezvous(backend, device_names[0]):
         processes.rendezvous = collectives.create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
+    spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
     for worker in processes.workers:
         try:
-            boot = {**common, "rank": worker.rank, "device": device_names[worker.rank]}
+            looks_out = worker.rank < spare_cpus
+            boot = {**common, "rank": worker.rank, "device": device_names[worker.rank], "looks_out": looks_out}
             worker.channel.send(Kind.REQUEST, 0, boot, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
