@@ -28,10 +28,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from parallelformers_ng.kernels import decoder_layer, installation
+from parallelformers_ng.kernels import installation, layer_halves
 from parallelformers_ng.kernels.installation import install
 
-pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(layer_halves._decode is None, reason="the C kernel is not built")
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 LAYERS, VOCABULARY = 3, 97
@@ -70,8 +70,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             seen["feed"] += 1
             kernel.feed_half(*arguments)
 
-    kernel = decoder_layer._decode
-    monkeypatch.setattr(decoder_layer, "_decode", Counting)
+    kernel = layer_halves._decode
+    monkeypatch.setattr(layer_halves, "_decode", Counting)
     return seen
 
 
@@ -245,7 +245,7 @@ def test_replaced_and_moved_weights_are_seen(calls: Counter[str]) -> None:
 @FLOATS
 def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str]) -> None:
     _, fused = _models("llama", dtype)
-    most = decoder_layer.MOST_ROWS[dtype]
+    most = layer_halves.MOST_ROWS[dtype]
     _generate(fused, rows=most, tokens=2)
     assert calls == {"attention": LAYERS, "feed": LAYERS}
     _generate(fused, rows=most + 1, tokens=2)

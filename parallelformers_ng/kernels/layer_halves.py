@@ -1,0 +1,260 @@
+"""The halves of Llama's decoder layer, `x + attention(norm(x))` and `x + feed_forward(norm(x))`, for one new token of
+each sequence: what of the modules goes into `_layer.h`, and whether it may."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from parallelformers_ng.generation.growing import extended
+from parallelformers_ng.kernels.attention import fits_mask, is_usual, mask_arguments
+from parallelformers_ng.kernels.layers import KINDS, MOST_ROWS, FusedRMSNorm, StreamingLinear, _decode
+from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.sharding.layers import HeadParallel, RowParallel, parallel_class
+
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+"""What a layer may be given that a single query over a cache has no use for."""
+
+
+class _Half:
+    """One half of a layer as the kernel takes it.
+
+    Args:
+        above: modules that it stands for, besides those that hold the tensors. A hook on any is a reason to call them.
+        linears: in the kernel's order; the last one's outputs are summed over the ranks.
+        norms: in the kernel's order, None for one that the layer does without.
+    """
+
+    def __init__(self, above: nn.Module, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
+        present = [norm for norm in norms if norm is not None]
+        places = [(module._parameters, name) for module in linears for name in ("weight", "bias")]
+        places += [(norm._parameters, "weight") for norm in present]
+        self._parameters, self._names = zip(*places, strict=True)
+        self._tensors = [parameters.get(name) for parameters, name in places]
+        self._hooks = [
+            hooks
+            for module in (above, *linears, *present)
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        last = linears[-1]
+        self._sum = last.communicator.all_reduce if isinstance(last, RowParallel) else None
+        self._most_rows = MOST_ROWS[linears[0].weight.dtype]
+        self.dtype = linears[0].weight.dtype
+        self.kind = KINDS[self.dtype]
+        held: list[Tensor | None] = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+        held += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        self.static = (
+            *(0 if tensor is None else tensor.data_ptr() for tensor in held),
+            *(linear.weight.stride(0) for linear in linears),
+        )
+        self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
+
+    def is_current(self) -> bool:
+        """Whether the modules hold the tensors that were looked at."""
+        return all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
+
+    def may_stand_for_modules(self, hidden: Tensor) -> bool:
+        """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
+        return hidden.dtype is self.dtype and hidden.shape[0] <= self._most_rows and not any(self._hooks)
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        return partial if self._sum is None else self._sum(partial)
+
+
+class AttentionHalf(_Half):
+    """Norm, projections, rotary positions, the cache and attention itself."""
+
+    def __init__(self, layer: Any, norms: Sequence[FusedRMSNorm | None]) -> None:
+        attention = layer.self_attn
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        super().__init__(attention, linears, norms)
+        self._attention = attention
+        self._recording = attention.recording if isinstance(attention, HeadParallel) else None
+        self._layer_idx = attention.layer_idx
+        self.config = attention.config
+        self.width = attention.head_dim
+        self._kv_heads = attention.k_proj.weight.shape[0] // self.width
+        heads, hidden = attention.q_proj.weight.shape[0] // self.width, attention.q_proj.weight.shape[1]
+        self.static += (hidden, heads, self._kv_heads, self.width)
+        self.heads = heads
+
+    @classmethod
+    def of(cls, layer: Any) -> AttentionHalf | None:
+        """That of a decoder layer, None where the kernel does not compute it."""
+        attention = layer.self_attn
+        kind: type = type(attention)
+        if kind.__bases__[0] is HeadParallel:
+            kind = kind.__bases__[1]
+        normed = normed_heads(kind)
+        if normed is None:
+            return None
+        norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        if not _are_readable(linears, norms):
+            return None
+        q, k, v, o = (linear.weight.shape for linear in linears)
+        width, shared = attention.head_dim, attention.num_key_value_groups
+        fits = (
+            width % 2 == 0
+            and k == v
+            and k[0] > 0
+            and k[0] % width == 0
+            and q == (k[0] * shared, k[1])
+            and o == (q[1], q[0])
+            and all(
+                norm is None or norm.weight.shape == (size,)
+                for norm, size in zip(norms, (q[1], width, width), strict=True)
+            )
+        )
+        return cls(layer, norms) if fits else None
+
+    def step_for(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> Step | None:
+        """What `run` needs besides the cache, given the arguments of the layer; None where the kernel does not compute
+        them."""
+        if (
+            not self.may_stand_for_modules(hidden)
+            or type(past_key_values) is not DynamicCache
+            or past_key_values.offloading
+            or position_embeddings is None
+            or (self._recording is not None and self._recording.weights)
+            or any(others[name] for name in others.keys() - _HARMLESS)
+        ):
+            return None
+        rows, layers, at = hidden.shape[0], past_key_values.layers, self._layer_idx
+        step = Step.of(self, rows, position_embeddings, attention_mask)
+        if not step.fits or at >= len(layers) or type(layers[at]) is not DynamicLayer or not layers[at].is_initialized:
+            return None
+        keys, values = layers[at].keys, layers[at].values
+        if keys.ndim != 4 or keys.dtype is not self.dtype or values.dtype is not self.dtype:
+            return None
+        batch, heads, tokens, width = shape = keys.shape
+        fits = (
+            values.shape == shape
+            and (batch, heads, width) == (rows, self._kv_heads, self.width)
+            and (step.masked_tokens is None or step.masked_tokens == tokens + 1)
+        )
+        return step if fits else None
+
+    def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
+        """What the attention adds to `hidden`."""
+        keys, values = extended(cache.layers[self._layer_idx], 1)
+        out = torch.empty_like(hidden)
+        _decode.attention_half(
+            *self.static, hidden.data_ptr(), out.data_ptr(), *step.positions,
+            keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3],
+            *step.mask, hidden.shape[0], keys.shape[2], self.kind, *self.epsilons, self._attention.scaling,
+        )  # fmt: skip
+        return self.summed(out)
+
+
+class Step:
+    """What all layers of a step share, looked at once.
+
+    Attributes:
+        fits: whether the kernel computes attention with it; if not, the others are missing.
+        positions, mask: addresses and distances, as the kernel takes them.
+        masked_tokens: how many the mask has, None without one.
+    """
+
+    _latest: Step | None = None
+
+    @classmethod
+    def of(cls, half: AttentionHalf, rows: int, positions: tuple[Tensor, Tensor], mask: Tensor | None) -> Step:
+        """The step of which `half` computes a part. transformers passes the same objects to all layers."""
+        latest = cls._latest
+        shared, sizes = (half.config, positions, mask), (rows, half.dtype, half.width, half.heads)
+        if latest is None or sizes != latest._sizes or not all(map(operator.is_, shared, latest._shared)):
+            latest = cls._latest = cls(shared, sizes)
+        return latest
+
+    def __init__(
+        self, shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None], sizes: tuple[int, torch.dtype, int, int]
+    ) -> None:
+        self._shared, self._sizes = shared, sizes  # held, so that no others can have their ids
+        config, turns, mask = shared
+        rows, dtype, width, heads = sizes
+        self.masked_tokens = None if mask is None else mask.shape[-1]
+        self.fits = (
+            config._attn_implementation == "sdpa"
+            and is_usual()
+            and all(_is_position(turn, rows, dtype, width) for turn in turns)
+            and (mask is None or fits_mask(mask, dtype, rows, heads, mask.shape[-1]))
+        )
+        if self.fits:
+            cos, sin = turns
+            self.positions = (cos.data_ptr(), sin.data_ptr(), *(0 if t.shape[0] == 1 else t.stride(0) for t in turns))
+            self.mask = mask_arguments(mask)
+
+
+def _is_position(turn: Tensor, rows: int, dtype: torch.dtype, width: int) -> bool:
+    one_of_each = turn.ndim == 3 and turn.shape[0] in (1, rows) and turn.shape[1:] == (1, width)
+    return one_of_each and turn.dtype is dtype and turn.stride(2) == 1
+
+
+class FeedHalf(_Half):
+    """The residual, norm and gated feed-forward."""
+
+    def __init__(self, layer: Any) -> None:
+        linears = (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+        super().__init__(layer.mlp, linears, (layer.post_attention_layernorm,))
+        self._hooks += [layer.mlp.act_fn._forward_hooks, layer.mlp.act_fn._forward_pre_hooks]
+        inner, hidden = layer.mlp.gate_proj.weight.shape
+        self.static += (hidden, inner)
+
+    @classmethod
+    def of(cls, layer: Any) -> FeedHalf | None:
+        """That of a decoder layer, None where the kernel does not compute it."""
+        mlp = layer.mlp
+        kind: type = type(mlp)
+        if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
+            return None
+        linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
+        if not _are_readable(linears, norms):
+            return None
+        gate, up, down = (linear.weight.shape for linear in linears)
+        fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
+        return cls(layer) if fits else None
+
+    def fits(self, hidden: Tensor, attended: Tensor) -> bool:
+        """Whether the kernel computes it for what came into the layer and what its attention adds."""
+        alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
+        return alike and self.may_stand_for_modules(hidden)
+
+    def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output."""
+        residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        _decode.feed_half(
+            *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
+            hidden.shape[0], self.kind, *self.epsilons,
+        )  # fmt: skip
+        return residual.add_(self.summed(out))
+
+
+def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+    """Whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows dense."""
+    *columns, last = linears
+    if not all(type(linear) is StreamingLinear for linear in columns) or type(last) not in _LAST:
+        return False
+    if not all(norm is None or isinstance(norm, FusedRMSNorm) for norm in norms):
+        return False
+    weights = [linear.weight for linear in linears]
+    flat = [linear.bias for linear in linears] + [None if norm is None else norm.weight for norm in norms]
+    tensors = [*weights, *(tensor for tensor in flat if tensor is not None)]
+    dtype = weights[0].dtype
+    return dtype in KINDS and all(t.dtype is dtype and t.is_cpu and t.stride(-1) == 1 for t in tensors)
+
+
+_LAST = (StreamingLinear, parallel_class(RowParallel, StreamingLinear))
