@@ -25,6 +25,7 @@ class Call:
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
         watched: the arguments hold objects of the caller's whose state is wanted back.
+        captured: the decode steps of this `generate` over a static cache become CUDA graphs.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Call:
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False
     watched: bool = False
+    captured: bool = False
 
 
 @dataclass
@@ -51,9 +53,11 @@ class Answer:
         rng: the generator's state afterwards where it moved.
         caches: what became of the caches that were passed in: id → `CacheFacts`.
         states: new states of watched objects that changed, as `generation.state.Watch` numbers them.
+        uncaptured: why decode steps that should be CUDA graphs were none, "" where they were.
     """
 
     output: Any
     rng: torch.Tensor | None = None
     caches: dict[int, Any] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
+    uncaptured: str = ""

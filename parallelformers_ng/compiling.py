@@ -1,21 +1,68 @@
-"""`parallelize(compile=True)`: the decode steps of `generate` go through `torch.compile`, over caches of a fixed size.
+"""`parallelize(compile=…)` and `parallelize(cuda_graphs=True)`: decode steps over caches of a fixed size.
 
 transformers compiles the forward of a decode step where the cache is static; the prompt's own pass stays as it is. What
-is added here is to ask for it, where it is possible, and to say so where it is not.
+is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask for
+the same cache, and for no compiler; `generation/captured.py` does the rest, on the workers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
 
+NO_DEVICE = "there is no CUDA device to capture on"
 _CACHES = ("past_key_values", "cache_params")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+
+
+@dataclass(frozen=True)
+class StaticSteps:
+    """How the decode steps of `generate` are made faster.
+
+    Attributes:
+        options: arguments of `generate` that ask for it.
+        without: what is said where a call cannot have it.
+        captured: whether they become CUDA graphs.
+    """
+
+    options: Mapping[str, Any]
+    without: str
+    captured: bool = False
+
+
+def static_steps(
+    compile: bool | CompileConfig, cuda_graphs: bool, device: str, world_size: int
+) -> tuple[StaticSteps | None, str]:
+    """What `parallelize` was asked for.
+
+    Args:
+        compile, cuda_graphs: its arguments.
+        device, world_size: as in `compile_config`.
+
+    Returns:
+        How decode steps run, None for as they are; and why that is not as asked, "" where it is.
+
+    Raises:
+        ParallelError: an argument is something else, or both are given.
+    """
+    if not isinstance(cuda_graphs, bool):
+        raise ParallelError(f"cuda_graphs is {cuda_graphs!r}; it takes True or False")
+    config = compile_config(compile, device, world_size)
+    if config is not None and cuda_graphs:
+        raise ParallelError("compile and cuda_graphs are two ways to run the same steps; give one of them")
+    if config is not None:
+        return StaticSteps({"compile_config": config}, "generate runs without compiled steps"), ""
+    if not cuda_graphs:
+        return None, ""
+    if device != "cuda":
+        return None, NO_DEVICE
+    return CAPTURED, ""
 
 
 def compile_config(asked: bool | CompileConfig, device: str, world_size: int) -> CompileConfig | None:
@@ -42,37 +89,44 @@ def compile_config(asked: bool | CompileConfig, device: str, world_size: int) ->
     return config
 
 
-def compiled_generation(
-    model: PreTrainedModel, arguments: Mapping[str, Any], config: CompileConfig
+CAPTURED = StaticSteps({"disable_compile": True}, "generate runs without CUDA graphs", captured=True)
+
+
+def static_generation(
+    model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """The arguments of a call of `generate` with what makes it compile its steps.
+    """The arguments of a call of `generate` with what makes its steps go as asked.
 
     Returns:
         The arguments; and why they are as they were, "" where they are not.
     """
     given = {**arguments}
-    if reason := _obstacle(model, given):
+    if reason := _obstacle(model, given, steps.captured):
         return given, reason
-    return {"cache_implementation": "static", "compile_config": config, **given}, ""
+    if steps.captured:
+        return {"cache_implementation": "static", **given, **steps.options}, ""
+    return {"cache_implementation": "static", **steps.options, **given}, ""
 
 
-def _obstacle(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
-    """Why this call cannot be compiled, in words; "" where it can."""
+def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], captured: bool) -> str:
+    """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def asked(name: str) -> Any:
         return arguments[name] if name in arguments else getattr(generation_config, name, None)
 
     if not model._can_compile_fullgraph:
-        return f"transformers does not compile {type(model).__name__}"
+        return f"transformers does not compile {type(model).__name__}, whose steps are no single graph"
     if any(arguments.get(name) is not None for name in _CACHES):
         return "the caller's cache is used"
     if asked("cache_implementation") not in (None, "static"):
         return f"cache_implementation={asked('cache_implementation')!r} was asked for"
     if asked("use_cache") is False:
         return "use_cache is False"
-    if asked("disable_compile"):
+    if asked("disable_compile") and not captured:
         return "disable_compile was asked for"
     if any(asked(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
+    if captured and model.config.is_encoder_decoder:
+        return "an encoder-decoder keeps two caches"
     return ""

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import CompileConfig
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.call import Answer, Call
-from parallelformers_ng.compiling import compiled_generation
+from parallelformers_ng.compiling import StaticSteps, static_generation
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.edits import EditWatch
 from parallelformers_ng.errors import NotPortableError, ParallelError
@@ -36,18 +35,18 @@ class Dispatcher:
         model: the parallelized model.
         deployment: its workers.
         seed: seeds a stream of its own for the model; None follows the caller's generator.
-        compiling: how the decode steps are compiled, None where they are not.
+        steps: how the decode steps are compiled or captured, None where they are not.
     """
 
     def __init__(
-        self, model: Any, deployment: Deployment, seed: int | None = None, compiling: CompileConfig | None = None
+        self, model: Any, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
     ) -> None:
         self.deployment = deployment
         self._config = EditWatch(model.config)
         self._generation_config = EditWatch(getattr(model, "generation_config", None))
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
-        self._compiling = compiling
+        self._steps = steps
         self._said: set[str] = set()
 
     def call(
@@ -58,7 +57,7 @@ class Dispatcher:
         Args:
             path: dotted path of the module, "" for the model.
             method: its method.
-            how: `seed`, `timeout`, `streamer` of this call.
+            how: `seed`, `timeout`, `streamer` of this call; `captured`, as in `Call`.
 
         Raises:
             NotPortableError: an argument cannot cross by value; nothing was run.
@@ -89,6 +88,7 @@ class Dispatcher:
             freed_caches=self.deployment.take_freed(),
             streams=streamer is not None,
             watched=bool(watch.parts),
+            captured=how.get("captured", False),
         )
         on_event = None if streamer is None else deliver_to(streamer)
         try:
@@ -97,6 +97,8 @@ class Dispatcher:
             generation_config_arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
             watch.restore(answer.states)
+            if answer.uncaptured and self._steps is not None:
+                self._say_once(self._steps.without, answer.uncaptured)
             for number, facts in answer.caches.items():
                 self._refresh_cache(caches.get(number), incarnation, number, facts)
             return map_handles(answer.output, lambda handle: self._receive_cache(handle, incarnation))
@@ -116,10 +118,11 @@ class Dispatcher:
             )
         streamer = merged.pop("streamer", None)
         sent = merged
-        if self._compiling is not None:
-            sent, reason = compiled_generation(model, merged, self._compiling)
+        if self._steps is not None:
+            sent, reason = static_generation(model, merged, self._steps)
             if reason:
-                self._say_once("generate runs without compiled steps", reason)
+                self._say_once(self._steps.without, reason)
+            how["captured"] = self._steps.captured and not reason
         try:
             return self.call(model, "", "generate", (), sent, streamer=streamer, **how)
         except NotPortableError as error:

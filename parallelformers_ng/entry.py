@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from parallelformers_ng.checkpoint.location import Location, check_directory
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton, prepare_conversions
 from parallelformers_ng.collectives import BACKENDS
-from parallelformers_ng.compiling import compile_config
+from parallelformers_ng.compiling import static_steps
 from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
@@ -32,6 +33,8 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
 from parallelformers_ng.sharding.registry import select, written_policies
+
+log = logging.getLogger("parallelformers_ng")
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
@@ -51,6 +54,7 @@ def parallelize(
     verbose: Literal["simple", "detail"] | None = None,
     seed: int | None = None,
     compile: bool | CompileConfig = False,
+    cuda_graphs: bool = False,
     backend: str = "auto",
     timeout: float = 600.0,
     start_timeout: float = 120.0,
@@ -90,6 +94,9 @@ def parallelize(
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         compile: run the decode steps of `generate` through `torch.compile`, over caches of a fixed size; how, as
             transformers' `CompileConfig` says it. The first call waits for the compiler.
+        cuda_graphs: capture the decode steps of `generate` in CUDA graphs, over caches of a fixed size, instead of
+            compiling them; what cannot be captured runs as it is, and a warning says why, once. Without a CUDA device
+            it does nothing but say so. Never run on a GPU: unmeasured.
         backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
         timeout: seconds that a request may take.
         start_timeout: seconds until the workers must be ready.
@@ -127,7 +134,9 @@ def parallelize(
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     target = _target_dtype(fp16, dtype)
-    compiling = compile_config(compile, kind, world_size)
+    steps, unlike_asked = static_steps(compile, cuda_graphs, kind, world_size)
+    if unlike_asked:
+        log.warning("generate runs without CUDA graphs: %s", unlike_asked)
     location = None
     if weights is not None or isinstance(model, (str, os.PathLike)):
         place = os.fspath(model if weights is None else weights)
@@ -161,7 +170,7 @@ def parallelize(
         if make_group is not None:
             workers.close()
         raise
-    enter(loaded, deployment, seed, compiling)
+    enter(loaded, deployment, seed, steps)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
     return loaded

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CompileConfig
 
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.saving import write_pretrained
+from parallelformers_ng.compiling import StaticSteps
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import NotParallelizedError, ParallelError
@@ -139,10 +139,10 @@ class Parallelized:
 
 
 def enter(
-    model: nn.Module, deployment: Deployment, seed: int | None = None, compiling: CompileConfig | None = None
+    model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
 ) -> None:
     """Make `model` a parallelized one, in place."""
-    object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed, compiling))
+    object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed, steps))
     for path, module in model.named_modules():
         if path:
             object.__setattr__(module, "forward", _SubmoduleForward(weakref.ref(model), path, deployment.plan))

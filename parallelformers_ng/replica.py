@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ from parallelformers_ng.generation.caches import (
     map_handles,
     shows_every_write,
 )
+from parallelformers_ng.generation.captured import CapturedSteps
 from parallelformers_ng.generation.growing import grow_in_place
+from parallelformers_ng.generation.kept import handed_out
 from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
+from parallelformers_ng.generation.recorder import CudaRecorder, Recorder
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.kernels.attention import install_attention
@@ -62,6 +66,7 @@ class Replica:
         self.caches = CacheTable()
         self.recording = Recording()
         self.staging: Staging | None = None
+        self.captured: CapturedSteps | None = None
         if device.type == "cpu":
             install_attention()
             grow_in_place()
@@ -159,6 +164,8 @@ class Replica:
         self.staging = None
         self.caches = CacheTable()
         self.recording = Recording()
+        if self.captured is not None:
+            self.captured.forget()
         if held:
             gc.unfreeze()  # modules are held in cycles
             gc.collect()
@@ -178,14 +185,46 @@ class Replica:
         self.recording.weights = self._wants_weights(kwargs)
         module = self.model.get_submodule(call.path)
         agreed = agreed_criteria(module) if call.method == "generate" else contextlib.nullcontext()
-        with torch.inference_mode(), self._autocast(call.autocast), Randomness(call.rng, self.device) as draws, agreed:
+        with (
+            torch.inference_mode(),
+            self._autocast(call.autocast),
+            Randomness(call.rng, self.device) as draws,
+            agreed,
+            self._capturing(module, call.captured) as uncaptured,
+        ):
             output = getattr(module, call.method)(*args, **kwargs)
+            output = map_caches(output, lambda cache: self.caches.handle(handed_out(cache), told=used), in_place=True)
         return Answer(
-            output=map_caches(output, lambda cache: self.caches.handle(cache, told=used), in_place=True),
+            output=output,
             rng=draws.moved(),
             caches={number: facts_of(cache) for number, cache in used.items()},
             states=watch.changes() if watch is not None else {},
+            uncaptured=uncaptured(),
         )
+
+    def recorder(self) -> Recorder | str:
+        """What records decode steps here; where nothing does, why."""
+        if self.device.type != "cuda":
+            return "there is no CUDA device to capture on"
+        if not self.communicator.capturable:
+            return f"{type(self.communicator).__name__} exchanges through host memory, which no graph can have in it"
+        return CudaRecorder(self.device)
+
+    @contextlib.contextmanager
+    def _capturing(self, module: Any, asked: bool) -> Iterator[Callable[[], str]]:
+        """Within it, decode steps are captured if that is asked for. Gives what says afterwards why they were not."""
+        if not asked:
+            yield str
+            return
+        if self.captured is None:
+            recorder = self.recorder()
+            if isinstance(recorder, str):
+                yield lambda: recorder
+                return
+            self.captured = CapturedSteps(recorder, self.communicator)
+        captured = self.captured
+        with captured.capturing(module):
+            yield lambda: captured.reason
 
     def cache(self, number: int, method: str, args: tuple, kwargs: dict, block: int) -> tuple[Any, CacheFacts]:
         """Call a method of a cache that this rank holds. Returns its result and what became of the cache."""
@@ -239,6 +278,8 @@ class Replica:
     def _update_config(self, changed: dict[str, Any]) -> None:
         for name, value in changed.items():
             set_config(self.model, name, value)
+        if self.captured is not None:
+            self.captured.forget()  # what was recorded went by the configuration as it was
 
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ class Communicator(ABC):
         rank: this rank, 0 to `world_size` - 1.
         world_size: number of ranks.
         traced_number: by which the operators of `traced.py` find it, None before it has one.
+        capturable: whether a CUDA graph may have its collectives in it.
     """
 
     traced_number: int | None = None
+    capturable = False
 
     def __init__(self, rank: int, world_size: int, arena: ArenaMap | None = None) -> None:
         if not 0 <= rank < world_size:
@@ -33,6 +35,12 @@ class Communicator(ABC):
         self.rank = rank
         self.world_size = world_size
         self._arena = arena
+        self._before_reset: list[Callable[[], None]] = []
+
+    def before_reset(self, action: Callable[[], None]) -> None:
+        """Have `action` called before the connections to the peers are given up: whoever has recorded collectives lets
+        go of them."""
+        self._before_reset.append(action)
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -120,6 +128,8 @@ class Communicator(ABC):
 
 class SingleCommunicator(Communicator):
     """The group of one rank: every collective is the identity."""
+
+    capturable = True
 
     def __init__(self, arena: ArenaMap | None = None) -> None:
         super().__init__(0, 1, arena)

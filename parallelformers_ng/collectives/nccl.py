@@ -28,6 +28,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
         device: this rank's CUDA device. The others are those of ProcessGroupCommunicator.
     """
 
+    capturable = True
+
     def __init__(
         self,
         rank: int,

@@ -115,15 +115,21 @@ class ProcessGroupCommunicator(Communicator):
             self._arena.abort(self.rank, reason)
 
     def reset(self) -> None:
+        self._forget_recorded()
         self._group.abort()
         self._generation += 1
         self._group = self._connect()
 
     def close(self) -> None:
         if self._group is not None:
+            self._forget_recorded()
             self._group.abort()
             self._group = None
         super().close()
+
+    def _forget_recorded(self) -> None:
+        for action in self._before_reset:
+            action()
 
     def _check_aborted(self) -> None:
         if self._arena is not None and self._arena.aborted:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.traced import all_gather, all_reduce
+from parallelformers_ng.collectives.traced import all_gather, all_reduce, is_traced
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Place
 
@@ -150,7 +150,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         if ids.numel() == 0:
             return
         size = sum(self.gathered_sizes)
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        if ids.device.type == "cpu" and not is_traced():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= size:
                 raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")

@@ -1,0 +1,195 @@
+"""Static caches whose memory stays where it is from one call of `generate` to the next, as a captured step needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+LENGTH_STEP = 128
+"""Tokens by which a cache grows, so that calls a little longer than the last find it long enough."""
+
+
+def bucket_of(rows: int) -> int:
+    """The rows that memory is taken for: the next power of two, 1, 2, 4, 8, …."""
+    return 1 << (rows - 1).bit_length()
+
+
+class KeptLayer(StaticLayer):
+    """A layer whose memory has a bucket of rows, of which a call uses the first few.
+
+    `keys` and `values`, `[rows, heads, tokens, width]`, are views of it, so that whatever transformers does with a
+    layer it does as in one of its own. `renew` makes it look as it did before its first use.
+
+    Attributes:
+        whole: keys and values of all rows of the bucket, None before the first use.
+        moves: how often that memory was taken anew.
+    """
+
+    whole: tuple[Tensor, Tensor] | None
+    moves: int
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows = key_states.shape[0]
+        if self.whole is None or not _fits(self.whole[0], key_states) or not _fits(self.whole[1], value_states):
+            shape = (bucket_of(rows), -1, -1, -1)
+            super().lazy_initialization(key_states[:1].expand(shape), value_states[:1].expand(shape))
+            self.whole = self.keys, self.values
+            self.moves += 1
+        else:
+            for memory in self.whole:
+                memory.zero_()  # a masked position counts for nothing only where it holds a finite number
+        self.batch_size = rows
+        self.narrow(rows)
+        self.is_initialized = True
+
+    def renew(self) -> None:
+        """Forget what is held, but not the memory."""
+        self.is_initialized = False
+        self.cumulative_length.zero_()
+
+    def narrow(self, rows: int) -> None:
+        """Let `keys` and `values` be the first rows."""
+        assert self.whole is not None
+        self.keys, self.values = (memory[:rows] for memory in self.whole)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for held in (self.keys, self.values):
+            held.copy_(held.index_select(0, beam_idx.to(held.device)))
+
+
+class KeptWindowLayer(KeptLayer, StaticSlidingWindowLayer):
+    """The same for a layer that keeps the last tokens only. It counts them in Python as well."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if key_states.shape[-2] > 1 or not self.is_full:
+            return super().update(key_states, value_states, *args, **kwargs)
+        # transformers makes an index out of Python numbers here, which no capture admits
+        self.cumulative_length_int += 1
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.copy_(torch.cat((held[:, :, 1:], new), dim=-2))
+        return self.keys, self.values
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next token pushes the oldest one out."""
+        return self.is_initialized and self.cumulative_length_int >= self.max_cache_len
+
+    def renew(self) -> None:
+        super().renew()
+        self.cumulative_length_int = 0
+
+
+_KEPT: dict[type, type[KeptLayer]] = {StaticLayer: KeptLayer, StaticSlidingWindowLayer: KeptWindowLayer}
+_PLAIN = {kept: plain for plain, kept in _KEPT.items()}
+
+
+def unkept_layer(cache: Cache) -> str:
+    """The kind of cache, or of a layer in it, that cannot be kept; "" where all can."""
+    if type(cache) is not StaticCache:
+        return type(cache).__name__
+    return next((type(layer).__name__ for layer in cache.layers if type(layer) not in _KEPT), "")
+
+
+class KeptCache:
+    """A static cache of transformers, turned into one that is kept.
+
+    Args:
+        cache: new, not used yet; see `unkept_layer`.
+        length: tokens that it has room for.
+    """
+
+    def __init__(self, cache: StaticCache, length: int) -> None:
+        self.cache = cache
+        self.length = length
+        for layer in cache.layers:
+            layer.__class__ = _KEPT[type(layer)]
+            layer.whole, layer.moves = None, 0
+        self._windows = [layer for layer in cache.layers if isinstance(layer, KeptWindowLayer)]
+
+    def renew(self) -> StaticCache:
+        """The cache as if it were new."""
+        for layer in self.cache.layers:
+            layer.renew()
+        return self.cache
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the prompt has been through the model."""
+        return any(layer.is_initialized for layer in self.cache.layers)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether every layer holds the prompt."""
+        return all(layer.is_initialized for layer in self.cache.layers)
+
+    @property
+    def moves(self) -> int:
+        """Changes whenever any layer's memory is at another place."""
+        return sum(layer.moves for layer in self.cache.layers)
+
+    @property
+    def rows(self) -> int:
+        """Rows that there is memory for, after the first use."""
+        return self.cache.layers[0].whole[0].shape[0]
+
+    @property
+    def phase(self) -> tuple[bool, ...]:
+        """What a step depends on besides tensors: which windows are full."""
+        return tuple(layer.is_full for layer in self._windows)
+
+    def advance(self) -> None:
+        """Count the token of a step that ran without Python."""
+        for layer in self._windows:
+            layer.cumulative_length_int += 1
+
+    @contextlib.contextmanager
+    def widened(self, rows: int) -> Iterator[None]:
+        """Within it, a step works on the first `rows` rows, and what it counts in Python is forgotten afterwards."""
+        before = self.cache.layers[0].keys.shape[0]
+        counted = [layer.cumulative_length_int for layer in self._windows]
+        for layer in self.cache.layers:
+            layer.narrow(rows)
+        try:
+            yield
+        finally:
+            for layer in self.cache.layers:
+                layer.narrow(before)
+            for layer, count in zip(self._windows, counted, strict=True):
+                layer.cumulative_length_int = count
+
+    def snapshot(self) -> list[tuple[Tensor, Tensor]]:
+        """Every tensor of the cache with a copy of what it holds now."""
+        held = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+        return [(tensor, tensor.clone()) for tensor in held]
+
+
+def handed_out(cache: Cache) -> Cache:
+    """The cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
+    if not any(isinstance(layer, KeptLayer) for layer in getattr(cache, "layers", ())):
+        return cache
+    copied = copy.copy(cache)
+    copied.layers = [_plain_copy(layer) for layer in cache.layers]
+    return copied
+
+
+def _plain_copy(layer: Any) -> StaticLayer:
+    copied = copy.copy(layer)
+    copied.__class__ = _PLAIN[type(layer)]
+    del copied.whole, copied.moves
+    for name, value in vars(copied).items():
+        if isinstance(value, Tensor):
+            setattr(copied, name, value.clone())
+    return copied
+
+
+def _fits(memory: Tensor, states: Tensor) -> bool:
+    """Whether the memory has room for these rows of `[rows, heads, new tokens, width]`."""
+    same = memory.dtype == states.dtype and memory.device == states.device
+    shapes_fit = memory.shape[1] == states.shape[1] and memory.shape[3] == states.shape[3]
+    return same and shapes_fit and states.shape[0] <= memory.shape[0]

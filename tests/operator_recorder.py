@@ -1,0 +1,95 @@
+"""What stands in for a CUDA graph on the CPU: the operators of a step, run again on the memory that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallelformers_ng.collectives.traced import operators_alone
+
+_aten = torch.ops.aten
+_FORBIDDEN = {_aten._local_scalar_dense, _aten.nonzero, _aten.lift_fresh}
+
+
+class OperatorRecorder:
+    """A recorder that keeps to the rules of CUDA graphs: recording computes nothing, addresses and control flow are
+    frozen, whatever needs a number on the host fails, and no Python of the model runs again.
+
+    Attributes:
+        recordings: how many were made.
+        replays: how often they ran.
+    """
+
+    def __init__(self) -> None:
+        self.recordings = 0
+        self.replays = 0
+
+    def warm_up(self, step: Callable[[], Any]) -> Any:
+        with operators_alone():
+            return step()
+
+    def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        tape = _Tape()
+        try:
+            with operators_alone(), tape:
+                output = step()
+        finally:
+            tape.undo()
+        self.recordings += 1
+
+        def replay() -> None:
+            self.replays += 1
+            tape.run()
+
+        return output, replay
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Sequence[Any], Mapping[str, Any], list[Tensor | None]]] = []
+        self._made: set[int] = set()  # storages of intermediate results
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # those of others that the step wrote to
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _FORBIDDEN:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        kwargs = kwargs or {}
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        writes = False
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                writes = True
+                self._remember(args[place] if place < len(args) else kwargs[argument.name])
+        output = func(*args, **kwargs)
+        leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
+        fresh = [None if leaf is None or _storage(leaf) in given else leaf for leaf in leaves]
+        self._made.update(_storage(leaf) for leaf in fresh if leaf is not None)
+        if writes or not leaves or any(leaf is not None for leaf in fresh):  # not for a view
+            self._calls.append((func, args, kwargs, fresh))
+        return output
+
+    def run(self) -> None:
+        for func, args, kwargs, fresh in self._calls:
+            for old, new in zip(fresh, tree_leaves(func(*args, **kwargs)), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+    def undo(self) -> None:
+        for memory, held in self._before.values():
+            memory.copy_(held)
+
+    def _remember(self, written: Tensor) -> None:
+        number = _storage(written)
+        if number not in self._made and number not in self._before:
+            memory = torch.empty(0, dtype=torch.uint8).set_(written.untyped_storage())
+            self._before[number] = (memory, memory.clone())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
