@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import parallelformers_ng.replica as replica_module
@@ -15,7 +16,7 @@ replica_module.install_attention = lambda: None  # type: ignore[assignment]
 
 
 class RecordedReplica(Replica):
-    """Counts what was recorded. `spoil` makes something go wrong on one rank or on all."""
+    """Counts what was recorded, and makes some of what goes wrong go wrong."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -29,3 +30,23 @@ class RecordedReplica(Replica):
         counts = self.operators.recordings, self.operators.replays
         self.operators.recordings = self.operators.replays = 0
         return counts
+
+    def refuse_to_record(self, rank: int) -> None:
+        """From now on recordings of this rank, and of no other, fail at their end."""
+        self.operators.fails = self.rank == rank
+
+    def put_forward(self, path: str, kind: str) -> None:
+        """Have a module compute something that a step must not have in it."""
+        module = self.model.get_submodule(path)
+        if kind == "hook":
+            module.register_forward_hook(lambda module, args, output: None)
+            return
+        forward, calls = module.forward, itertools.count()
+
+        def spoiled(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if kind == "counts":
+                return output.roll(next(calls) % 7, -1)
+            return output + 0 * output[output > 0].sum() if kind == "mask" else output + 0 * output.sum().item()
+
+        module.forward = spoiled

@@ -23,7 +23,10 @@ class OperatorRecorder:
     Attributes:
         recordings: how many were made.
         replays: how often they ran.
+        fails: whether they fail.
     """
+
+    fails = False
 
     def __init__(self) -> None:
         self.recordings = 0
@@ -38,6 +41,8 @@ class OperatorRecorder:
         try:
             with operators_alone(), tape:
                 output = step()
+            if self.fails:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for it")
         finally:
             tape.undo()
         self.recordings += 1
@@ -60,6 +65,10 @@ class _Tape(TorchDispatchMode):
         if func.overloadpacket in _FORBIDDEN:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         kwargs = kwargs or {}
+        with self:
+            output = func.decompose(*args, **kwargs)
+        if output is not NotImplemented:
+            return output
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         writes = False
         for place, argument in enumerate(func._schema.arguments):

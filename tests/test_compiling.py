@@ -11,13 +11,14 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.compiling import compile_config, compiled_generation
+from parallelformers_ng.compiling import StaticSteps, compile_config, static_generation
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder, gpt2
 
 TRACED = CompileConfig(backend="eager", mode=None, fullgraph=True)  # a graph of the whole step, run as it is
+COMPILED = StaticSteps({"compile_config": TRACED}, "generate runs without compiled steps")
 HOW: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12}
 
 
@@ -78,7 +79,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
     ids=str,
 )
 def test_when(arguments: dict[str, Any], reason: str) -> None:
-    sent, why = compiled_generation(decoder("Llama"), arguments, TRACED)
+    sent, why = static_generation(decoder("Llama"), arguments, COMPILED)
     assert bool(why) is bool(reason)
     assert reason in why
     assert sent == (arguments if reason else {"cache_implementation": "static", "compile_config": TRACED, **arguments})
@@ -88,7 +89,7 @@ def test_a_model_that_transformers_does_not_compile() -> None:
     model = gpt2()
     type(model)._can_compile_fullgraph, before = False, type(model)._can_compile_fullgraph
     try:
-        assert "does not compile GPT2LMHeadModel" in compiled_generation(model, {}, TRACED)[1]
+        assert "does not compile GPT2LMHeadModel" in static_generation(model, {}, COMPILED)[1]
     finally:
         type(model)._can_compile_fullgraph = before
 

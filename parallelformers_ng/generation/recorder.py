@@ -70,7 +70,12 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        with self:  # in inference mode, operators made of others come as they are
+            output = func.decompose(*args, **kwargs)
+        if output is not NotImplemented:
+            return output
+        output = func(*args, **kwargs)
         if not self.found:
             self.found = _obstacle(func, args, output)
         return output
