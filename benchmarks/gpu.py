@@ -1,5 +1,5 @@
-"""Decode of a 7B-shaped model on one GPU: parallelformers_ng with one worker, as it is and with `compile=True`, against
-transformers' eager `generate` and its static cache with `torch.compile`.
+"""Decode of a 7B-shaped model on one GPU: parallelformers_ng with one worker, as it is, with `cuda_graphs=True` and
+with `compile=True`, against transformers' eager `generate` and its static cache with `torch.compile`.
 
     python -m benchmarks.gpu [--layers 32] [--tokens 64] [--rounds 5] [--json OUT]
 
@@ -65,8 +65,10 @@ def main() -> None:
     weights = sum(p.nbytes for p in whole.parameters())
     cut = parallelize(build(options.layers), 1, device="cuda")
     compiled = parallelize(build(options.layers), 1, device="cuda", compile=True)
+    captured = parallelize(build(options.layers), 1, device="cuda", cuda_graphs=True)
     want = whole.generate(prompt.cuda(), **how).cpu()
-    for name, model in {"as it is": cut, "compiled": compiled}.items():  # the first call of the latter compiles
+    # The first call of the latter two compiles, or captures.
+    for name, model in {"as it is": cut, "compiled": compiled, "captured": captured}.items():
         print(f"greedy tokens equal, {name}:", torch.equal(model.generate(prompt, **how), want))
 
     def speed(model: Any, inputs: torch.Tensor, **also: Any) -> float:
@@ -78,15 +80,16 @@ def main() -> None:
         "transformers, static + compile": lambda: speed(whole, prompt.cuda(), cache_implementation="static"),
         "parallelformers_ng, 1 worker": lambda: speed(cut, prompt),
         "parallelformers_ng, compile=True": lambda: speed(compiled, prompt),
+        "parallelformers_ng, cuda_graphs=True": lambda: speed(captured, prompt),
     }
     for contestant in contestants.values():  # compilation is not what is measured
         contestant()
     figures = measure.interleave(contestants, options.rounds)
     measure.report("decode, batch 1, bf16", "tokens/s", figures, against=one, higher_is_better=True)
     for name, values in figures.items():
-        print(f"  {name:<34} {statistics.median(values) * weights / bandwidth:6.1%} of the copy bandwidth")
+        print(f"  {name:<36} {statistics.median(values) * weights / bandwidth:6.1%} of the copy bandwidth")
     measure.save(options.json, "gpu decode", {**figures, "copy bandwidth B/s": bandwidth})
-    for model in (cut, compiled):
+    for model in (cut, compiled, captured):
         model.deparallelize()
 
 

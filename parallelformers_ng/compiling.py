@@ -1,8 +1,8 @@
 """`parallelize(compile=…)` and `parallelize(cuda_graphs=True)`: decode steps over caches of a fixed size.
 
 transformers compiles the forward of a decode step where the cache is static; the prompt's own pass stays as it is. What
-is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask for
-the same cache, and for no compiler; `generation/captured.py` does the rest, on the workers.
+is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask
+for the same cache, and for no compiler; `generation/captured.py` does the rest, on the workers.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], captured: bool)
         return "disable_compile was asked for"
     if any(asked(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
+    if model.config.model_type == "falcon" and model.config.alibi:
+        return "Falcon's alibi takes a mask of two dimensions"  # and transformers gives it one of four
     if captured and model.config.is_encoder_decoder:
         return "an encoder-decoder keeps two caches"
     return ""

@@ -138,9 +138,7 @@ class Parallelized:
         raise ParallelError(_refusal(self, "pickling or copying it", "its weights are with the workers"))
 
 
-def enter(
-    model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
-) -> None:
+def enter(model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None) -> None:
     """Make `model` a parallelized one, in place."""
     object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed, steps))
     for path, module in model.named_modules():

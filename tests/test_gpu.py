@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.generation.recorder import CudaRecorder
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
-from tests.zoo.decoders import decoder, gpt2
+from tests.zoo.decoders import GEMMA3, decoder, falcon, gpt2
 from tests.zoo.seq2seq import t5
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,6 +38,78 @@ def test_compiled_steps() -> None:
     with parallelize(decoder("Llama"), 1, device="cuda", compile=True) as model:
         for _ in range(2):
             assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
+
+
+FAMILIES = {
+    "llama": lambda: decoder("Llama"),
+    "qwen3": lambda: decoder("Qwen3"),
+    "gpt2": gpt2,
+    "window": lambda: decoder("Mistral", sliding_window=12),
+    "windows": lambda: decoder("Gemma3Text", tied=True, **GEMMA3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy, beams and prompts of other lengths and batch sizes; nothing may run as it is, or a warning says so."""
+    whole = FAMILIES[family]()
+    with (
+        parallelize(FAMILIES[family](), 1, device="cuda", cuda_graphs=True) as model,
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+    ):
+        for length, rows, beams in ((7, 2, 1), (3, 2, 1), (9, 3, 1), (5, 4, 1), (7, 2, 3), (1, 1, 1)):
+            ids = torch.arange(rows * length).view(rows, length).remainder(128) + 3
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            how = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "num_beams": beams}
+            assert torch.equal(model.generate(**inputs, **how), whole.generate(**inputs, **how))
+    assert not caplog.records
+
+
+def test_sampling_goes_on_after_a_capture_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """Falcon's list of indices is copied to the device in the midst of the step. Were that not seen beforehand, the
+    capture would fail; either way the call goes on."""
+    model = parallelize(falcon(), 1, device="cuda", cuda_graphs=True)
+    with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
+        for _ in range(2):
+            model.generate(**text_inputs(), max_new_tokens=8, do_sample=True)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["generate runs without CUDA graphs"]
+
+
+def test_a_failed_capture_leaves_the_device_usable() -> None:
+    device = torch.device("cuda", 0)
+    recorder, total = CudaRecorder(device), torch.zeros(4, device=device)
+    stream = torch.cuda.current_stream(device)
+    with pytest.raises(Exception, match="captur"):
+        recorder.record(lambda: total.add_(1).sum().item())
+    assert torch.cuda.current_stream(device) == stream
+    assert torch.rand(3, device=device).shape == (3,)
+    output, replay = recorder.record(lambda: total.add_(1).sum())
+    assert total.tolist() == [0, 0, 0, 0]
+    replay()
+    replay()
+    assert (total.tolist(), output.item()) == ([2, 2, 2, 2], 8)
+
+
+def test_ranks_that_share_a_device_capture_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = parallelize(decoder("Llama"), device="cuda", device_ids=[0, 0], backend="shared_memory", cuda_graphs=True)
+    want = decoder("Llama").generate(**text_inputs(), max_new_tokens=8, do_sample=False)
+    with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
+        assert torch.equal(model.generate(**text_inputs(), max_new_tokens=8, do_sample=False), want)
+    assert ["through host memory" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_captured_steps_with_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    whole = decoder("Llama")
+    with (
+        parallelize(decoder("Llama"), 2, device="cuda", cuda_graphs=True) as model,
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+    ):
+        for rows in (2, 1, 2):
+            inputs = {name: tensor[:rows] for name, tensor in text_inputs().items()}
+            want = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
+            assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
+    assert not caplog.records
 
 
 def test_half_precision_and_a_restart(tmp_path) -> None:

@@ -205,9 +205,7 @@ class CapturedSteps:
             return output
         return step.run(arguments)
 
-    def _warm_up(
-        self, kept: KeptCache, forward: Callable[..., Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, str | None]:
+    def _warm_up(self, kept: KeptCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
         with Watch() as watch:
             output = self._recorder.warm_up(lambda: forward(**kwargs))
         failure = self._agreed(watch.found or odd_output(output, kept.cache))
@@ -222,7 +220,10 @@ class CapturedSteps:
             step = CapturedStep(forward, arguments, kept, width, self._recorder)
         except GroupError:
             raise
-        except Exception as error:  # whatever a device says about what it cannot record
+        except Exception as last:  # whatever a device says about what it cannot record
+            error: BaseException = last
+            while error.__context__ is not None:  # the end of a capture that failed has an error of its own
+                error = error.__context__
             failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         failure = self._agreed(failure)
         assert failure or step is not None

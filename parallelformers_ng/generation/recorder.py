@@ -31,14 +31,18 @@ class CudaRecorder:
 
     A graph reads buffers outside the pool and its outputs are copied before the next one runs, so that graphs may share
     their intermediate memory in whatever order they run.
+
+    Args:
+        device: with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
-        current = torch.cuda.current_stream(self._stream.device)
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             output = step()
@@ -47,10 +51,24 @@ class CudaRecorder:
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread is bound by the rules of capture: NCCL's watchdog asks for events in another.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = step()
+        try:
+            # Only this thread is bound by the rules of capture: NCCL's watchdog asks for events in another. The outer
+            # context goes back to the caller's stream also where a failed capture does not.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                output = step()
+        except BaseException:
+            self._start_afresh()
+            raise
         return output, graph.replay
+
+    def _start_afresh(self) -> None:
+        """A capture that failed leaves its pool and the device's generator as if it still went on."""
+        self._pool = torch.cuda.graph_pool_handle()
+        generator = torch.cuda.default_generators[self._device.index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 class Watch(TorchDispatchMode):
@@ -95,7 +113,8 @@ def _obstacle(func: Any, args: Sequence[Any], output: Any) -> str:
         return f"{packet} waits for the device"
     if packet in _INDEXING and any(item is not None and item.dtype in (torch.bool, torch.uint8) for item in args[1]):
         return f"{packet} by a mask waits for the device"
-    if packet is _ops.lift_fresh and output.device.type == args[0].device.type and output.numel() and output.ndim:
+    if packet is _ops.lift_fresh and (output.ndim or output.device.type != "cpu"):
+        # a single number on the host is an argument like any other; all else has to be copied to the device
         return "a tensor is made of Python numbers"
     tensors = [item for item in (*args, output) if isinstance(item, torch.Tensor)]
     if packet in (_ops._to_copy, _ops.copy_) and len({tensor.device.type for tensor in tensors}) > 1:
