@@ -145,11 +145,12 @@ class CapturedSteps:
         @functools.wraps(forward)
         def forward_captured(*args: Any, **kwargs: Any) -> Any:
             held = self._current
-            if held is None or kwargs.get("past_key_values") is not held.kept.cache or not _is_step(args, kwargs):
+            if held is None or kwargs.get("past_key_values") is not held.kept.cache or not held.kept.is_begun:
                 return forward(*args, **kwargs)
-            return self._step(held, forward, kwargs) if held.kept.is_begun else forward(**kwargs)
+            return self._step(held, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_kept, forward_captured
+        self.reason = "no static cache was made for this model"  # but for a part of it, say
         try:
             yield
         finally:
@@ -158,6 +159,7 @@ class CapturedSteps:
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
         """What transformers asks for once a call, when all lengths are known: a static cache, here one that is kept."""
+        self.reason = ""
         rows, tokens = bucket_of(how["batch_size"]), how["max_cache_len"]
         held = self._held.get(rows)
         if how.get("prefill_chunk_size") is not None:
@@ -175,15 +177,17 @@ class CapturedSteps:
         self._current = held
         return held.kept.renew()
 
-    def _step(self, held: _Held, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def _step(self, held: _Held, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kept = held.kept
         try:
+            if args or not _is_step(kwargs):
+                raise Uncapturable("a step is given more than a token")
             if not kept.is_filled:
                 raise Uncapturable("a layer of its cache stays empty")
             arguments = StepArguments(kwargs, kept.cache)
         except Uncapturable as error:
             self.reason = str(error)
-            return forward(**kwargs)
+            return forward(*args, **kwargs)
         if held.moves != kept.moves:
             held.steps.clear()
             held.moves = kept.moves
@@ -239,7 +243,7 @@ class CapturedSteps:
 
     def _device(self) -> torch.device:
         assert self._current is not None
-        return self._current.kept.cache.layers[0].keys.device
+        return self._current.kept.layers[0].keys.device
 
 
 def odd_output(output: Any, cache: Any) -> str:
@@ -251,9 +255,9 @@ def odd_output(output: Any, cache: Any) -> str:
     return f"the output of a step has {', '.join(more)}" if more else ""
 
 
-def _is_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_step(kwargs: dict[str, Any]) -> bool:
     ids = kwargs.get("input_ids")
-    return not args and isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
+    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
 
 
 def _model_obstacle(model: Any) -> str:

@@ -86,6 +86,7 @@ class KeptWindowLayer(KeptLayer, StaticSlidingWindowLayer):
 
 
 _KEPT: dict[type, type[KeptLayer]] = {StaticLayer: KeptLayer, StaticSlidingWindowLayer: KeptWindowLayer}
+_EMPTY = "DummyLayer"  # which holds nothing, and which not every transformers has
 _PLAIN = {kept: plain for plain, kept in _KEPT.items()}
 
 
@@ -93,7 +94,8 @@ def unkept_layer(cache: Cache) -> str:
     """The kind of cache, or of a layer in it, that cannot be kept; "" where all can."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
-    return next((type(layer).__name__ for layer in cache.layers if type(layer) not in _KEPT), "")
+    names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _KEPT)
+    return next((name for name in names if name != _EMPTY), "")
 
 
 class KeptCache:
@@ -102,41 +104,45 @@ class KeptCache:
     Args:
         cache: new, not used yet; see `unkept_layer`.
         length: tokens that it has room for.
+
+    Attributes:
+        layers: those that hold something.
     """
 
     def __init__(self, cache: StaticCache, length: int) -> None:
         self.cache = cache
         self.length = length
-        for layer in cache.layers:
+        self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _KEPT]
+        for layer in self.layers:
             layer.__class__ = _KEPT[type(layer)]
             layer.whole, layer.moves = None, 0
-        self._windows = [layer for layer in cache.layers if isinstance(layer, KeptWindowLayer)]
+        self._windows = [layer for layer in self.layers if isinstance(layer, KeptWindowLayer)]
 
     def renew(self) -> StaticCache:
         """The cache as if it were new."""
-        for layer in self.cache.layers:
+        for layer in self.layers:
             layer.renew()
         return self.cache
 
     @property
     def is_begun(self) -> bool:
         """Whether the prompt has been through the model."""
-        return any(layer.is_initialized for layer in self.cache.layers)
+        return any(layer.is_initialized for layer in self.layers)
 
     @property
     def is_filled(self) -> bool:
         """Whether every layer holds the prompt."""
-        return all(layer.is_initialized for layer in self.cache.layers)
+        return all(layer.is_initialized for layer in self.layers)
 
     @property
     def moves(self) -> int:
         """Changes whenever any layer's memory is at another place."""
-        return sum(layer.moves for layer in self.cache.layers)
+        return sum(layer.moves for layer in self.layers)
 
     @property
     def rows(self) -> int:
         """Rows that there is memory for, after the first use."""
-        return self.cache.layers[0].whole[0].shape[0]
+        return self.layers[0].whole[0].shape[0]
 
     @property
     def phase(self) -> tuple[bool, ...]:
@@ -151,22 +157,22 @@ class KeptCache:
     @contextlib.contextmanager
     def widened(self, rows: int) -> Iterator[None]:
         """Within it, a step works on the first `rows` rows, and what it counts in Python is forgotten afterwards."""
-        before = self.cache.layers[0].keys.shape[0]
+        before = self.layers[0].keys.shape[0]
         counted = [layer.cumulative_length_int for layer in self._windows]
-        for layer in self.cache.layers:
+        for layer in self.layers:
             layer.narrow(rows)
         try:
             yield
         finally:
-            for layer in self.cache.layers:
+            for layer in self.layers:
                 layer.narrow(before)
             for layer, count in zip(self._windows, counted, strict=True):
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """Every tensor of the cache with a copy of what it holds now."""
-        held = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
-        return [(tensor, tensor.clone()) for tensor in held]
+        held = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+        return [(tensor, _copied(tensor)) for tensor in held]
 
 
 def handed_out(cache: Cache) -> Cache:
@@ -174,8 +180,15 @@ def handed_out(cache: Cache) -> Cache:
     if not any(isinstance(layer, KeptLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
-    copied.layers = [_plain_copy(layer) for layer in cache.layers]
+    copied.layers = [_plain_copy(layer) if isinstance(layer, KeptLayer) else layer for layer in cache.layers]
     return copied
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return tensor.to("cpu")  # slow, but only for as long as a recording is compared
 
 
 def _plain_copy(layer: Any) -> StaticLayer:
