@@ -163,7 +163,13 @@ def test_a_longer_call_has_a_longer_cache_made(pair: WorkerGroup) -> None:
         for longer in ({}, {"max_cache_len": 200}, {}, {"max_cache_len": 256}, {"max_cache_len": 257}):
             assert torch.equal(model.generate(**inputs, **HOW, **longer), want)
             made.append(count(pair)[0])
-    assert made == [1, 1, 0, 0, 1]
+        assert made == [1, 1, 0, 0, 1]
+        one = {name: tensor[:1] for name, tensor in inputs.items()}
+        lengths = []
+        for given in (one, inputs):
+            cache = model.generate(**given, **HOW, return_dict_in_generate=True).past_key_values
+            lengths.append(cache.get_max_length())
+        assert lengths == [128, 384]
 
 
 def test_a_cache_that_was_handed_out_is_the_callers(pair: WorkerGroup) -> None:

@@ -168,11 +168,11 @@ class CapturedSteps:
         if held is None or held.kept.length < tokens:
             length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
             self._held.pop(rows, None)  # its memory is needed
+            model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
             cache = prepare(**{**how, "max_cache_len": length})
             if layer := unkept_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
                 return cache
-            length = max(length, model._previous_max_cache_length)  # transformers makes none shorter than the last
             held = self._held[rows] = _Held(KeptCache(cache, length))
         self._current = held
         return held.kept.renew()
