@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from parallelformers_ng import entry, parallelize
-from parallelformers_ng.collectives import SingleCommunicator
-from parallelformers_ng.collectives.gloo import GlooCommunicator
-from parallelformers_ng.collectives.staged import StagedCommunicator
-from parallelformers_ng.compiling import CAPTURED, NO_DEVICE, static_generation
-from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.recorder import Watch
-from parallelformers_ng.replica import Replica
+from parallelformers_ng.compiling import CAPTURED
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs, token_ids
 from tests.zoo.decoders import GEMMA3, decoder, gpt2
-from tests.zoo.seq2seq import t5
 
 STEPS = 12
 HOW: dict[str, Any] = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
@@ -61,10 +53,9 @@ def pair(recorded_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`parallelize` asks for what it asks for where there is a CUDA device."""
-    if "without_device" not in request.keywords:
-        monkeypatch.setattr(entry, "static_steps", lambda *_: (CAPTURED, ""))
+    monkeypatch.setattr(entry, "static_steps", lambda *_: (CAPTURED, ""))
 
 
 @contextlib.contextmanager
@@ -271,74 +262,3 @@ def test_what_was_recorded_goes_with_the_model(pair: WorkerGroup) -> None:
         with recorded(make(), pair) as model:
             assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
             assert count(pair)[0] == 1
-
-
-@pytest.mark.without_device
-def test_without_a_device_it_says_so(groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture) -> None:
-    whole, inputs = decoder("Llama"), text_inputs()
-    with (
-        caplog.at_level(logging.WARNING),
-        parallelize(decoder("Llama"), group=groups(2), cuda_graphs=True) as model,
-    ):
-        for _ in range(2):
-            assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
-    said = [record.message for record in caplog.records if "CUDA" in record.message]
-    assert said == [f"generate runs without CUDA graphs: {NO_DEVICE}"]
-
-
-@pytest.mark.without_device
-def test_arguments() -> None:
-    with pytest.raises(ParallelError, match="cuda_graphs is 'yes'; it takes True or False"):
-        parallelize(decoder("Llama"), 2, device="cpu", cuda_graphs="yes")  # type: ignore[arg-type]
-    with pytest.raises(ParallelError, match="give one of them"):
-        parallelize(decoder("Llama"), 2, device="cpu", compile=True, cuda_graphs=True)
-    assert "two caches" in static_generation(t5(), {}, CAPTURED)[1]
-    sent, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
-    assert (sent, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
-
-
-@pytest.mark.without_device
-@pytest.mark.parametrize(
-    ("step", "found"),
-    [
-        (lambda x: x.sum().item(), "aten._local_scalar_dense waits"),
-        (lambda x: bool((x > 0).any()), "aten._local_scalar_dense waits"),
-        (lambda x: x.nonzero(), "aten.nonzero waits"),
-        (lambda x: x[x > 0], "aten.index by a mask"),
-        (lambda x: x.masked_select(x > 0), "aten.masked_select waits"),
-        (lambda x: x.repeat_interleave(torch.arange(3), 0), "aten.repeat_interleave waits"),
-        (lambda x: x[[0, 2]], "made of Python numbers"),
-        (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), "made of Python numbers"),
-        (lambda x: torch.where(x > 0, x, torch.tensor(-1.0)), ""),
-        (lambda x: x.index_select(0, torch.arange(2)).masked_fill(x[:2] > 0, 0).double().softmax(-1), ""),
-    ],
-)
-def test_what_a_watch_finds(step: Callable[[torch.Tensor], Any], found: str) -> None:
-    with torch.inference_mode():
-        x = torch.randn(3, 3)
-        with Watch() as watch:
-            step(x)
-    assert watch.found.startswith(found) if found.startswith("aten") else found in watch.found
-    assert bool(watch.found) is bool(found)
-
-
-@pytest.mark.without_device
-def test_recordings_go_before_the_connections_that_they_use() -> None:
-    order: list[str] = []
-
-    class Connected(GlooCommunicator):
-        def _new_group(self, store: Any) -> Any:
-            return SimpleNamespace(abort=lambda: order.append("aborted"))
-
-    communicator = Connected(0, 2, torch.distributed.HashStore(), 1.0, None)
-    communicator.before_reset(lambda: order.append("forgotten"))
-    communicator.reset()
-    communicator.close()
-    assert order == ["forgotten", "aborted"] * 2
-
-
-@pytest.mark.without_device
-def test_sums_through_host_memory_are_in_no_graph() -> None:
-    host: Any = SingleCommunicator()
-    replica = Replica(0, 1, torch.device("cuda"), StagedCommunicator(host), None)
-    assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"

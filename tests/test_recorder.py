@@ -1,0 +1,159 @@
+"""What records steps, what is found in them beforehand, and what `cuda_graphs=True` says where nothing is recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.collectives import SingleCommunicator
+from parallelformers_ng.collectives.gloo import GlooCommunicator
+from parallelformers_ng.collectives.staged import StagedCommunicator
+from parallelformers_ng.compiling import CAPTURED, NO_DEVICE, static_generation
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.generation.kept import KeptCache, bucket_of, handed_out, unkept_layer
+from parallelformers_ng.generation.recorder import Watch
+from parallelformers_ng.generation.step_arguments import StepArguments, Uncapturable
+from parallelformers_ng.replica import Replica
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.operator_recorder import OperatorRecorder
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import decoder
+from tests.zoo.seq2seq import t5
+
+HOW: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+def test_without_a_device_it_says_so(groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture) -> None:
+    whole, inputs = decoder("Llama"), text_inputs()
+    with (
+        caplog.at_level(logging.WARNING),
+        parallelize(decoder("Llama"), group=groups(2), cuda_graphs=True) as model,
+    ):
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
+    said = [record.message for record in caplog.records if "CUDA" in record.message]
+    assert said == [f"generate runs without CUDA graphs: {NO_DEVICE}"]
+
+
+def test_arguments() -> None:
+    with pytest.raises(ParallelError, match="cuda_graphs is 'yes'; it takes True or False"):
+        parallelize(decoder("Llama"), 2, device="cpu", cuda_graphs="yes")  # type: ignore[arg-type]
+    with pytest.raises(ParallelError, match="give one of them"):
+        parallelize(decoder("Llama"), 2, device="cpu", compile=True, cuda_graphs=True)
+    assert "two caches" in static_generation(t5(), {}, CAPTURED)[1]
+    sent, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
+    assert (sent, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (lambda x: x.sum().item(), "aten._local_scalar_dense waits"),
+        (lambda x: bool((x > 0).any()), "aten._local_scalar_dense waits"),
+        (lambda x: x.nonzero(), "aten.nonzero waits"),
+        (lambda x: x[x > 0], "aten.index by a mask"),
+        (lambda x: x.masked_select(x > 0), "aten.masked_select waits"),
+        (lambda x: x.repeat_interleave(torch.arange(3), 0), "aten.repeat_interleave waits"),
+        (lambda x: x[[0, 2]], "made of Python numbers"),
+        (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), "made of Python numbers"),
+        (lambda x: torch.where(x > 0, x, torch.tensor(-1.0)), ""),
+        (lambda x: x.index_select(0, torch.arange(2)).masked_fill(x[:2] > 0, 0).double().softmax(-1), ""),
+    ],
+)
+def test_what_a_watch_finds(step: Callable[[torch.Tensor], Any], found: str) -> None:
+    with torch.inference_mode():
+        x = torch.randn(3, 3)
+        with Watch() as watch:
+            step(x)
+    assert watch.found.startswith(found) if found.startswith("aten") else found in watch.found
+    assert bool(watch.found) is bool(found)
+
+
+def test_recordings_go_before_the_connections_that_they_use() -> None:
+    order: list[str] = []
+
+    class Connected(GlooCommunicator):
+        def _new_group(self, store: Any) -> Any:
+            return SimpleNamespace(abort=lambda: order.append("aborted"))
+
+    communicator = Connected(0, 2, torch.distributed.HashStore(), 1.0, None)
+    communicator.before_reset(lambda: order.append("forgotten"))
+    communicator.reset()
+    communicator.close()
+    assert order == ["forgotten", "aborted"] * 2
+
+
+def test_sums_through_host_memory_are_in_no_graph() -> None:
+    host: Any = SingleCommunicator()
+    replica = Replica(0, 1, torch.device("cuda"), StagedCommunicator(host), None)
+    assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
+
+
+def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
+    """Recording computes nothing; a run reads the memory as it is then, and no Python."""
+    recorder, given, total, seen = OperatorRecorder(), torch.ones(3), torch.zeros(3), [1.0]
+
+    def step() -> torch.Tensor:
+        total.add_(given * seen[0])
+        return total.view(3, 1).exp()
+
+    output, run = recorder.record(step)
+    assert total.tolist() == [0, 0, 0]
+    seen[0] = 100.0
+    run()
+    given.fill_(2)
+    run()
+    assert total.tolist() == [3, 3, 3]
+    torch.testing.assert_close(output, torch.full((3, 1), 3.0).exp())
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.record(lambda: total.add_(1).sum().item())
+    assert total.tolist() == [3, 3, 3]
+
+
+def test_arguments_are_padded_where_it_is_known_how() -> None:
+    ids, mask = torch.arange(3).view(3, 1), torch.ones(3, 1, 1, 8, dtype=torch.bool)
+    cache = object()
+    given = {"input_ids": ids, "attention_mask": {"full": mask, "none": None}, "past_key_values": cache, "use": True}
+    arguments = StepArguments(given, cache)
+    assert arguments.can_be_padded
+    first, second = arguments.buffers(4)
+    assert first.tolist() == [[0], [0], [0], [0]]  # theirs are put in before every run
+    assert second.shape == (4, 1, 1, 8)
+    put = arguments.with_tensors([first, second])
+    assert put["attention_mask"] == {"full": second, "none": None}
+    assert put["past_key_values"] is cache
+    assert arguments.key(4) == StepArguments({**given, "input_ids": ids + 5}, cache).key(4)
+    assert arguments.key(4) != StepArguments({**given, "use": False}, cache).key(4)
+    assert not StepArguments({**given, "position_ids": torch.zeros(3, 3, 1)}, cache).can_be_padded  # whose 3 is it?
+    with pytest.raises(Uncapturable, match="a step is given encoder_outputs, a tuple"):
+        StepArguments({**given, "encoder_outputs": (ids,)}, cache)
+
+
+def test_memory_stays_from_call_to_call() -> None:
+    config = decoder("Mistral", sliding_window=4).config
+    kept = KeptCache(StaticCache(config, 16), 16)
+    places = set()
+    for rows in (3, 4, 1):
+        cache = kept.renew()
+        assert not kept.is_begun
+        for layer in range(2):
+            keys, values = cache.update(torch.ones(rows, 2, 2, 8), torch.ones(rows, 2, 2, 8), layer)
+            assert keys.shape[0] == rows
+            assert keys.sum() == values.sum() == rows * 2 * 2 * 8  # what the last call wrote is gone
+        places.add(tuple(layer.whole[0].data_ptr() for layer in kept.layers))
+    assert len(places) == 1
+    assert (kept.rows, kept.moves) == (4, 2)
+    copied = handed_out(kept.cache)
+    assert unkept_layer(copied) == ""
+    assert copied.layers[0].keys.data_ptr() not in places.pop()
+    kept.renew()
+    kept.cache.update(torch.ones(5, 2, 2, 8), torch.ones(5, 2, 2, 8), 0)
+    assert kept.moves == 3
+    assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
