@@ -35,6 +35,14 @@ class RecordedReplica(Replica):
         """From now on recordings of this rank, and of no other, fail at their end."""
         self.operators.fails = self.rank == rank
 
+    def lose_memory(self) -> None:
+        """The next call takes memory for its caches at other places."""
+        assert self.captured is not None
+        self.lost = [layer.whole for held in self.captured._held.values() for layer in held.kept.layers]
+        for held in self.captured._held.values():
+            for layer in held.kept.layers:
+                layer.whole = None
+
     def put_forward(self, path: str, kind: str) -> None:
         """Have a module compute something that a step must not have in it."""
         module = self.model.get_submodule(path)

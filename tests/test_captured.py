@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from parallelformers_ng import entry, parallelize
 from parallelformers_ng.compiling import CAPTURED
@@ -252,6 +252,32 @@ def test_a_changed_configuration_has_steps_recorded_again(pair: WorkerGroup) -> 
     with recorded(decoder("Llama"), pair) as model:
         assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
         model.config.attention_dropout = 0.5  # says nothing outside of training
+        assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
+        assert count(pair)[0] == 2
+
+
+def test_a_call_that_fails_midway_leaves_nothing_behind(pair: WorkerGroup) -> None:
+    class Raises(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            if input_ids.shape[1] >= 12:
+                raise ValueError("enough")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    whole, inputs = decoder("Llama"), text_inputs()
+    with recorded(decoder("Llama"), pair) as model:
+        with pytest.raises(ValueError, match="enough"):
+            model.generate(**inputs, **HOW, stopping_criteria=StoppingCriteriaList([Raises()]))
+        assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
+        assert count(pair)[0] == 1
+        logits = model(**inputs).logits
+        torch.testing.assert_close(logits, whole(**inputs).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_that_moved_has_steps_recorded_again(pair: WorkerGroup) -> None:
+    whole, inputs = decoder("Llama"), text_inputs()
+    with recorded(decoder("Llama"), pair) as model:
+        model.generate(**inputs, **HOW)
+        pair.call("lose_memory")
         assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
         assert count(pair)[0] == 2
 

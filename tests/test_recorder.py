@@ -140,13 +140,14 @@ def test_memory_stays_from_call_to_call() -> None:
     config = decoder("Mistral", sliding_window=4).config
     kept = KeptCache(StaticCache(config, 16), 16)
     places = set()
-    for rows in (3, 4, 1):
+    for rows, tokens in ((3, 3), (4, 2), (1, 1)):
         cache = kept.renew()
         assert not kept.is_begun
+        new = torch.ones(rows, 2, tokens, 8)
         for layer in range(2):
-            keys, values = cache.update(torch.ones(rows, 2, 2, 8), torch.ones(rows, 2, 2, 8), layer)
+            keys, values = cache.update(new, new, layer)
             assert keys.shape[0] == rows
-            assert keys.sum() == values.sum() == rows * 2 * 2 * 8  # what the last call wrote is gone
+            assert keys.sum() == values.sum() == new.sum()  # what the last call wrote is gone
         places.add(tuple(layer.whole[0].data_ptr() for layer in kept.layers))
     assert len(places) == 1
     assert (kept.rows, kept.moves) == (4, 2)
