@@ -210,6 +210,9 @@ def test_stands_back_where_its_results_are_not_what_is_asked_for(calls: Counter[
     assert _distance(_step(eager), _step(stock)) < 1e-5
     assert calls == {"feed": LAYERS}
     calls.clear()
+    assert _distance(_step(fused, of_another_kind=torch.tensor([0, 1])), _step(stock)) < 1e-5
+    assert calls == {"feed": LAYERS}
+    calls.clear()
     static = StaticCache(config=fused.config, max_cache_len=16)
     assert _distance(_step(fused, cache=static), _step(stock)) < 1e-5
     assert calls == {"feed": LAYERS}

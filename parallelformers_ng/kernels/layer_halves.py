@@ -130,7 +130,7 @@ class AttentionHalf(_Half):
             or past_key_values.offloading
             or position_embeddings is None
             or (self._recording is not None and self._recording.weights)
-            or any(others[name] for name in others.keys() - _HARMLESS)
+            or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
         ):
             return None
         rows, layers, at = hidden.shape[0], past_key_values.layers, self._layer_idx
