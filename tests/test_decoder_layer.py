@@ -164,13 +164,18 @@ def test_other_activations_are_left_to_torch(calls: Counter[str]) -> None:
     assert calls == {"attention": LAYERS * 11}
 
 
+def _cached_step(model: Any, cache: Any = None, **how: Any) -> Any:
+    """The output for one token behind a prompt."""
+    with torch.inference_mode():
+        cache = cache or DynamicCache(config=model.config)
+        model(**_prompt(1), past_key_values=cache)
+        return model(torch.tensor([[5]]), past_key_values=cache, **how)
+
+
 def _step(model: Any, **how: Any) -> Tensor:
     """Scores of one token behind a prompt."""
-    with torch.inference_mode():
-        cache = how.pop("cache", None) or DynamicCache(config=model.config)
-        model(**_prompt(1), past_key_values=cache)
-        scores: Tensor = model(torch.tensor([[5]]), past_key_values=cache, **how).logits
-        return scores
+    scores: Tensor = _cached_step(model, **how).logits
+    return scores
 
 
 HOOKED: dict[str, tuple[Callable[[Any], nn.Module], set[str]]] = {
@@ -201,6 +206,19 @@ def test_modules_with_a_hook_are_called(name: str, when: str, calls: Counter[str
     assert calls_of_stock == 0
     assert len(heard) == 2 * of_stock
     assert set(calls) == left
+
+
+def test_hidden_states_that_were_asked_for_once_cost_nothing_later(calls: Counter[str]) -> None:
+    stock, fused = _models("llama")
+    calls.clear()
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    found, wanted = (_cached_step(model, **asked) for model in (fused, stock))
+    assert len(found.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
+    assert all(_distance(mine, its) < 1e-5 for mine, its in zip(found.hidden_states, wanted.hidden_states, strict=True))
+    assert set(calls) == {"feed"}
+    calls.clear()
+    assert _distance(_step(fused), _step(stock)) < 1e-5
+    assert calls == {"attention": LAYERS, "feed": LAYERS}
 
 
 def test_stands_back_where_its_results_are_not_what_is_asked_for(calls: Counter[str]) -> None:

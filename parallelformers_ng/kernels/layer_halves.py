@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.utils import output_capturing
 
 from parallelformers_ng.generation.growing import extended
 from parallelformers_ng.kernels.attention import fits_mask, is_usual, mask_arguments
@@ -60,7 +61,14 @@ class _Half:
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
         """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
-        return hidden.dtype is self.dtype and hidden.shape[0] <= self._most_rows and not any(self._hooks)
+        fits = hidden.dtype is self.dtype and hidden.shape[0] <= self._most_rows
+        return fits and not (any(self._hooks) and self._is_watched())
+
+    def _is_watched(self) -> bool:
+        """Whether a hook on its modules has something to do. Those that transformers has once put there, because hidden
+        states or attentions were asked for, stay, and do nothing unless they are asked for again."""
+        places = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}
+        return places != {output_capturing.__name__} or bool(output_capturing._active_collector.get())
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum over the ranks."""
