@@ -263,6 +263,27 @@ def test_replaced_and_moved_weights_are_seen(calls: Counter[str]) -> None:
     assert calls == {"attention": LAYERS, "feed": LAYERS - 1}
 
 
+def test_weights_that_were_cast_are_read_where_they_are_now(calls: Counter[str]) -> None:
+    stock, fused = _models("llama")
+    _step(fused)
+    stock.to(torch.bfloat16), fused.to(torch.bfloat16)
+    calls.clear()
+    assert _distance(_step(fused), _step(stock)) < 2e-2
+    assert calls == {"attention": LAYERS, "feed": LAYERS}
+
+
+def test_states_of_another_width_are_an_error_as_ever(calls: Counter[str]) -> None:
+    stock, fused = _models("llama")
+    calls.clear()
+    for model in (stock, fused):
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(**_prompt(1), past_key_values=cache)
+            with pytest.raises(RuntimeError):
+                model(inputs_embeds=torch.randn(1, 1, 48), past_key_values=cache)
+    assert not calls
+
+
 @FLOATS
 def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str]) -> None:
     _, fused = _models("llama", dtype)

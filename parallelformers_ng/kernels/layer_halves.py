@@ -44,8 +44,10 @@ class _Half:
         ]
         last = linears[-1]
         self._sum = last.communicator.all_reduce if isinstance(last, RowParallel) else None
-        self._most_rows = MOST_ROWS[linears[0].weight.dtype]
-        self.dtype = linears[0].weight.dtype
+        self._weight = linears[0].weight
+        self._inputs = self._weight.shape[1]
+        self.dtype = self._weight.dtype
+        self._most_rows = MOST_ROWS[self.dtype]
         self.kind = KINDS[self.dtype]
         held: list[Tensor | None] = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
         held += [None if norm is None else norm._parameters["weight"] for norm in norms]
@@ -56,12 +58,13 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def is_current(self) -> bool:
-        """Whether the modules hold the tensors that were looked at."""
-        return all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
+        """Whether the modules hold the tensors that were looked at, and in the same memory, which `to` changes."""
+        same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
+        return same and self._weight.data_ptr() == self.static[0]
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
         """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
-        fits = hidden.dtype is self.dtype and hidden.shape[0] <= self._most_rows
+        fits = hidden.dtype is self.dtype and hidden.shape[2] == self._inputs and hidden.shape[0] <= self._most_rows
         return fits and not (any(self._hooks) and self._is_watched())
 
     def _is_watched(self) -> bool:
