@@ -2,24 +2,25 @@
 
 from setuptools import Extension, setup
 
+
+def _headers(folder: str, *names: str) -> list[str]:
+    return [f"parallelformers_ng/{folder}/_{name}.h" for name in names]
+
+
 setup(
     ext_modules=[
         Extension(
             "parallelformers_ng.collectives._kernel",
             sources=["parallelformers_ng/collectives/_kernel.c"],
-            depends=["parallelformers_ng/collectives/_kernel_sums.h", "parallelformers_ng/collectives/_floats.h"],
+            depends=_headers("collectives", "kernel_api", "kernel_protocol", "kernel_sums", "floats"),
             extra_compile_args=["-O3", "-std=c11"],
             optional=True,
         ),
         Extension(
             "parallelformers_ng.kernels._decode",
             sources=["parallelformers_ng/kernels/_decode.c"],
-            depends=[
-                "parallelformers_ng/collectives/_floats.h",
-                "parallelformers_ng/kernels/_vectors.h",
-                "parallelformers_ng/kernels/_attention.h",
-                "parallelformers_ng/kernels/_layer.h",
-            ],
+            depends=_headers("kernels", "vectors", "attention", "layer", "stack")
+            + _headers("collectives", "kernel_api", "floats"),
             libraries=["m"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],
             optional=True,

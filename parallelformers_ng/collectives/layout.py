@@ -6,7 +6,7 @@
 | 1024 per rank | line: counter, two signatures, the rank's abort reason |
 | two slots per rank, from the next page on | what a rank contributes to even and to odd steps |
 
-`_kernel.c` repeats these numbers, and proves there why two slots suffice. All words are 8 bytes,
+`_kernel_protocol.h` repeats these numbers, and proves there why two slots suffice. All words are 8 bytes,
 aligned, which every 64-bit machine writes whole.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +84,12 @@ class SharedMemoryCommunicator(Communicator):
             self._kernel = PythonKernel(arena, rank, world_size, timeout)
         self._sum = self._kernel.all_reduce
 
+    @property
+    def c_kernel(self) -> Any:
+        """The kernel with which other C sums by itself (`_kernel_api.h`), None where it is not in C. `check` what such
+        sums return."""
+        return self._kernel if self.kernel_name == "c" else None
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         # Called twice per layer and token: one look at the tensor, one call.
         kind = KINDS.get(tensor.dtype)
@@ -91,7 +97,7 @@ class SharedMemoryCommunicator(Communicator):
             return self._all_reduce_any(tensor)
         status = self._sum(tensor.data_ptr(), tensor.numel(), kind)
         if status:
-            self._raise(status, "all_reduce")
+            self.check(status, "all_reduce")
         return tensor
 
     def _all_reduce_any(self, tensor: Tensor) -> Tensor:
@@ -112,8 +118,7 @@ class SharedMemoryCommunicator(Communicator):
         source = tensor.detach().contiguous()
         out = torch.empty(shape, dtype=tensor.dtype)
         status = self._kernel.all_gather(source.data_ptr(), out.data_ptr(), outer, unit_bytes, *sizes)
-        if status:
-            self._raise(status, "all_gather")
+        self.check(status, "all_gather")
         return out
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -121,16 +126,13 @@ class SharedMemoryCommunicator(Communicator):
         self._check_src(src)
         data = tensor.detach().contiguous()
         status = self._kernel.broadcast(data.data_ptr(), data.nbytes, src)
-        if status:
-            self._raise(status, "broadcast")
+        self.check(status, "broadcast")
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data)
         return tensor
 
     def barrier(self) -> None:
-        status = self._kernel.barrier()
-        if status:
-            self._raise(status, "barrier")
+        self.check(self._kernel.barrier(), "barrier")
 
     def abort(self, reason: str) -> None:
         self._shared.abort(self.rank, reason)
@@ -146,9 +148,10 @@ class SharedMemoryCommunicator(Communicator):
             self._kernel.close()
         super().close()
 
-    def _raise(self, status: int, operation: str) -> None:
-        """Raises what a status stands for; where this rank is the first to know, its peers are told."""
-        assert status != DONE
+    def check(self, status: int, operation: str) -> None:
+        """Raises what a status of the kernel stands for; where this rank is the first to know, its peers are told."""
+        if status == DONE:
+            return
         if status == ABORTED:
             raise self._shared.abort_error()
         step = self._shared.counter(self.rank)

@@ -1,19 +1,20 @@
 /* What a decode step does again and again, with one thread: linear layers for a few rows, root-mean-square norms,
- * attention (`_attention.h`), and what whole layers are made of these (`_layer.h`).
+ * attention (`_attention.h`), what layers are made of these (`_layer.h`), and one layer after another (`_stack.h`).
  *
  * Linear: y = x Wᵀ + b.
  * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
  * matrix stays where it lies), is read once and in the order of memory, for rows side by side would be several streams,
- * which the processor's own prefetcher follows badly; and it stops at the end of a row or a page, where ours goes on.
- * For one row of x, the processor's own prefetcher does best where it is only told of each page in time; unless x leaves
- * the first-level cache no room, and the numbers are many: then W goes past the second-level cache, asked line by line.
- * For more, W is taken in tiles of OUTS rows, the sums in registers and the next tile asked into the second-level cache.
+ * which the processor's own prefetcher follows badly. For one row of x that prefetcher is best left alone, with two
+ * exceptions: short rows of fp32 go faster where it is told of a page some pages ahead, for it stops at a page's end; and
+ * an x that leaves the first-level cache no room, twice as large as a row of bf16, stays there if W goes past the
+ * second-level cache, asked line by line. Several rows of x go over tiles of OUTS rows of W, the sums in registers and
+ * the next tile asked into the second-level cache.
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
  * by w, and after, as the modelling code of transformers does it.
  *
- * Sums are taken in fp32, in an order that depends on a row's length alone: equal inputs, equal bits on every rank.
+ * Sums are taken in fp32, in an order that depends on the sizes alone: equal inputs, equal bits on every rank.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -26,7 +27,7 @@
 #include "_attention.h"
 #include "_vectors.h"
 
-enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, NARROW = 2048 };
+enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
 enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
@@ -43,8 +44,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
         for (; i + LANES <= in; i += LANES) {                                                                 \
             if (next && i % step == 0)                                                                        \
                 for (size_t o = 0; o < outs; o++) {                                                           \
-                    if (outs == 1) __builtin_prefetch(next + cursor, 0, PASSING);                             \
-                    else __builtin_prefetch(next + cursor, 0, SECOND_LEVEL);                                  \
+                    __builtin_prefetch(next + cursor, 0, SECOND_LEVEL);                                       \
                     cursor += step;                                                                           \
                     if (cursor >= in) next += stride, cursor = 0;                                             \
                 }                                                                                             \
@@ -64,25 +64,56 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
                              size_t stride, size_t out, size_t outs)                                          \
     {                                                                                                         \
-        const size_t page = PAGE_BYTES / sizeof(TYPE), step = CACHE_LINE_BYTES / sizeof(TYPE);                \
-        const size_t ahead = outs == 1 ? page : outs * in, cursor = ahead % in;                               \
-        const TYPE *next = w + ahead / in * stride;                                                           \
+        const TYPE *next = w + outs * stride;                                                                 \
         size_t r = 0;                                                                                         \
-        for (size_t i = cursor; outs == 1 && in <= NARROW && i < cursor + in; i += page)                      \
-            for (size_t line = 0; line < HEAD_LINES; line++)                                                  \
-                __builtin_prefetch(next + i + line * step, 0, SECOND_LEVEL);                                  \
-        if (outs == 1 && (in <= NARROW || sizeof(TYPE) == sizeof(float))) next = NULL;                        \
         for (; r + ROWS <= rows; r += ROWS, next = NULL)                                                      \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, next, cursor);         \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, next, 0);              \
         for (; r + 2 <= rows; r += 2, next = NULL)                                                            \
-            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, next, cursor);            \
-        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, next, cursor);  \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, next, 0);                 \
+        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, next, 0);       \
+    }                                                                                                         \
+    /* One row of W and one of x. Where W is `passing`, it is asked past the second-level cache, a page ahead. */     \
+    INLINE float dot_##NAME(const float *x, const TYPE *w, size_t in, size_t stride, int passing)             \
+    {                                                                                                         \
+        const size_t page = PAGE_BYTES / sizeof(TYPE), line = CACHE_LINE_BYTES / sizeof(TYPE);                \
+        Floats sum[2] = {{0}, {0}}, a, b;                                                                     \
+        size_t i = 0;                                                                                         \
+        for (; i + 2 * LANES <= in; i += 2 * LANES) {                                                         \
+            for (size_t j = i; passing && j < i + 2 * LANES; j += line)                                       \
+                __builtin_prefetch(w + j + page + (j + page < in ? 0 : stride - in), 0, PASSING);             \
+            for (size_t j = 0; j < 2; j++) {                                                                  \
+                LOAD(a, w + i + j * LANES);                                                                   \
+                LOAD_F32(b, x + i + j * LANES);                                                               \
+                sum[j] += a * b;                                                                              \
+            }                                                                                                 \
+        }                                                                                                     \
+        sum[0] += sum[1];                                                                                     \
+        float total = sum_lanes(&sum[0]);                                                                     \
+        for (; i < in; i++) total += load_##NAME(w[i]) * x[i];                                                \
+        return total;                                                                                         \
+    }                                                                                                         \
+    INLINE void dots_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
+                            size_t stride, size_t out, int heads, int passing)                                \
+    {                                                                                                         \
+        const size_t page = PAGE_BYTES / sizeof(TYPE), line = CACHE_LINE_BYTES / sizeof(TYPE);                \
+        const size_t ahead = AHEAD_PAGES * page / in * stride + AHEAD_PAGES * page % in;                      \
+        for (size_t o = 0; o < out; o++, w += stride) {                                                       \
+            for (size_t i = 0; heads && i < in; i += page)                                                    \
+                for (size_t j = 0; j < HEAD_LINES; j++)                                                       \
+                    __builtin_prefetch(w + ahead + i + j * line, 0, SECOND_LEVEL);                            \
+            y[o] = store_##NAME(dot_##NAME(x, w, in, stride, passing) + (bias ? load_##NAME(bias[o]) : 0.0f));\
+        }                                                                                                     \
     }                                                                                                         \
     CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
                                      size_t in, size_t stride, size_t out)                                    \
     {                                                                                                         \
+        if (rows == 1) {                                                                                      \
+            if (in > NARROW) dots_##NAME(x, w, bias, y, in, stride, out, 0, sizeof(TYPE) < sizeof(float));    \
+            else dots_##NAME(x, w, bias, y, in, stride, out, sizeof(TYPE) == sizeof(float), 0);               \
+            return;                                                                                           \
+        }                                                                                                     \
         size_t o = 0;                                                                                         \
-        for (; rows > 1 && o + OUTS <= out; o += OUTS)                                                        \
+        for (; o + OUTS <= out; o += OUTS)                                                                    \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
         for (; o < out; o++)                                                                                  \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
@@ -116,8 +147,7 @@ DEFINE_RMS_NORM(f32, float, LOAD_F32)
 DEFINE_RMS_NORM(bf16, uint16_t, LOAD_BF16)
 
 #include "_layer.h" /* made of the above */
-
-enum { F32 = 0, BF16 = 1 };
+#include "_stack.h"
 
 static int multiply(const size_t *v)
 {
@@ -135,12 +165,19 @@ static int multiply(const size_t *v)
     return 0;
 }
 
-static int read_sizes(const char *who, PyObject *const *args, Py_ssize_t count, size_t *values)
+static int read_numbers(PyObject *const *args, Py_ssize_t count, size_t *values)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
         values[i] = PyLong_AsSize_t(args[i]);
         if (values[i] == (size_t)-1 && PyErr_Occurred()) return -1;
     }
+    return 0;
+}
+
+/* Numbers of which the last is a kind. */
+static int read_sizes(const char *who, PyObject *const *args, Py_ssize_t count, size_t *values)
+{
+    if (read_numbers(args, count, values) < 0) return -1;
     if (values[count - 1] > BF16) {
         PyErr_Format(PyExc_ValueError, "%s: kind %zu out of range", who, values[count - 1]);
         return -1;
@@ -218,12 +255,10 @@ static PyObject *attention_half(PyObject *Py_UNUSED(module), PyObject *const *ar
         return PyErr_Format(PyExc_TypeError, "attention_half: %d arguments expected, %zd given", SIZES + FLOATS, nargs);
     if (read_sizes("attention_half", args, SIZES, (size_t *)&is) < 0) return NULL;
     if (read_floats(args + SIZES, FLOATS, v) < 0) return NULL;
-    const Attention attention = attention_of(&is, v[3]);
-    float *work = malloc(attention_half_work_bytes(&is, &attention));
+    float *work = malloc(attention_half_work_bytes(&is));
     if (!work) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    if (is.kind == F32) attention_half_f32(&is, &attention, v[0], v[1], v[2], work);
-    else attention_half_bf16(&is, &attention, v[0], v[1], v[2], work);
+    attend(&is, v, work);
     Py_END_ALLOW_THREADS
     free(work);
     Py_RETURN_NONE;
@@ -242,11 +277,43 @@ static PyObject *feed_half(PyObject *Py_UNUSED(module), PyObject *const *args, P
     float *work = malloc(feed_half_work_bytes(&is));
     if (!work) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    if (is.kind == F32) feed_half_f32(&is, epsilon, work);
-    else feed_half_bf16(&is, epsilon, work);
+    feed(&is, epsilon, work);
     Py_END_ALLOW_THREADS
     free(work);
     Py_RETURN_NONE;
+}
+
+/* The kernel that sums or None, the kind of the sums, and a bytes object of `Layer`s; then the numbers of `Shared`, in
+ * its order; then those of `Cached`, in its order, for each layer. Returns what `Kernel.all_reduce` returns. */
+static PyObject *decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { FIRST = 3, SHARED = sizeof(Shared) / sizeof(size_t), CACHED = sizeof(Cached) / sizeof(size_t) };
+    if (nargs < FIRST + SHARED || !PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) % sizeof(Layer))
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: a kernel, a kind, bytes and %d numbers expected", SHARED);
+    size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), numbers = (size_t)nargs - FIRST - SHARED;
+    if (!count || numbers != count * CACHED)
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zu numbers of caches for %zu layers", numbers, count);
+    Stack stack = {.layers = (const Layer *)PyBytes_AS_STRING(args[2]), .count = count};
+    if (args[0] != Py_None) {
+        stack.kernel = args[0];
+        stack.sums = PyCapsule_Import(KERNEL_API, 0);
+        if (!stack.sums) return NULL;
+    }
+    stack.sum_kind = PyLong_AsSize_t(args[1]);
+    for (size_t i = 0; i < count && !stack.sums; i++)
+        if (stack.layers[i].attention_is_partial || stack.layers[i].feed_is_partial)
+            return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu is to be summed, and nothing sums", i);
+    if (PyErr_Occurred() || read_sizes("decoder_layers", args + FIRST, SHARED, (size_t *)&stack.shared) < 0) return NULL;
+    Cached *caches = malloc(numbers * sizeof(size_t));
+    float *work = malloc(stack_work_bytes(&stack));
+    PyObject *result = NULL;
+    if (!caches || !work) PyErr_NoMemory();
+    else if (read_numbers(args + FIRST + SHARED, (Py_ssize_t)numbers, (size_t *)caches) == 0) {
+        stack.caches = caches;
+        result = run_stack(&stack, work);
+    }
+    free(caches), free(work);
+    return result;
 }
 
 static PyMethodDef methods[] = {
@@ -260,6 +327,8 @@ static PyMethodDef methods[] = {
     {"attention_half", (PyCFunction)(void (*)(void))attention_half, METH_FASTCALL,
      "attention_half(*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale)"},
     {"feed_half", (PyCFunction)(void (*)(void))feed_half, METH_FASTCALL, "feed_half(*FeedHalf, epsilon)"},
+    {"decoder_layers", (PyCFunction)(void (*)(void))decoder_layers, METH_FASTCALL,
+     "decoder_layers(kernel, sum_kind, layers, *Shared, *caches)"},
     {NULL, NULL, 0, NULL},
 };
 

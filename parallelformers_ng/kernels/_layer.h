@@ -35,17 +35,6 @@ typedef struct {
     size_t rows, kind;
 } FeedHalf;
 
-INLINE size_t attention_half_work_bytes(const AttentionHalf *is, const Attention *attention)
-{
-    size_t q = is->heads * is->width, kv = is->kv_heads * is->width, widest = is->hidden > q ? is->hidden : q;
-    return is->rows * (2 * widest + 2 * q + 2 * kv) * sizeof(float) + attention_work_bytes(attention);
-}
-
-INLINE size_t feed_half_work_bytes(const FeedHalf *is)
-{
-    return is->rows * (2 * is->hidden + 3 * is->inner) * sizeof(float);
-}
-
 INLINE Attention attention_of(const AttentionHalf *is, float scale)
 {
     return (Attention){
@@ -55,6 +44,18 @@ INLINE Attention attention_of(const AttentionHalf *is, float scale)
         .v_token = is->v_token, .mask_batch = is->mask_batch, .mask_head = is->mask_head, .mask_kind = is->mask_kind,
         .scale = scale,
     };
+}
+
+INLINE size_t attention_half_work_bytes(const AttentionHalf *is)
+{
+    const Attention attention = attention_of(is, 1.0f);
+    size_t q = is->heads * is->width, kv = is->kv_heads * is->width, widest = is->hidden > q ? is->hidden : q;
+    return is->rows * (2 * widest + 2 * q + 2 * kv) * sizeof(float) + attention_work_bytes(&attention);
+}
+
+INLINE size_t feed_half_work_bytes(const FeedHalf *is)
+{
+    return is->rows * (2 * is->hidden + 3 * is->inner) * sizeof(float);
 }
 
 /* silu(g) = g / (1 + e⁻ᵍ), by way of e^-|g|, which cannot overflow. */
@@ -172,5 +173,21 @@ INLINE const float *widened_bf16(const uint16_t *x, float *wide, size_t count)
 
 DEFINE_LAYER(f32, float, LOAD_F32)
 DEFINE_LAYER(bf16, uint16_t, LOAD_BF16)
+
+enum { F32 = 0, BF16 = 1 };
+
+/* `floats`: the epsilons of the norms, 0 for one that is not there, and the scale of the scores. */
+static void attend(const AttentionHalf *is, const float *floats, float *work)
+{
+    const Attention attention = attention_of(is, floats[3]);
+    if (is->kind == F32) attention_half_f32(is, &attention, floats[0], floats[1], floats[2], work);
+    else attention_half_bf16(is, &attention, floats[0], floats[1], floats[2], work);
+}
+
+static void feed(const FeedHalf *is, float epsilon, float *work)
+{
+    if (is->kind == F32) feed_half_f32(is, epsilon, work);
+    else feed_half_bf16(is, epsilon, work);
+}
 
 #endif

@@ -18,10 +18,10 @@ class FusedDecoderLayer(nn.Module):
     """Mixed into the classes of decoder layers whose forward is Llama's."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or self.training or not _is_step(hidden_states) or not may_serve():
+        if args or self.training or not is_step(hidden_states) or not may_serve():
             return super().forward(hidden_states, *args, **kwargs)
         layer: Any = self
-        attention, feed = self._halves()
+        attention, feed = self.halves()
         step = None if attention is None else attention.step_for(hidden_states, **kwargs)
         if attention is not None and step is not None:
             attended = attention.run(hidden_states, step, kwargs["past_key_values"])
@@ -34,17 +34,17 @@ class FusedDecoderLayer(nn.Module):
         residual = hidden_states + attended
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
-    def _halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
+    def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
         """What the kernel knows of this layer, remembered for as long as it is so."""
         held: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if held is not None:
             attention, feed = held
-            if (attention is None or attention.is_current()) and (feed is None or feed.is_current()):
+            if (attention is None or attention.held.are_current()) and (feed is None or feed.held.are_current()):
                 return held
         held = self.__dict__["_kernel_halves"] = (AttentionHalf.of(self), FeedHalf.of(self))
         return held
 
 
-def _is_step(hidden: Tensor) -> bool:
+def is_step(hidden: Tensor) -> bool:
     """Whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
     return hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_cpu and hidden.is_contiguous()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
+from parallelformers_ng.kernels.decoder_stack import DecoderStack, with_layers_as_one
 from parallelformers_ng.kernels.layers import FusedRMSNorm, StreamingLinear, _decode
-from parallelformers_ng.kernels.recognition import ATTENTIONS, LAYERS, is_decoder_layer, is_rms_norm
+from parallelformers_ng.kernels.recognition import ATTENTIONS, LAYERS, is_decoder, is_decoder_layer, is_rms_norm
 from parallelformers_ng.kernels.self_check import agrees
 
 
@@ -41,6 +42,9 @@ def _change(model: nn.Module, checked: bool = False) -> int:
             module.__class__ = _mixed(FusedRMSNorm, cls)
         elif is_decoder_layer(cls) and (checked or _layers_agree()):
             module.__class__ = _mixed(FusedDecoderLayer, cls)
+        elif is_decoder(cls) and type(module.layers) is nn.ModuleList and (checked or _layers_agree()):
+            module.layers.__class__ = DecoderStack
+            module.__class__ = _with_layers_as_one(cls)
         else:
             continue
         changed += 1
@@ -49,7 +53,10 @@ def _change(model: nn.Module, checked: bool = False) -> int:
 
 @cache
 def _layers_agree() -> bool:
-    return agrees(dict.fromkeys((*ATTENTIONS, *LAYERS)), lambda layer: _change(layer, checked=True))
+    return agrees(dict.fromkeys((*ATTENTIONS, *LAYERS)), lambda model: _change(model, checked=True))
+
+
+_with_layers_as_one = cache(with_layers_as_one)
 
 
 @cache

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.utils import output_capturing
 
 from parallelformers_ng.generation.growing import extended
 from parallelformers_ng.kernels.attention import fits_mask, is_usual, mask_arguments
+from parallelformers_ng.kernels.held import Held
 from parallelformers_ng.kernels.layers import KINDS, MOST_ROWS, FusedRMSNorm, StreamingLinear, _decode
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.sharding.layers import HeadParallel, RowParallel, parallel_class
@@ -26,56 +26,39 @@ class _Half:
     """One half of a layer as the kernel takes it.
 
     Args:
-        above: modules that it stands for, besides those that hold the tensors. A hook on any is a reason to call them.
+        above: modules that it stands for, besides those that hold the tensors.
         linears: in the kernel's order; the last one's outputs are summed over the ranks.
         norms: in the kernel's order, None for one that the layer does without.
     """
 
-    def __init__(self, above: nn.Module, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
+    def __init__(
+        self, above: Sequence[nn.Module], linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]
+    ) -> None:
         present = [norm for norm in norms if norm is not None]
-        places = [(module._parameters, name) for module in linears for name in ("weight", "bias")]
-        places += [(norm._parameters, "weight") for norm in present]
-        self._parameters, self._names = zip(*places, strict=True)
-        self._tensors = [parameters.get(name) for parameters, name in places]
-        self._hooks = [
-            hooks
-            for module in (above, *linears, *present)
-            for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        ]
+        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in ("weight", "bias")]
+        places += [(norm, "weight") for norm in present]
+        self.held = Held(places, (*above, *linears, *present))
         last = linears[-1]
-        self._sum = last.communicator.all_reduce if isinstance(last, RowParallel) else None
-        self._weight = linears[0].weight
-        self._inputs = self._weight.shape[1]
-        self.dtype = self._weight.dtype
+        self.communicator = last.communicator if isinstance(last, RowParallel) else None
+        self.hidden, self.dtype = linears[0].weight.shape[1], linears[0].weight.dtype
         self._most_rows = MOST_ROWS[self.dtype]
         self.kind = KINDS[self.dtype]
-        held: list[Tensor | None] = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
-        held += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        tensors: list[Tensor | None] = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+        tensors += [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
-            *(0 if tensor is None else tensor.data_ptr() for tensor in held),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(linear.weight.stride(0) for linear in linears),
         )
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
-    def is_current(self) -> bool:
-        """Whether the modules hold the tensors that were looked at, and in the same memory, which `to` changes."""
-        same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
-        return same and self._weight.data_ptr() == self.static[0]
-
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
         """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
-        fits = hidden.dtype is self.dtype and hidden.shape[2] == self._inputs and hidden.shape[0] <= self._most_rows
-        return fits and not (any(self._hooks) and self._is_watched())
-
-    def _is_watched(self) -> bool:
-        """Whether a hook on its modules has something to do. Those that transformers has once put there, because hidden
-        states or attentions were asked for, stay, and do nothing unless they are asked for again."""
-        places = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}
-        return places != {output_capturing.__name__} or bool(output_capturing._active_collector.get())
+        fits = hidden.dtype is self.dtype and hidden.shape[2] == self.hidden and hidden.shape[0] <= self._most_rows
+        return fits and not self.held.are_watched()
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum over the ranks."""
-        return partial if self._sum is None else self._sum(partial)
+        return partial if self.communicator is None else self.communicator.all_reduce(partial)
 
 
 class AttentionHalf(_Half):
@@ -84,16 +67,16 @@ class AttentionHalf(_Half):
     def __init__(self, layer: Any, norms: Sequence[FusedRMSNorm | None]) -> None:
         attention = layer.self_attn
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        super().__init__(attention, linears, norms)
-        self._attention = attention
+        super().__init__((attention,), linears, norms)
         self._recording = attention.recording if isinstance(attention, HeadParallel) else None
-        self._layer_idx = attention.layer_idx
+        self.layer_idx = attention.layer_idx
         self.config = attention.config
         self.width = attention.head_dim
         self._kv_heads = attention.k_proj.weight.shape[0] // self.width
         heads, hidden = attention.q_proj.weight.shape[0] // self.width, attention.q_proj.weight.shape[1]
         self.static += (hidden, heads, self._kv_heads, self.width)
         self.heads = heads
+        self.scaling = attention.scaling
 
     @classmethod
     def of(cls, layer: Any) -> AttentionHalf | None:
@@ -144,29 +127,32 @@ class AttentionHalf(_Half):
             or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
         ):
             return None
-        rows, layers, at = hidden.shape[0], past_key_values.layers, self._layer_idx
-        step = Step.of(self, rows, position_embeddings, attention_mask)
-        if not step.fits or at >= len(layers) or type(layers[at]) is not DynamicLayer or not layers[at].is_initialized:
-            return None
-        keys, values = layers[at].keys, layers[at].values
+        step = Step.of(self, hidden.shape[0], position_embeddings, attention_mask)
+        return step if step.fits and self.may_extend(past_key_values, step) else None
+
+    def may_extend(self, cache: DynamicCache, step: Step) -> bool:
+        """Whether the kernel can append to what the cache has of this layer, and read it."""
+        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if type(layer) is not DynamicLayer or not layer.is_initialized:
+            return False
+        keys, values = layer.keys, layer.values
         if keys.ndim != 4 or keys.dtype is not self.dtype or values.dtype is not self.dtype:
-            return None
+            return False
         batch, heads, tokens, width = shape = keys.shape
-        fits = (
+        return (
             values.shape == shape
-            and (batch, heads, width) == (rows, self._kv_heads, self.width)
+            and (batch, heads, width) == (step.rows, self._kv_heads, self.width)
             and (step.masked_tokens is None or step.masked_tokens == tokens + 1)
         )
-        return step if fits else None
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
         """What the attention adds to `hidden`."""
-        keys, values = extended(cache.layers[self._layer_idx], 1)
+        keys, values = extended(cache.layers[self.layer_idx], 1)
         out = torch.empty_like(hidden)
         _decode.attention_half(
             *self.static, hidden.data_ptr(), out.data_ptr(), *step.positions,
             keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3],
-            *step.mask, hidden.shape[0], keys.shape[2], self.kind, *self.epsilons, self._attention.scaling,
+            *step.mask, hidden.shape[0], keys.shape[2], self.kind, *self.epsilons, self.scaling,
         )  # fmt: skip
         return self.summed(out)
 
@@ -175,7 +161,8 @@ class Step:
     """What all layers of a step share, looked at once.
 
     Attributes:
-        fits: whether the kernel computes attention with it; if not, the others are missing.
+        rows: sequences.
+        fits: whether the kernel computes attention with it; if not, what follows is missing.
         positions, mask: addresses and distances, as the kernel takes them.
         masked_tokens: how many the mask has, None without one.
     """
@@ -197,6 +184,7 @@ class Step:
         self._shared, self._sizes = shared, sizes  # held, so that no others can have their ids
         config, turns, mask = shared
         rows, dtype, width, heads = sizes
+        self.rows = rows
         self.masked_tokens = None if mask is None else mask.shape[-1]
         self.fits = (
             config._attn_implementation == "sdpa"
@@ -220,8 +208,7 @@ class FeedHalf(_Half):
 
     def __init__(self, layer: Any) -> None:
         linears = (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
-        super().__init__(layer.mlp, linears, (layer.post_attention_layernorm,))
-        self._hooks += [layer.mlp.act_fn._forward_hooks, layer.mlp.act_fn._forward_pre_hooks]
+        super().__init__((layer.mlp, layer.mlp.act_fn), linears, (layer.post_attention_layernorm,))
         inner, hidden = layer.mlp.gate_proj.weight.shape
         self.static += (hidden, inner)
 

@@ -36,6 +36,15 @@ def is_decoder_layer(cls: type) -> bool:
 
 
 @cache
+def is_decoder(cls: type) -> bool:
+    """A model whose decoder layers get the same arguments one after another, but for a mask of their type, and nothing
+    else happens between them."""
+    return cls.__name__.endswith("Model") and any(
+        _same_forward(cls, modelling(family, "Model")) for family in ATTENTIONS
+    )
+
+
+@cache
 def is_gated_feed_forward(cls: type) -> bool:
     """Llama's: down(act(gate(x)) · up(x))."""
     return _same_forward(cls, llama.LlamaMLP)

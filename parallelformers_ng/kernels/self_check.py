@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 def agrees(families: Iterable[str], fused: Callable[[nn.Module], object]) -> bool:
-    """Compare one small decoder layer of each family, with random numbers in fp32, with itself in the kernels.
+    """Compare a step of a small model of each family, with random numbers in fp32, with itself in the kernels.
 
     Args:
         families: as the classes of transformers are called, "Llama".
@@ -42,21 +42,23 @@ def _distance(family: str, fused: Callable[[nn.Module], object]) -> float:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
-        config = modelling(family, "Config")(**sizes, head_dim=4, num_hidden_layers=1)
+        lengths = {"num_hidden_layers": 2, "vocab_size": 8}
+        config = modelling(family, "Config")(**sizes, **lengths, head_dim=4, pad_token_id=0)
         config._attn_implementation, config._experts_implementation = "sdpa", "eager"
-        layer = modelling(family, "DecoderLayer")(config, layer_idx=0).float().eval()
-        for parameter in layer.parameters():
+        model = modelling(family, "Model")(config).float().eval()
+        for parameter in model.parameters():
             parameter.normal_()
-        hidden, cos, sin = torch.randn(2, 1, 8), torch.randn(2, 1, 4), torch.randn(2, 1, 4)
-        keys, values = torch.randn(2, 2, 1, 3, 4)
-    of_kernels = copy.deepcopy(layer)
+        embedded, held = torch.randn(2, 1, 8), torch.randn(2, 2, 2, 1, 3, 4)  # of each layer: keys and values
+    of_kernels = copy.deepcopy(model)
     fused(of_kernels)
 
-    def run(layer: Any) -> Tensor:
+    def run(model: Any) -> Tensor:
         cache = DynamicCache()
-        cache.update(keys, values, 0)
-        output = layer(hidden, attention_mask=None, past_key_values=cache, position_embeddings=(cos, sin))
-        return torch.cat([output.flatten(), cache.layers[0].keys.flatten(), cache.layers[0].values.flatten()])
+        for index, (keys, values) in enumerate(held):
+            cache.update(keys, values, index)
+        output = model(inputs_embeds=embedded, past_key_values=cache).last_hidden_state
+        parts = [output, *(part for layer in cache.layers for part in (layer.keys, layer.values))]
+        return torch.cat([part.flatten() for part in parts])
 
-    wanted = run(layer)
+    wanted = run(model)
     return ((run(of_kernels) - wanted).norm() / wanted.norm()).item()

@@ -1,0 +1,165 @@
+/* How the ranks of an arena meet: its memory, the steps they take together, and how one waits for another.
+ *
+ * Memory. An arena (layout.py has the same numbers) is a header page, a 1 KiB line per rank, and two slots per rank:
+ *
+ *     | header | line 0 | line 1 | ... | slot 0,0 | slot 0,1 | slot 1,0 | slot 1,1 | ...
+ *
+ * Protocol. All ranks run the same steps in the same order, numbered 1, 2, 3, ... In step s a rank writes what it
+ * contributes into its own slot s mod 2, publishes s in its line (release), waits until every line shows at least s
+ * (acquire), and then reads the peers' slots s mod 2. A collective is one step, or several where it exceeds a slot.
+ *
+ * Why two slots suffice. Rank a writes slot s mod 2 in step s; its last readers were the peers in step s - 2. Rank a
+ * starts step s after step s - 1, in which it saw every peer publish s - 1; a peer publishes s - 1 only after it has
+ * finished step s - 2, reads included. So nobody still reads what a overwrites. For the same reason a peer is at most
+ * one step ahead: it cannot finish step s + 1 before this rank has published s + 1. Hence `counter >= s` with two
+ * slots never mixes steps, and the step's signature, kept twice as well, is still that of step s when it is compared.
+ *
+ * The rank's published counter is its only state, so nothing can fall out of step with the arena after a reset.
+ */
+
+#ifndef PARALLELFORMERS_NG_KERNEL_PROTOCOL_H
+#define PARALLELFORMERS_NG_KERNEL_PROTOCOL_H
+
+#include <Python.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+#define MAGIC UINT64_C(0x31414e4552414650) /* "PFARENA1" */
+enum { HEADER_BYTES = 4096, LINE_BYTES = 1024, PAGE_BYTES = 4096, MAX_WORLD_SIZE = 256 };
+enum { DONE = 0, ABORTED = 1, TIMED_OUT = 2, DIVERGED = 3, INTERRUPTED = -1 };
+enum { SPINS = 500, CACHE_LINE_BYTES = 64, LINES_AT_ONCE = 8 };
+static const uint64_t YIELD_NS = 2000000;         /* this long a waiting rank only yields; then it sleeps as well */
+static const uint64_t LONGEST_SLEEP_NS = 500000;  /* so that an abort is seen within a millisecond */
+static const uint64_t SIGNAL_CHECK_NS = 50000000; /* a handler of the worker runs this soon in a long wait */
+
+typedef struct {
+    uint64_t magic, world_size, slot_bytes, one_shot_bytes, may_spin;
+    _Alignas(128) _Atomic uint64_t abort;
+    _Alignas(128) _Atomic uint64_t cancel;
+} Header;
+
+typedef struct {
+    _Atomic uint64_t counter;
+    uint64_t signature[2];
+} Line;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer arena;
+    Header *header;
+    size_t slot_bytes, one_shot_bytes;
+    int rank, world_size, spins, busy;
+    uint64_t timeout_ns;
+    const char *next, *next_end; /* what to bring into the cache while waiting */
+    PyThreadState *thread;
+} Kernel;
+
+static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+
+static inline Line *line(Kernel *k, int rank)
+{
+    return (Line *)((char *)k->header + HEADER_BYTES + (size_t)rank * LINE_BYTES);
+}
+
+static size_t slots_offset(size_t world_size)
+{
+    size_t end = HEADER_BYTES + world_size * LINE_BYTES;
+    return (end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+static inline char *slot(Kernel *k, int rank, uint64_t step)
+{
+    return (char *)k->header + slots_offset((size_t)k->world_size) + (2 * (size_t)rank + (step & 1)) * k->slot_bytes;
+}
+
+static inline uint64_t next_step(Kernel *k)
+{
+    return atomic_load_explicit(&line(k, k->rank)->counter, memory_order_relaxed) + 1;
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * UINT64_C(1000000000) + (uint64_t)t.tv_nsec;
+}
+
+static inline void cpu_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
+
+static int run_signal_handlers(Kernel *k)
+{
+    PyEval_RestoreThread(k->thread);
+    int raised = PyErr_CheckSignals();
+    k->thread = PyEval_SaveThread();
+    return raised;
+}
+
+/* A rank that waits leaves the memory to its peers, unless it goes ahead with what it will read next. */
+static inline int read_ahead(Kernel *k)
+{
+    if (k->next >= k->next_end) return 0;
+    for (int line = 0; line < LINES_AT_ONCE; line++, k->next += CACHE_LINE_BYTES)
+        __builtin_prefetch(k->next, 0, 2 /* the second-level cache */);
+    return 1;
+}
+
+/* Read ahead, spin, then yield, then sleep an eighth of the time waited so far: what is waited too long stays a small share. */
+static int wait_until(Kernel *k, _Atomic uint64_t *counter, uint64_t step)
+{
+    uint64_t start = 0, checked = 0;
+    for (int round = 0; atomic_load_explicit(counter, memory_order_acquire) < step; round++) {
+        if (atomic_load_explicit(&k->header->abort, memory_order_acquire)) return ABORTED;
+        if (round < k->spins) {
+            if (read_ahead(k)) round--;
+            else cpu_pause();
+            continue;
+        }
+        round = k->spins;
+        uint64_t now = now_ns();
+        if (!start) start = checked = now;
+        if (now - start > k->timeout_ns) return TIMED_OUT;
+        if (now - start < YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        if (now - checked > SIGNAL_CHECK_NS) {
+            checked = now;
+            if (run_signal_handlers(k)) return INTERRUPTED;
+        }
+        uint64_t sleep = (now - start) / 8;
+        struct timespec duration = {0, (long)(sleep < LONGEST_SLEEP_NS ? sleep : LONGEST_SLEEP_NS)};
+        nanosleep(&duration, NULL);
+    }
+    return DONE;
+}
+
+/* Publishes `step`, whose slot has been written, and waits for all peers; afterwards their slots may be read. */
+static int exchange(Kernel *k, uint64_t step, uint64_t signature)
+{
+    Line *own = line(k, k->rank);
+    own->signature[step & 1] = signature;
+    atomic_store_explicit(&own->counter, step, memory_order_release);
+    for (int peer = 0; peer < k->world_size; peer++) {
+        int status = wait_until(k, &line(k, peer)->counter, step);
+        if (status != DONE) return status;
+    }
+    for (int peer = 0; peer < k->world_size; peer++)
+        if (line(k, peer)->signature[step & 1] != signature) return DIVERGED;
+    return DONE;
+}
+
+static inline uint64_t sign(uint64_t operation, uint64_t detail)
+{
+    return operation << 48 | (detail & UINT64_C(0xffffffffffff));
+}
+
+#endif

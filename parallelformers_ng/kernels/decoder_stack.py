@@ -1,0 +1,140 @@
+"""A model's decoder layers as one: where nothing happens between them, a step goes through all of them in one call of
+`_stack.h`, which also sums over the ranks."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from parallelformers_ng.collectives.python_kernel import KINDS as SUM_KINDS
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
+from parallelformers_ng.generation.growing import extended
+from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, is_step
+from parallelformers_ng.kernels.held import Held
+from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step
+from parallelformers_ng.kernels.layers import _decode, may_serve
+
+
+class DecoderStack(nn.ModuleList):
+    """Decoder layers. To a model that only hands its states from one to the next they show themselves as one layer.
+
+    Attributes:
+        as_one: whether they do; true while the forward of such a model runs.
+    """
+
+    as_one = False
+    _in_c: _StackInC | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return (self.run,)
+        return super().__getitem__(index)
+
+    def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """What the last layer makes of `hidden`, given the arguments that each layer gets."""
+        whole = self._in_c
+        if not is_step(hidden) or not may_serve() or any(layer.training for layer in self):
+            whole = None
+        elif whole is None or not whole.held.are_current():
+            whole = self._in_c = _StackInC.of(self)
+        step = None if whole is None else whole.step_for(hidden, **kwargs)
+        if whole is not None and step is not None:
+            return whole.run(hidden, step, kwargs["past_key_values"])
+        for layer in self:
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+
+def with_layers_as_one(cls: Any) -> Any:
+    """The class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the next."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Where layers are of several types, each type has a mask of its own.
+        self.layers.as_one = len(set(getattr(self.config, "layer_types", None) or ())) <= 1 and may_serve()
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            self.layers.as_one = False
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+class _StackInC:
+    """Layers of which the kernels know both halves."""
+
+    def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
+        self._attentions = [attention for attention, _ in halves]
+        self._first = self._attentions[0]
+        self.held = Held.together([half.held for pair in halves for half in pair] + [Held((), layers)])
+        self._sum_kind = SUM_KINDS[self._first.dtype]
+        communicators = {half.communicator for pair in halves for half in pair if _is_partial(half)}
+        self._communicator: Any = communicators.pop() if communicators else None
+        self._layers = b"".join(_packed(*pair) for pair in halves)
+
+    @classmethod
+    def of(cls, layers: nn.ModuleList) -> _StackInC | None:
+        """That of a model's decoder layers, None where the kernel does not compute them all, or not as one."""
+        halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
+        known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
+        if not known or len(known) < len(halves):
+            return None
+        both = [half for pair in known for half in pair]
+        alike = (
+            len({(half.hidden, half.dtype) for half in both}) == 1
+            and len({(id(half.config), half.heads, half.width) for half, _ in known}) == 1
+            and len({half.communicator for half in both if _is_partial(half)}) <= 1
+        )
+        summed = all(_is_summed_in_c(half.communicator) for half in both if _is_partial(half))
+        return cls(layers, known) if alike and summed else None
+
+    def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
+        """What the layers share, given their arguments; None where the kernel does not compute them."""
+        if self.held.are_watched():
+            return None
+        step = self._first.step_for(hidden, **kwargs)
+        if step is None:
+            return None
+        cache = kwargs["past_key_values"]
+        tokens = {layer.keys.shape[-2] for layer in cache.layers[: len(self._attentions)]}
+        fits = len(tokens) == 1 and all(attention.may_extend(cache, step) for attention in self._attentions)
+        return step if fits else None
+
+    def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
+        """The last layer's output."""
+        out = hidden.clone()
+        rows, tokens = hidden.shape[0], cache.layers[self._first.layer_idx].keys.shape[2] + 1
+        kernel = None if self._communicator is None else self._communicator.c_kernel
+        status = _decode.decoder_layers(
+            kernel, self._sum_kind, self._layers, out.data_ptr(), self._first.hidden, *step.positions, *step.mask,
+            rows, tokens, self._first.kind, *self._places(cache),
+        )  # fmt: skip
+        if status:
+            self._communicator.check(status, "all_reduce")
+        return out
+
+    def _places(self, cache: DynamicCache) -> Iterator[int]:
+        """Where each layer keeps its tokens, with room for one more."""
+        for attention in self._attentions:
+            keys, values = extended(cache.layers[attention.layer_idx], 1)
+            yield from (keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3])
+
+
+def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
+    return half.communicator is not None and half.communicator.world_size > 1
+
+
+def _is_summed_in_c(communicator: Any) -> bool:
+    return isinstance(communicator, SharedMemoryCommunicator) and communicator.c_kernel is not None
+
+
+def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
+    """`Layer` of `_stack.h`."""
+    numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
+    floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
+    return struct.pack(f"={len(numbers)}Q{len(floats)}d", *numbers, *floats)
