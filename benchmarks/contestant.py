@@ -3,8 +3,9 @@
     python benchmarks/contestant.py KIND DIRECTORY
 
 KIND is `one` (transformers in this process), `ours`, `native` (transformers' tensor parallelism: one such process for
-each rank, with torchrun's environment variables) or `tensor_parallel` (imported only there, so that the interpreter
-may be one with other versions). Each line on standard input is a task, each line on standard output its answer, JSON.
+each rank, with torchrun's environment variables), `deepspeed` (its AutoTP, likewise) or `tensor_parallel`. The last two
+are imported only there, so that the interpreter may be one with other versions. Each line on standard input is a task,
+each line on standard output its answer, JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ def load(kind: str, directory: str) -> Any:
     if kind == "tensor_parallel":
         return load_tensor_parallel(directory)
     model = LlamaForCausalLM.from_pretrained(directory, config=LlamaConfig.from_pretrained(directory)).eval()
+    if kind == "deepspeed":
+        import deepspeed
+
+        os.environ.setdefault("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # its sums go through shared memory then
+        deepspeed.init_distributed("gloo")
+        cut = {"tp_size": int(os.environ["WORLD_SIZE"])}
+        return deepspeed.init_inference(model, tensor_parallel=cut, dtype=torch.float32).module
     if kind == "ours":
         from parallelformers_ng import parallelize
 

@@ -1,13 +1,13 @@
 """Prefill and decode of Llama-shaped models with random weights: this library on CPU workers of one thread each,
 beside its peers, in one run.
 
-    python -m benchmarks.decode [--sizes 135M 600M] [--peers one native] [--tokens 64] [--rounds 5] [--json OUT]
+    python -m benchmarks.decode [--sizes 135M 600M] [--peers one native deepspeed] [--tokens 64] [--rounds 5]
 
 Each contestant is a process, or a group of them, of its own; all stand by while one is measured, round after round.
-`native` is transformers' tensor parallelism (it needs accelerate), each rank pinned to a core; one process has as many
-threads as there are ranks. `tensor_parallel` needs an interpreter with the old versions that it runs on:
---tensor-parallel PYTHON. A round in which other processes of the machine took more than --disturbance of its cores is
-measured again.
+`native` is transformers' tensor parallelism (it needs accelerate) and `deepspeed` DeepSpeed's AutoTP (it needs ninja
+and a C++ compiler), each rank pinned to a core; one process has as many threads as there are ranks. `tensor_parallel`
+needs an interpreter with the old versions that it runs on: --tensor-parallel PYTHON. A round in which other processes
+of the machine took more than --disturbance of its cores is measured again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Contestant:
 
     def __init__(self, kind: str, directory: str, ranks: int, python: str = sys.executable, path: str = "") -> None:
         self.processes = []
-        several = kind in ("native", "reader")
+        several = kind in ("native", "deepspeed", "reader")
         threads = ranks if kind == "one" else 1
         cores = sorted(os.sched_getaffinity(0))
         with socket.socket() as free:
@@ -202,7 +202,7 @@ def _read(reader: Contestant) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES), help="135M has 9 heads, even 12")
-    parser.add_argument("--peers", nargs="*", choices=["one", "native"], default=["one", "native"])
+    parser.add_argument("--peers", nargs="*", choices=["one", "native", "deepspeed"], default=["one", "native"])
     parser.add_argument("--tensor-parallel", metavar="PYTHON", help="an interpreter that has tensor_parallel")
     parser.add_argument("--also", metavar="PATH", action="append", default=[], help="another version of this library")
     parser.add_argument("--tasks", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
