@@ -1,27 +1,40 @@
-"""What a call costs before any work is done: a no-op on two workers, beside a raw pipe to one process.
+"""What a call costs before any work is done: a no-op on one and on two workers, beside the least it could cost.
 
     python -m benchmarks.round_trip [calls]
 
-The pipe carries one byte each way between two processes and decodes nothing; it is the floor that the scheduler sets.
+The peers carry JSON in fixed frames over socket pairs, look out before they sleep as our workers do, and do nothing
+else: no deadlines, no descriptors, no tensors, no checks. Both are measured in turns, in one run. A raw pipe, one byte
+each way between two processes, is the floor that the scheduler sets.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import platform
+import select
+import socket
 import statistics
+import struct
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from parallelformers_ng.runtime.cores import placement, usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS
+
+_TURNS = 10
+_WARM_UP = 50
+_FRAME = struct.Struct("<4sBBHQIQI")
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Nothing:
-    """The target of the measurement."""
+    """The target of the measurement, ours and the peer's."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -30,40 +43,117 @@ class Nothing:
         """Return at once."""
 
 
+class Peer:
+    """A caller and its workers in the fewest lines, on the CPUs that ours would get. Close it afterwards."""
+
+    def __init__(self, world_size: int) -> None:
+        cpus = placement(world_size, max(1, usable_cpus() // world_size)) or [None] * world_size
+        self._sockets: list[socket.socket] = []
+        for rank in range(world_size):
+            ours, theirs = socket.socketpair()
+            arguments = (theirs, cpus[rank], rank < usable_cpus() - 1)
+            _SPAWN.Process(target=_serve, args=arguments, daemon=True).start()
+            theirs.close()
+            self._sockets.append(ours)
+        self._polls = [_poll(connection) for connection in self._sockets]
+
+    def call(self) -> None:
+        """Ask all for nothing, and wait for all."""
+        frame = _frame({"method": "nothing", "args": (), "kwargs": {}})
+        for connection in self._sockets:
+            connection.send(frame)
+        for connection, poll in zip(self._sockets, self._polls, strict=True):
+            _look_out(poll)
+            _read(connection.recv(4096))
+
+    def close(self) -> None:
+        """End the workers."""
+        for connection in self._sockets:
+            connection.close()
+
+
+def _serve(connection: socket.socket, cpus: set[int] | None, looks_out: bool) -> None:
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
+    target, poll = Nothing(), _poll(connection)
+    while True:
+        if looks_out:
+            _look_out(poll)
+        if not (data := connection.recv(4096)):
+            return
+        request = _read(data)
+        result = getattr(target, request["method"])(*request["args"], **request["kwargs"])
+        connection.send(_frame({"result": result}))
+
+
+def _frame(message: Any) -> bytes:
+    body = json.dumps(message).encode()
+    return _FRAME.pack(b"peer", 1, 1, 0, 1, len(body), 0, 0) + body
+
+
+def _read(data: bytes) -> Any:
+    _FRAME.unpack_from(data)
+    return json.loads(data[_FRAME.size :])
+
+
+def _poll(connection: socket.socket) -> select.poll:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return poll
+
+
+def _look_out(poll: select.poll) -> None:
+    until = time.monotonic() + LOOKOUT_SECONDS
+    while not poll.poll(0):
+        if time.monotonic() > until:
+            poll.poll()
+            return
+        os.sched_yield()
+
+
 def _echo(connection: Connection) -> None:
     while data := connection.recv_bytes():
         connection.send_bytes(data)
 
 
-def _report(name: str, call: Callable[[], object], calls: int) -> None:
-    for _ in range(100):
-        call()
-    seconds = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    print(f"{name:<28} min {min(seconds) * 1e6:7.1f} µs   median {statistics.median(seconds) * 1e6:7.1f} µs")
+def _report(contestants: dict[str, Callable[[], object]], calls: int) -> None:
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(_TURNS):
+        for name, call in contestants.items():
+            for _ in range(_WARM_UP):
+                call()
+            for _ in range(calls // _TURNS):
+                start = time.perf_counter()
+                call()
+                seconds[name].append(time.perf_counter() - start)
+    for name, took in seconds.items():
+        print(f"{name:<28} min {min(took) * 1e6:7.1f} µs   median {statistics.median(took) * 1e6:7.1f} µs")
 
 
 def main() -> None:
-    """Measure and print both, with the hardware."""
+    """Measure and print all, with the hardware."""
     calls = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}, Python {platform.python_version()}")
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,), daemon=True)
+    process = _SPAWN.Process(target=_echo, args=(theirs,), daemon=True)
     process.start()
 
     def pipe() -> None:
         ours.send_bytes(b"x")
         ours.recv_bytes()
 
-    _report("raw pipe, one process", pipe, calls)
+    _report({"raw pipe, one process": pipe}, calls)
     for world_size in (1, 2):
+        peer = Peer(world_size)
         with WorkerGroup(world_size, target="benchmarks.round_trip:Nothing") as group:
-            _report(f"no-op call, {world_size} worker(s)", lambda group=group: group.call("nothing"), calls)
-    _report("raw pipe, one process, again", pipe, calls)
+            contestants = {
+                f"no-op call, {world_size} worker(s)": lambda group=group: group.call("nothing"),
+                f"bare JSON, {world_size} worker(s)": peer.call,
+            }
+            _report(contestants, calls)
+        peer.close()
+    _report({"raw pipe, one process, again": pipe}, calls)
     ours.send_bytes(b"")
     process.join()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import array
 import os
-import select
 import socket
 import threading
 import time
@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.runtime import transport
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
 from parallelformers_ng.runtime.leaves import FileDescriptor
-from parallelformers_ng.runtime.transport import FOREVER, Channel, wait
+from parallelformers_ng.runtime.transport import Channel
 
 KEY = b"k" * 32
 
@@ -81,32 +80,60 @@ def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_looking_out_ends_with_a_frame_or_with_its_time(ends, monkeypatch):
-    monkeypatch.setattr(transport, "LOOKOUT_SECONDS", 0.2)
+@pytest.mark.parametrize("patient", [False, True])
+def test_looking_out_ends_with_a_frame_or_with_its_time(ends, patient):
+    ends[1].connection.setblocking(patient)
     start = time.monotonic()
-    ends[1].look_out()
+    assert not ends[1].look_out(start + 0.2)
     assert 0.2 <= time.monotonic() - start < 5
-    monkeypatch.setattr(transport, "LOOKOUT_SECONDS", 60.0)
     soon = threading.Timer(0.05, ends[0].send, (Kind.EVENT, 1, "it"))
     soon.start()
-    ends[1].look_out()
+    assert ends[1].look_out(start + 60)
     soon.join()
-    assert select.select([ends[1]], [], [], 0)[0]
     for name in ("second", "third"):
         ends[0].send(Kind.EVENT, 1, name)
     assert [ends[1].recv()[2] for _ in range(2)] == ["it", "second"]
-    ends[1].look_out()  # at what was read ahead
+    assert ends[1].look_out(start)  # at what was read ahead
+    assert ends[1].recv()[2] == "third"
 
 
-def test_a_wait_looks_out_and_then_sleeps(ends):
-    poll = select.poll()
-    poll.register(ends[1], select.POLLIN)
+def test_who_has_looked_out_sleeps(ends):
     start, busy = time.monotonic(), time.thread_time()
     threading.Timer(0.5, ends[0].send, (Kind.EVENT, 1, "it")).start()
-    assert wait(poll, FOREVER, "late", start + 0.1) == [ends[1].fileno()]
+    assert not ends[1].look_out(start + 0.1)
+    assert ends[1].recv()[2] == "it"
     assert time.monotonic() - start >= 0.5
     assert time.thread_time() - busy < 0.3
-    ends[1].recv()
-    start = time.monotonic()
-    assert wait(poll, start + 0.1, "late", start + 60) == []
-    assert time.monotonic() - start < 30
+
+
+def test_a_frame_that_comes_in_parts_is_put_together(ends):
+    """Descriptor included; whatever of it is there when one looks out."""
+    file = os.memfd_create("test")
+    os.write(file, b"content")
+    packed = pack(Kind.EVENT, 1, encode([FileDescriptor(file), "x" * 500, torch.arange(9)], KEY))
+    for cut in (1, 31, 32, 33, 400, len(packed.data) - 1):
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packed.fds))]
+        ends[0].connection.sendmsg([packed.data[:cut]], rights)
+        assert ends[1].look_out(0.0)
+        ends[0].connection.send(packed.data[cut:])
+        descriptor, text, tensor = ends[1].recv()[2]
+        assert (text, tensor.tolist()) == ("x" * 500, list(range(9)))
+        assert os.pread(descriptor.fd, 7, 0) == b"content"
+        descriptor.close()
+        assert not ends[1].look_out(0.0)
+    os.close(file)
+
+
+def test_descriptors_that_no_frame_announces_are_refused_and_closed(ends):
+    before = len(os.listdir("/proc/self/fd"))
+    packed = pack(Kind.EVENT, 1, encode("plain", KEY))
+    packed.fds.append(0)
+    ends[0].send_packed(packed)
+    with pytest.raises(ProtocolError, match="more file descriptors"):
+        ends[1].receive()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_texts_travel_alone_and_other_values_with_their_table():
+    assert encode("text", KEY).header == b'"text"'
+    assert encode(["text"], KEY).header == b'[["l","text"],[]]'

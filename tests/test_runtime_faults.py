@@ -23,7 +23,7 @@ from parallelformers_ng.errors import (
     WorkerDiedError,
     WrongProcessError,
 )
-from parallelformers_ng.runtime.encoder import encode
+from parallelformers_ng.runtime.encoder import Encoded, encode
 from parallelformers_ng.runtime.frames import Kind, pack
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.patience import PROMPTLY, kill
@@ -111,8 +111,9 @@ def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
     mangled = bytearray(data)
     mangled[source.randrange(4)] ^= 0xFF
     stale = pack(Kind.RESULT, 9, encode({"result": 1}, None)).data
-    foreign = pack(Kind.RESULT, 1, encode({"result": 1, "more": 2}, None)).data
-    for frame in (bytes(mangled), stale, foreign):
+    foreign = pack(Kind.READY, 1, encode(None, None)).data
+    empty = pack(Kind.RESULT, 1, Encoded(b"", [], [], 0)).data
+    for frame in (bytes(mangled), stale, foreign, empty):
         with WorkerGroup(1, target=TARGET, threads=1) as group:
             assert isinstance(fault_of(group.call, "write_to_parent", frame), ProtocolError)
             assert isinstance(fault_of(group.call, "echo", 1), ProtocolError)

@@ -35,7 +35,7 @@ from parallelformers_ng.runtime.leaves import (
 Restore = Callable[[Handle], Any]
 
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUmM][1-9]\d{0,8}(\[\w{1,8}\])?")
-_from_json = json.JSONDecoder().decode
+_from_json = json.JSONDecoder().raw_decode
 _LEAVES = frozenset({str, int, float, bool, type(None)})  # nodes that are their own value
 # What foreign bytes can provoke in json, torch, numpy and the constructors below.
 _MALFORMED = (
@@ -64,9 +64,16 @@ def decode(
         ProtocolError: the message is malformed, too large, or a signature is wrong.
         NotPortableError: a correctly signed object could not be rebuilt in this process.
     """
-    decoder = Decoder(blob, fds, key, restore)
     try:
-        return decoder.message(header)
+        if len(header) > MAX_HEADER_BYTES:
+            raise ProtocolError(f"a header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
+        message, end = _from_json(header.decode("ascii"))
+        if end != len(header):
+            raise ProtocolError(f"a header of {len(header)} bytes ends after {end}")
+        if type(message) is str and not fds:
+            return message
+        tree, table = message
+        return Decoder(blob, fds, key, restore).message(tree, table)
     except BaseException as error:
         for fd in fds:
             os.close(fd)
@@ -87,11 +94,8 @@ class Decoder:
         self._tensors: list[torch.Tensor] = []
         self._depth = 0
 
-    def message(self, header: bytes) -> Any:
+    def message(self, tree: Any, table: Any) -> Any:
         """The value of a whole message."""
-        if len(header) > MAX_HEADER_BYTES:
-            raise ProtocolError(f"a header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-        tree, table = _from_json(header.decode("ascii"))
         self._tensors = [self._view(*row) for row in table]
         value = self.value(tree)
         if len(self._claimed) != len(self._fds):

@@ -50,21 +50,22 @@ class Encoded:
     size: int
 
 
-def encode(obj: Any, key: bytes | None, replace: Replace | None = None) -> Encoded:
+def encode(obj: Any, key: bytes | None, replace: Replace | None = None, place: str = "") -> Encoded:
     """Take a value apart for the wire.
 
     Args:
-        obj: the value. Where it is a dict, its keys name the places in error messages.
+        obj: the value.
         key: signs pickles and class names; with None, values that need either are refused.
         replace: called with every object that is no plain value, container or tensor. It returns the object itself,
             or a substitute to send instead, usually a `Handle`.
+        place: what error messages call the value; by default, a dict is called by its keys.
 
     Raises:
         NotPortableError: a part of the value cannot be pickled, is nested too deep, or is too large for a header.
     """
-    encoder = Encoder(key, replace)
-    tree = encoder.node(obj)
-    header = _to_json([tree, encoder.table]).encode("ascii")
+    encoder = Encoder(key, replace, place)
+    # A text stands alone: it takes the JSON encoder a tenth of the time, and a request is often no more than a name.
+    header = _to_json(obj if type(obj) is str else [encoder.node(obj), encoder.table]).encode("ascii")
     if len(header) > MAX_HEADER_BYTES:
         raise NotPortableError(
             f"a message of {len(header)} bytes besides tensors exceeds {MAX_HEADER_BYTES}; put bulk data in tensors"
@@ -75,16 +76,15 @@ def encode(obj: Any, key: bytes | None, replace: Replace | None = None) -> Encod
 class Encoder:
     """One message in the making: the tree is returned by `node`, tensors and descriptors gather beside it."""
 
-    def __init__(self, key: bytes | None, replace: Replace | None) -> None:
+    def __init__(self, key: bytes | None, replace: Replace | None, place: str = "") -> None:
         self.key = key
         self.replace = replace
         self.table: list[list[Any]] = []
         self.tensors: list[torch.Tensor] = []
         self.fds: list[int] = []
         self.size = 0
-        self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # an id is only unique while its object lives
-        self._path: list[str] = []
+        self._seen: dict[int, tuple[int, torch.Tensor]] = {}  # by id, which is only unique while its object lives
+        self._path = [place] if place else []
 
     def node(self, obj: Any) -> Any:
         """The JSON form of a value."""
@@ -105,7 +105,6 @@ class Encoder:
     def _special(self, obj: Any) -> Any:
         stand_in = self.substitute(obj)
         if stand_in is not obj:
-            self._kept.append(stand_in)
             return self._nested("", stand_in)
         cls: type = type(obj)
         numpy = sys.modules.get("numpy")
@@ -165,14 +164,11 @@ class Encoder:
         return self._append(torch.frombuffer(bytearray(data), dtype=torch.uint8), "uint8", [len(data)])
 
     def _tensor(self, obj: torch.Tensor) -> Any:
-        index = self._seen.get(id(obj))
-        if index is None:
+        if id(obj) not in self._seen:
             if not self.is_portable_tensor(obj):
                 return self._pickle(obj)
-            index = self._append(_flat_bytes(obj), DTYPE_NAMES[obj.dtype], list(obj.shape))
-            self._seen[id(obj)] = index
-            self._kept.append(obj)
-        return ["T", index]
+            self._seen[id(obj)] = self._append(_flat_bytes(obj), DTYPE_NAMES[obj.dtype], list(obj.shape)), obj
+        return ["T", self._seen[id(obj)][0]]
 
     def _array(self, obj: Any, scalar: bool) -> Any:
         if obj.ndim > MAX_DIMENSIONS:

@@ -13,12 +13,14 @@ from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Encoded
 from parallelformers_ng.runtime.frames import Flag, Frame, Kind, Packed, pack
-from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.processes import Processes, WorkerProcess
 from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS, wait
 
 OnEvent = Callable[[Any], object]
 
-_ANSWERS = frozenset({Kind.RESULT, Kind.DONE, Kind.ERROR})
+# Looked up once: in Python 3.11, to read one off an enum takes a call.
+_REQUEST, _RESULT, _DONE, _ERROR = Kind.REQUEST, Kind.RESULT, Kind.DONE, Kind.ERROR
+_ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
 
 class WorkerGoneError(GroupError):
@@ -80,7 +82,7 @@ class Exchange:
         flags |= Flag.RESET if self._needs_reset else 0
         try:
             for message in messages:
-                packed.append(pack(Kind.REQUEST, self._sequence + 1, message, flags))  # noqa: PERF401 (closed below)
+                packed.append(pack(_REQUEST, self._sequence + 1, message, flags))  # noqa: PERF401 (closed below)
         except BaseException:
             for frame in packed:
                 frame.close()
@@ -103,7 +105,6 @@ class Exchange:
             NotPortableError: an answer cannot be rebuilt here; the exchange is complete.
             WorkerGoneError, RequestTimeoutError, ProtocolError, ChannelClosedError: the group cannot go on.
         """
-        self._answers = {}
         self._send(packed, deadline)
         failure = self._collect(deadline, on_event)
         values, error = self._read()
@@ -132,7 +133,6 @@ class Exchange:
             self._collect(time.monotonic() + patience, None)
         except GroupError:
             return False  # the interrupt is what the caller hears of
-        self._needs_reset = any(frame.kind is Kind.ERROR for frame in self._answers.values())
         return True
 
     def discard(self) -> None:
@@ -145,6 +145,7 @@ class Exchange:
         if self._needs_reset:
             # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
             self._processes.arena.reset()
+        self._answers = {}
         self._sequence += 1
         for worker in self._processes.workers:
             try:
@@ -152,36 +153,52 @@ class Exchange:
             except ChannelClosedError:
                 raise WorkerGoneError(worker.rank) from None
         self._needs_reset = False
-        self._look_until = time.monotonic() + LOOKOUT_SECONDS if self._looks_out else 0.0
+        self._look_until = min(time.monotonic() + LOOKOUT_SECONDS, deadline) if self._looks_out else 0.0
 
     def _collect(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
         """Wait until every rank has answered this request. Returns what `on_event` raised."""
         failure: BaseException | None = None
-        while len(self._answers) < len(self._processes.workers):
-            for rank in self._ready(deadline):
-                frame = self._receive(rank, deadline)
-                if frame.kind is Kind.EVENT and rank == 0:
-                    event = self._read_event(frame)
+        for due in self._processes.workers:
+            while due.rank not in self._answers:
+                rank, frame = self._next(due, deadline)
+                if frame.kind in _ANSWERS and rank not in self._answers:
+                    self._answers[rank] = frame
+                    self._needs_reset |= frame.kind is _ERROR
+                elif frame.kind is Kind.EVENT and rank == 0:
+                    event = frame.decode(self._key, self._restore)
                     if on_event is not None and failure is None:
                         failure = self._deliver(event, on_event)
-                elif frame.kind in _ANSWERS and rank not in self._answers:
-                    self._answers[rank] = frame
                 else:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
         return failure
 
-    def _ready(self, deadline: float) -> list[int]:
-        """Wait until a frame has come. Returns the ranks that sent one."""
-        ahead = [worker.rank for worker in self._processes.workers if worker.channel.has_more]
-        if ahead:
-            return ahead
-        poll = self._rest if 0 in self._answers else self._first
-        fds = wait(poll, deadline, "the deadline passed", self._look_until)
+    def _next(self, due: WorkerProcess, deadline: float) -> tuple[int, Frame]:
+        """Wait for the next frame: looking out, for one from `due`; asleep, for anybody's. Returns its rank, and it."""
+        rank = due.rank
+        try:
+            if not due.channel.look_out(self._look_until):
+                rank = self._ready(deadline)
+            frame = self._processes.workers[rank].channel.receive(deadline)
+        except ChannelClosedError:
+            raise WorkerGoneError(rank) from None
+        if frame.sequence != self._sequence:
+            frame.discard()
+            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
+        return rank, frame
+
+    def _ready(self, deadline: float) -> int:
+        """Sleep until a frame has come. Returns the rank that sent it."""
+        for worker in self._processes.workers:
+            if worker.channel.has_more:
+                return worker.rank
+        fds: list[int] = []
+        while not fds:
+            fds = wait(self._rest if 0 in self._answers else self._first, deadline, "the deadline passed")
         for fd in fds:
             if fd in self._pidfds:
                 raise WorkerGoneError(self._rank_of[fd])
-        return [self._rank_of[fd] for fd in fds]
+        return self._rank_of[fds[0]]
 
     def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
         self.in_event = True
@@ -194,38 +211,15 @@ class Exchange:
             self.in_event = False
         return None
 
-    def _receive(self, rank: int, deadline: float) -> Frame:
-        try:
-            frame = self._processes.workers[rank].channel.receive(deadline)
-        except ChannelClosedError:
-            raise WorkerGoneError(rank) from None
-        if frame.sequence != self._sequence:
-            frame.discard()
-            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
-        return frame
-
-    def _read_event(self, frame: Frame) -> Any:
-        event = frame.decode(self._key, self._restore)
-        if not isinstance(event, dict) or event.keys() != {"event"}:
-            raise ProtocolError("rank 0 sent an event in a form that is not known")
-        return event["event"]
-
     def _read(self) -> tuple[list[Any], WorkerError | None]:
         """The values of the answers, and the exception that explains best what was raised, if any was."""
-        values: list[Any] = []
+        values: list[Any] = [None] * len(self._answers)
         raised: dict[int, Any] = {}
-        self._needs_reset = any(frame.kind is Kind.ERROR for frame in self._answers.values())
-        for rank, frame in sorted(self._answers.items()):
-            if frame.kind is Kind.DONE:
-                values.append(None)
-                continue
-            value = frame.decode(self._key, self._restore)
-            if frame.kind is Kind.ERROR:
-                raised[rank] = value
-            elif not isinstance(value, dict) or value.keys() != {"result"}:
-                raise ProtocolError(f"rank {rank} answered in a form that is not known")
-            else:
-                values.append(value["result"])
+        for rank, frame in self._answers.items():
+            if frame.kind is _RESULT:
+                values[rank] = frame.decode(self._key, self._restore)
+            elif frame.kind is _ERROR:
+                raised[rank] = frame.decode(self._key, self._restore)
         if not raised:
             return values, None
         rank = failures.most_informative(raised)

@@ -1,6 +1,6 @@
 """Frames of the control channel, and tensors in anonymous memory that travels with them.
 
-    fixed part | header (JSON, padded to 64 bytes) | tensor bytes, up to 64 KiB      [+ file descriptors, SCM_RIGHTS]
+    fixed part | header (JSON, may be empty) | tensor bytes, up to 64 KiB      [+ file descriptors, SCM_RIGHTS]
 
 Larger tensors are written once into a sealed memfd, which goes to any number of receivers as a file descriptor; each
 maps it privately, so nothing is copied, nobody sees another's writes, and nothing ever has a name in /dev/shm.
@@ -14,7 +14,7 @@ import fcntl
 import os
 import struct
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,7 +41,7 @@ class Kind(enum.IntEnum):
     EVENT = 4
     READY = 5
     GOODBYE = 6
-    DONE = 7  # the request ran; this rank's value is not wanted
+    DONE = 7  # the request ran; this rank's value is None, or not wanted. The frame has no header
 
 
 class Flag:
@@ -101,18 +101,16 @@ def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
     Raises:
         SharedMemoryError: the system has no memory left for the tensors.
     """
-    header = encoded.header.ljust(aligned(len(encoded.header)))
-    fds, memfd = encoded.fds, None
+    body, fds, memfd = encoded.header, encoded.fds, None
     if len(fds) >= MAX_DESCRIPTORS:
         raise ProtocolError(f"{len(fds)} file descriptors in one message; the limit is {MAX_DESCRIPTORS - 1}")
-    body = header
     if encoded.size > INLINE_TENSOR_BYTES:
         memfd = _write_memfd(encoded)
         fds, flags = [*fds, memfd], flags | Flag.MEMFD
     elif encoded.size:
         rows = (tensor.numpy().tobytes() for tensor in encoded.tensors)
         body += b"".join(row.ljust(aligned(len(row)), b"\0") for row in rows)
-    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, flags, sequence, len(header), encoded.size, len(fds))
+    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, flags, sequence, len(encoded.header), encoded.size, len(fds))
     return Packed(sequence, fixed + body, fds, memfd)
 
 
@@ -157,27 +155,19 @@ def map_memfd(fd: int, size: int) -> torch.Tensor:
     return torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=size, dtype=torch.uint8)
 
 
-class FixedPart(NamedTuple):
-    """What a frame announces of itself."""
-
-    kind: Kind
-    flags: int
-    sequence: int
-    header_size: int
-    tensor_size: int
-    descriptors: int
-
-
 FIXED_SIZE = _FIXED.size
 
 
-def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> FixedPart:
+def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tuple[Kind, int, int, int, int, int]:
     """Read the first bytes of a frame, before memory is set aside for the rest.
 
     Args:
         data: where they are, from `begin` on.
         begin: FIXED_SIZE bytes or more before the end of `data`.
         descriptors: how many file descriptors came; those of later frames may be among them.
+
+    Returns:
+        Kind, flags, sequence, bytes of the header, bytes of tensors, number of descriptors.
 
     Raises:
         ProtocolError: the bytes are no frame, or announce more than the limits allow.
@@ -190,4 +180,4 @@ def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> Fi
         raise ProtocolError(f"a frame announces {header_size} + {tensor_size} bytes, beyond the limits")
     if count > descriptors or (shared and not count):
         raise ProtocolError(f"a frame announces {count} file descriptors, {descriptors} came")
-    return FixedPart(_KINDS[kind], flags, sequence, header_size, tensor_size, count)
+    return _KINDS[kind], flags, sequence, header_size, tensor_size, count

@@ -165,7 +165,9 @@ class WorkerGroup:
             RequestTimeoutError: the time passed. Unless it passed in the queue, the group is of no further use.
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
-        return self._request(method, [(args, kwargs)], 0, timeout, on_event)[0]
+        # A method without arguments is asked for by its name alone: there is nothing to take apart and rebuild.
+        request = {"method": method, "args": args, "kwargs": kwargs} if args or kwargs else method
+        return self._request(method, [request], 0, timeout, on_event)[0]
 
     def call_each(
         self,
@@ -184,10 +186,10 @@ class WorkerGroup:
         Returns:
             Each rank's value. Raises what `call` raises.
         """
-        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(tuple(args), {}) for args in per_rank]
-        if len(arguments) != self.world_size:
-            raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
-        return self._request(method, arguments, Flag.EACH, timeout, on_event)
+        requests = [{"method": method, "args": tuple(args), "kwargs": {}} for args in per_rank]
+        if len(requests) != self.world_size:
+            raise ValueError(f"{method}: arguments for {len(requests)} ranks, but the group has {self.world_size}")
+        return self._request(method, requests, Flag.EACH, timeout, on_event)
 
     def close(self) -> None:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
@@ -197,7 +199,7 @@ class WorkerGroup:
         if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
-        polite = self._turns.is_mine() or self._turns.acquire(timeout=0.0)
+        polite = self._turns.acquire(timeout=0.0)
         if not polite:
             self._processes.kill()
         if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
@@ -229,25 +231,17 @@ class WorkerGroup:
             self._turns.release()
 
     def _request(
-        self,
-        method: str,
-        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        flags: int,
-        timeout: float | None,
-        on_event: OnEvent | None,
+        self, method: str, requests: Sequence[Any], flags: int, timeout: float | None, on_event: OnEvent | None
     ) -> list[Any]:
         self._lifetime.check_usable()
-        messages = [
-            encode({"method": method, "args": args, "kwargs": kwargs}, self._key, self._replace)
-            for args, kwargs in arguments
-        ]
+        messages = [encode(request, self._key, self._replace) for request in requests]
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        if self._turns.is_mine() and self._exchange.in_event:
+        if self._exchange.in_event and self._turns.is_mine():
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
         try:
             # The turn is this thread's already where Ctrl-C struck just before it was passed on.
-            if not self._turns.is_mine() and not self._turns.acquire(limit):
+            if not self._turns.acquire(limit):
                 raise RequestTimeoutError(
                     f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
                 )
@@ -259,8 +253,7 @@ class WorkerGroup:
                 for frame in packed:
                     frame.close()
         finally:
-            if self._turns.is_mine():
-                self._turns.release()
+            self._turns.release()
 
     def _run(
         self, packed: list[Packed], method: str, limit: float, deadline: float, on_event: OnEvent | None

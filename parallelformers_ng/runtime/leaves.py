@@ -1,8 +1,8 @@
 """What the encoder and the decoder of messages must agree on: the format, special leaves and limits.
 
 The format carries Python values without pickle, and tensors without copies. A message is a JSON tree, the bytes of its
-tensors, and open files. In the tree, None, bool, float, str and 64-bit int stand for themselves; everything else is an
-array whose first item is a tag, as in:
+tensors, and open files; that of a single str is the string alone. In the tree, None, bool, float, str and 64-bit int
+stand for themselves; everything else is an array whose first item is a tag, as in:
 
     ["l", 1, 2]                          the list [1, 2]           ["t", …] tuple   ["s", …] set   ["d", k, v, …] dict
     ["T", 0]                             tensor 0 of the table [[dtype, shape, offset], …] that follows the tree

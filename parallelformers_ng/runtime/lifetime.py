@@ -59,6 +59,8 @@ class Lifetime:
 
     def check_usable(self) -> None:
         """Raise what callers are told where the group is over, or belongs to another process."""
+        if os.getpid() == self.owner and self._ending is None and self._finalizer.alive:
+            return
         self.check_process()
         if self._ending is not None:
             raise self._ending()
@@ -94,5 +96,5 @@ class Lifetime:
 def _finish(processes: Processes, turns: Turns) -> None:
     """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
     up to an error; the workers end by themselves, with this process."""
-    if turns.is_mine() or turns.acquire(timeout=0.0):
+    if turns.acquire(timeout=0.0):
         processes.end()

@@ -74,7 +74,9 @@ class WorkerProcess:
             stderr=self.log,
             pass_fds=inherited,
             env=_environment(threads),
-            start_new_session=True,
+            # Ctrl-C is for the parent alone. A session of its own would see to that, too; but the kernel may schedule
+            # sessions as groups (autogroup), between which sched_yield does not give way: who looks out keeps the core.
+            process_group=0,
         )
 
     def has_ended(self, timeout: float = 0.0) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from parallelformers_ng import collectives
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.runtime.encoder import encode
+from parallelformers_ng.runtime.encoder import Encoded
 from parallelformers_ng.runtime.frames import Flag, Frame, Kind, pack
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS, Channel
 
-_NOTHING = encode(None, None)
+_NOTHING = Encoded(b"", [], [], 0)
+_REQUEST, _DONE = Kind.REQUEST, Kind.DONE  # looked up once: in Python 3.11, to read it off an enum takes a call
 
 
 class Emitter:
@@ -34,7 +36,7 @@ class Emitter:
     def __call__(self, value: Any) -> None:
         """Send one value, which the caller's `on_event` receives. Call it from the thread that runs the method."""
         if self._rank == 0:
-            self._channel.send(Kind.EVENT, self.sequence, {"event": value})
+            self._channel.send(Kind.EVENT, self.sequence, value, place="event")
 
 
 class Service:
@@ -56,33 +58,35 @@ class Service:
 
     def serve(self) -> None:
         """The loop of a worker."""
-        while (frame := self._next()).kind is not Kind.GOODBYE:
-            self._check_order(frame)
+        while frame := self._next():
             try:
                 value = self._run(frame)
-                if self.rank == 0 or frame.flags & Flag.EACH:
-                    self.channel.send(Kind.RESULT, frame.sequence, {"result": value})
+                if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
+                    self.channel.send(Kind.RESULT, frame.sequence, value, place="result")
                 else:
-                    self.channel.send_packed(pack(Kind.DONE, frame.sequence, _NOTHING))
+                    self.channel.send_packed(pack(_DONE, frame.sequence, _NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
                 self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error))
 
-    def _next(self) -> Frame:
+    def _next(self) -> Frame | None:
+        """The next request; None where the parent says goodbye."""
         if self.looks_out:  # an answer is often followed by the next request
-            self.channel.look_out()
-        return self.channel.receive()
-
-    def _check_order(self, frame: Frame) -> None:
-        if frame.kind is not Kind.REQUEST or frame.sequence != self.emit.sequence + 1:
-            due = self.emit.sequence + 1
-            raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
-        self.emit.sequence = frame.sequence
+            self.channel.look_out(time.monotonic() + LOOKOUT_SECONDS)
+        frame, due = self.channel.receive(), self.emit.sequence + 1
+        if frame.kind is _REQUEST and frame.sequence == due:
+            self.emit.sequence = due
+            return frame
+        if frame.kind is Kind.GOODBYE:
+            return None
+        raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
 
     def _run(self, frame: Frame) -> Any:
         if frame.flags & Flag.RESET:
             self.communicator.reset()
-        request = self.channel.decode(frame)
+        request = frame.decode(self.channel.key, self.channel.restore)
+        if type(request) is str:
+            request = {"method": request, "args": (), "kwargs": {}}
         method = request["method"]
         if method.startswith("_"):
             raise GroupError(f"the method {method!r} is private to the worker; call a public one")

@@ -16,7 +16,6 @@ from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Replace, encode
 from parallelformers_ng.runtime.frames import (
     FIXED_SIZE,
-    FixedPart,
     Flag,
     Frame,
     Kind,
@@ -38,6 +37,7 @@ _LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of millisec
 _READ_AHEAD_BYTES = 32 << 10  # so that one system call brings a whole small frame
 # Plain ints: the operators of enum.IntFlag take microseconds.
 _NO_SIGNAL, _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
 class Channel:
@@ -87,17 +87,27 @@ class Channel:
         """True where the next frame, or a part of it, was read ahead: poll need not tell of it."""
         return self._end > self._begin
 
-    def look_out(self) -> None:
-        """Return once something can be received, at the latest after LOOKOUT_SECONDS."""
-        if not self.has_more:
-            look_out(self._readable, time.monotonic() + LOOKOUT_SECONDS)
+    def look_out(self, until: float) -> bool:
+        """Look again and again whether something has come, and give way to other processes in between.
+
+        Args:
+            until: on the clock of `time.monotonic`, in seconds.
+
+        Returns:
+            Whether a frame, or a part of it, has come and was read ahead. Raises what `receive` raises.
+        """
+        while self._end == self._begin and not self._read_ahead(_AT_ONCE):
+            if time.monotonic() >= until:
+                return False
+            os.sched_yield()
+        return True
 
     def close(self) -> None:
         """Close the socket in this process."""
         self.connection.close()
         self._close_descriptors()
 
-    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = FOREVER, flags: int = 0) -> None:
+    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = FOREVER, place: str = "") -> None:
         """Encode a value and send it.
 
         Args:
@@ -105,14 +115,14 @@ class Channel:
             sequence: the request it belongs to.
             obj: any value that the codec takes.
             deadline: on the clock of `time.monotonic`, in seconds.
-            flags: see `Flag`.
+            place: see `encode`.
 
         Raises:
             NotPortableError, SharedMemoryError: see `encode` and `pack`; nothing was sent.
             ChannelClosedError: the other end is gone.
             RequestTimeoutError: the other end did not read until the deadline.
         """
-        packed = pack(kind, sequence, encode(obj, self.key, self.replace), flags)
+        packed = pack(kind, sequence, encode(obj, self.key, self.replace, place))
         try:
             self.send_packed(packed, deadline)
         finally:
@@ -121,11 +131,15 @@ class Channel:
     def send_packed(self, packed: Packed, deadline: float = FOREVER) -> None:
         """Send a frame. Raises what `send` raises, except for the errors of encoding."""
         self.in_transit = True
-        rest = memoryview(packed.data)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packed.fds))] if packed.fds else []
+        rest: bytes | memoryview = packed.data
+        fds = packed.fds
         while rest:
             try:
-                count = self.connection.sendmsg([rest], rights, _NO_SIGNAL)
+                if fds:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                    count = self.connection.sendmsg([rest], rights, _NO_SIGNAL)
+                else:
+                    count = self.connection.send(rest, _NO_SIGNAL)
             except BlockingIOError:
                 writable = select.poll()
                 writable.register(self.connection, select.POLLOUT)
@@ -133,18 +147,14 @@ class Channel:
             except OSError as error:
                 raise ChannelClosedError(f"a message could not be sent: {error.strerror}") from error
             else:
-                rest, rights = rest[count:], []
+                rest, fds = memoryview(rest)[count:], []
         self.sent = packed.sequence
         self.in_transit = False
 
     def recv(self, deadline: float = FOREVER) -> tuple[Kind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
         frame = self.receive(deadline)
-        return frame.kind, frame.sequence, self.decode(frame)
-
-    def decode(self, frame: Frame) -> Any:
-        """The value of a frame. Raises ProtocolError and NotPortableError, see `decoder.decode`."""
-        return frame.decode(self.key, self.restore)
+        return frame.kind, frame.sequence, frame.decode(self.key, self.restore)
 
     def receive(self, deadline: float = FOREVER) -> Frame:
         """Receive one frame, undecoded.
@@ -157,13 +167,20 @@ class Channel:
         fds: list[int] = []
         try:
             while self._end - self._begin < FIXED_SIZE:
-                self._read_ahead(deadline)
+                if not self._read_ahead():
+                    wait(self._readable, deadline, _NO_ANSWER)
             self.in_transit = True
-            part = read_fixed_part(self._ahead, self._begin, len(self._fds))
+            kind, flags, sequence, header_size, tensor_size, count = read_fixed_part(
+                self._ahead, self._begin, len(self._fds)
+            )
             self._begin += FIXED_SIZE
-            fds, self._fds = self._fds[: part.descriptors], self._fds[part.descriptors :]
-            header = self._take(part.header_size, deadline)
-            blob = self._take_tensors(part, fds, deadline)
+            fds, self._fds = self._fds[:count], self._fds[count:]
+            header = self._take(header_size, deadline) if header_size else b""
+            blob = (
+                self._take_tensors(flags, tensor_size, fds, deadline)
+                if flags & Flag.MEMFD or tensor_size
+                else _NO_TENSORS
+            )
             if self._fds and not self.has_more:
                 raise ProtocolError(f"{len(self._fds)} more file descriptors came than a frame announces")
         except BaseException:
@@ -172,24 +189,20 @@ class Channel:
             self._close_descriptors()
             raise
         self.in_transit = False
-        return Frame(part.kind, part.flags, part.sequence, header, blob, fds)
+        return Frame(kind, flags, sequence, header, blob, fds)
 
-    def _take_tensors(self, part: FixedPart, fds: list[int], deadline: float) -> torch.Tensor:
-        if part.flags & Flag.MEMFD:
-            blob = map_memfd(fds[-1], part.tensor_size)
+    def _take_tensors(self, flags: int, size: int, fds: list[int], deadline: float) -> torch.Tensor:
+        if flags & Flag.MEMFD:
+            blob = map_memfd(fds[-1], size)
             os.close(fds.pop())
             return blob
-        if not part.tensor_size:
-            return _NO_TENSORS
-        blob = torch.empty(
-            part.tensor_size, dtype=torch.uint8
-        )  # torch's own memory is aligned; some kernels rely on it
+        blob = torch.empty(size, dtype=torch.uint8)  # torch's own memory is aligned; some kernels rely on it
         self._take_into(memoryview(blob.numpy()), deadline)
         return blob
 
     def _take(self, size: int, deadline: float) -> bytes:
         if size <= self._end - self._begin:
-            taken = bytes(self._ahead[self._begin : self._begin + size])
+            taken = bytes(self._free[self._begin : self._begin + size])
             self._begin += size
             return taken
         buffer = bytearray(size)
@@ -214,21 +227,20 @@ class Channel:
                 raise ChannelClosedError("the process at the other end is gone")
             rest = rest[count:]
 
-    def _read_ahead(self, deadline: float) -> None:
+    def _read_ahead(self, how: int = 0) -> bool:
+        """Receive what there is. Returns False where nothing has come and neither the socket nor `how` would wait."""
         if self._begin:
             rest = self._end - self._begin
             if rest:
                 self._ahead[:rest] = self._ahead[self._begin : self._end]
             self._begin, self._end = 0, rest
         free = self._free[self._end :] if self._end else self._free
-        while True:
-            try:
-                count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
-                break
-            except BlockingIOError:
-                wait(self._readable, deadline, _NO_ANSWER)
-            except OSError as error:
-                raise _closed(error) from error
+        try:
+            count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC | how)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _closed(error) from error
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -239,6 +251,7 @@ class Channel:
         if not count:
             raise ChannelClosedError("the process at the other end is gone")
         self._end += count
+        return True
 
     def _close_descriptors(self) -> None:
         for fd in self._fds:
@@ -253,27 +266,12 @@ def _closed(error: OSError) -> ChannelClosedError:
     return ChannelClosedError(f"a message could not be received: {error.strerror}")
 
 
-def look_out(poll: select.poll, until: float) -> list[tuple[int, int]]:
-    """Look again and again what a poll watches, and give way to other processes in between.
-
-    Args:
-        until: on the clock of `time.monotonic`, in seconds.
-
-    Returns:
-        What `poll.poll` returns; nothing if the time passed.
-    """
-    while not (found := poll.poll(0)) and time.monotonic() < until:
-        os.sched_yield()
-    return found
-
-
-def wait(poll: select.poll, deadline: float, late: str, look_until: float = 0.0) -> list[int]:
+def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     """Wait for what a poll watches. Returns the descriptors that are ready; none after an hour without any.
 
     Args:
         deadline: on the clock of `time.monotonic`, in seconds.
         late: what the error says.
-        look_until: when to stop looking out and sleep, on the same clock.
 
     Raises:
         RequestTimeoutError: the deadline had passed already.
@@ -281,5 +279,4 @@ def wait(poll: select.poll, deadline: float, late: str, look_until: float = 0.0)
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)
-    found = look_out(poll, min(look_until, deadline)) if look_until else []
-    return [fd for fd, _ in found or poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]
+    return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]

@@ -23,7 +23,7 @@ class Turns:
         return self._owner == threading.get_ident()
 
     def acquire(self, timeout: float) -> bool:
-        """Wait for the turn.
+        """Wait for the turn; who has it already need not wait.
 
         Args:
             timeout: seconds; may be infinite.
@@ -33,7 +33,7 @@ class Turns:
         """
         me = threading.get_ident()
         with self._mutex:
-            if self._owner is None:
+            if self._owner in (None, me):
                 self._owner = me
                 return True
             gate = threading.Lock()
@@ -49,8 +49,10 @@ class Turns:
         return self.is_mine()
 
     def release(self) -> None:
-        """Pass the turn on to whoever has waited longest."""
+        """Pass the turn on to whoever has waited longest. Does nothing where it is not the calling thread's."""
         with self._mutex:
+            if self._owner != threading.get_ident():
+                return
             if self._waiting:
                 gate, self._owner = self._waiting.popleft()
                 gate.release()

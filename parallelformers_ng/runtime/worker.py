@@ -23,6 +23,7 @@ def main() -> None:
     watch.exit_with_parent(parent, control, lifeline)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
     code = 1
     try:
         code = _work(control)
