@@ -14,7 +14,7 @@ typedef struct {
     /* As `Kernel.all_reduce`: 0, or a status after which there can be no other. What lies at `next`, which the caller
      * reads afterwards, comes into the cache while this rank waits; NULL and 0 where nothing does. */
     int (*all_reduce)(PyObject *kernel, void *data, size_t count, size_t kind, const void *next, size_t next_bytes);
-    /* After the last sum; takes the GIL. Returns the status as a Python int, or NULL with a signal handler's exception. */
+    /* After the last sum; takes the GIL. Returns the status as a Python int; NULL with a signal handler's exception. */
     PyObject *(*leave)(PyObject *kernel, int status);
 } KernelAPI;
 

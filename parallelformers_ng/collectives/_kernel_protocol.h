@@ -112,7 +112,8 @@ static inline int read_ahead(Kernel *k)
     return 1;
 }
 
-/* Read ahead, spin, then yield, then sleep an eighth of the time waited so far: what is waited too long stays a small share. */
+/* Read ahead, spin, then yield, then sleep an eighth of the time waited so far: what is waited too long stays a small
+ * share. */
 static int wait_until(Kernel *k, _Atomic uint64_t *counter, uint64_t step)
 {
     uint64_t start = 0, checked = 0;

@@ -303,7 +303,8 @@ static PyObject *decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *ar
     for (size_t i = 0; i < count && !stack.sums; i++)
         if (stack.layers[i].attention_is_partial || stack.layers[i].feed_is_partial)
             return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu is to be summed, and nothing sums", i);
-    if (PyErr_Occurred() || read_sizes("decoder_layers", args + FIRST, SHARED, (size_t *)&stack.shared) < 0) return NULL;
+    if (PyErr_Occurred()) return NULL;
+    if (read_sizes("decoder_layers", args + FIRST, SHARED, (size_t *)&stack.shared) < 0) return NULL;
     Cached *caches = malloc(numbers * sizeof(size_t));
     float *work = malloc(stack_work_bytes(&stack));
     PyObject *result = NULL;

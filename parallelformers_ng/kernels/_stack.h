@@ -18,7 +18,8 @@ typedef struct {
     size_t attention[offsetof(AttentionHalf, x) / sizeof(size_t)];
     size_t feed[offsetof(FeedHalf, x) / sizeof(size_t)];
     size_t attention_is_partial, feed_is_partial; /* whether its outputs are summed over the ranks */
-    double epsilon, q_epsilon, k_epsilon, scale, feed_epsilon;
+    float floats[4]; /* of `attend` */
+    float feed_epsilon, unused;
 } Layer;
 
 /* A layer's part of `AttentionHalf`, where it keeps its tokens. */
@@ -57,8 +58,9 @@ static AttentionHalf attention_half_of(const Stack *s, size_t index, float *y)
 
 static FeedHalf feed_half_of(const Stack *s, size_t index, float *a, float *r, float *y)
 {
+    const Shared *with = &s->shared;
     FeedHalf half = {
-        .x = s->shared.x, .a = (size_t)a, .r = (size_t)r, .y = (size_t)y, .rows = s->shared.rows, .kind = s->shared.kind,
+        .x = with->x, .a = (size_t)a, .r = (size_t)r, .y = (size_t)y, .rows = with->rows, .kind = with->kind,
     };
     memcpy(&half, s->layers[index].feed, sizeof s->layers[index].feed);
     return half;
@@ -92,15 +94,15 @@ static int run_layers(const Stack *s, float *work)
     work = y + count;
     for (size_t i = 0; i < s->count; i++) {
         const Layer *layer = &s->layers[i];
-        const float floats[] = {(float)layer->epsilon, (float)layer->q_epsilon, (float)layer->k_epsilon, (float)layer->scale};
-        AttentionHalf attention = attention_half_of(s, i, a), next = attention_half_of(s, i + 1 < s->count ? i + 1 : 0, NULL);
+        AttentionHalf attention = attention_half_of(s, i, a);
+        AttentionHalf next = attention_half_of(s, i + 1 < s->count ? i + 1 : 0, NULL);
         FeedHalf fed = feed_half_of(s, i, a, r, y);
 
-        attend(&attention, floats, work);
+        attend(&attention, layer->floats, work);
         if (layer->attention_is_partial) status = sum(s, a, fed.wg, fed.inner * fed.g_stride);
         if (status) return status;
 
-        feed(&fed, (float)layer->feed_epsilon, work);
+        feed(&fed, layer->feed_epsilon, work);
         if (layer->feed_is_partial) status = sum(s, y, next.wq, next.heads * next.width * next.q_stride);
         if (status) return status;
 

@@ -137,4 +137,4 @@ def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
     """`Layer` of `_stack.h`."""
     numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
     floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
-    return struct.pack(f"={len(numbers)}Q{len(floats)}d", *numbers, *floats)
+    return struct.pack(f"={len(numbers)}Q{len(floats)}f4x", *numbers, *floats)
