@@ -10,6 +10,7 @@ each line on standard output its answer, JSON.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -82,14 +83,28 @@ def prefill(model: Any, prompt: int) -> dict[str, Any]:
     return {"tokens_per_second": prompt / (time.perf_counter() - start)}
 
 
-def bandwidth(nbytes: int, seconds: float) -> dict[str, Any]:
-    """Bytes per second that this process reads in sums over a tensor far larger than any cache, all passes together."""
-    data = torch.ones(nbytes // 4)
-    start, passes = time.perf_counter(), 0
-    while (taken := time.perf_counter() - start) < seconds:
+def bandwidth(nbytes: int, start: float, seconds: float) -> dict[str, Any]:
+    """Bytes per second that this process reads in sums over a tensor far larger than any cache, all passes together.
+
+    Args:
+        nbytes: of the tensor.
+        start: when to begin, on the clock of `time.monotonic`, so that several processes read at the same time: one
+            that reads alone has more of the memory.
+        seconds: how long.
+    """
+    data = _ones(nbytes)
+    data.sum()
+    time.sleep(max(0.0, start - time.monotonic()))
+    passes, begin = 0, time.monotonic()
+    while (taken := time.monotonic() - begin) < seconds:
         data.sum()
         passes += 1
     return {"bytes_per_second": passes * data.nbytes / taken}
+
+
+@functools.cache
+def _ones(nbytes: int) -> torch.Tensor:
+    return torch.ones(nbytes // 4)
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ def compete(
 
 
 def _read(reader: Contestant) -> float:
-    answers = reader.run("bandwidth", nbytes=400 << 20, seconds=0.5)
+    answers = reader.run("bandwidth", nbytes=400 << 20, start=time.monotonic() + 0.2, seconds=0.5)
     return float(sum(answer["bytes_per_second"] for answer in answers))
 
 

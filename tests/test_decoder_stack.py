@@ -115,6 +115,16 @@ def test_layers_with_a_hook_are_called(name: str, calls: Counter[str]) -> None:
     assert calls["feed_half"] >= LAYERS - 1
 
 
+@pytest.mark.parametrize(("name", "left"), [("layer", 2 * LAYERS), ("mlp", 2 * LAYERS - 1), ("k_norm", 2 * LAYERS - 1)])
+def test_a_module_with_a_forward_of_its_own_keeps_it(name: str, left: int, calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    for model in (stock, fused):
+        module: Any = WATCHED[name](model.model.layers[1])
+        module.forward = lambda *args, own=module.forward, **kwargs: own(*args, **kwargs) * 0.5
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    assert calls.total() == calls["attention_half"] + calls["feed_half"] == left
+
+
 def test_hidden_states_that_were_asked_for_once_cost_nothing_later(calls: Counter[str]) -> None:
     stock, fused = models("qwen2", as_one=True)
     asked = {"output_hidden_states": True, "output_attentions": True}

@@ -41,7 +41,11 @@ class FusedDecoderLayer(nn.Module):
             attention, feed = held
             if (attention is None or attention.held.are_current()) and (feed is None or feed.held.are_current()):
                 return held
-        held = self.__dict__["_kernel_halves"] = (AttentionHalf.of(self), FeedHalf.of(self))
+        attention, feed = AttentionHalf.of(self), FeedHalf.of(self)
+        held = self.__dict__["_kernel_halves"] = (
+            None if attention is None or attention.held.patched else attention,
+            None if feed is None or feed.held.patched else feed,
+        )
         return held
 
 

@@ -29,6 +29,7 @@ class DecoderStack(nn.ModuleList):
 
     as_one = False
     _in_c: _StackInC | None = None
+    _was_read = False  # what the kernels do not know at the first step, they do not come to know
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -37,17 +38,19 @@ class DecoderStack(nn.ModuleList):
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """What the last layer makes of `hidden`, given the arguments that each layer gets."""
-        whole = self._in_c
-        if not is_step(hidden) or not may_serve() or any(layer.training for layer in self):
-            whole = None
-        elif whole is None or not whole.held.are_current():
-            whole = self._in_c = _StackInC.of(self)
+        whole = self._read() if is_step(hidden) and may_serve() else None
         step = None if whole is None else whole.step_for(hidden, **kwargs)
         if whole is not None and step is not None:
             return whole.run(hidden, step, kwargs["past_key_values"])
         for layer in self:
             hidden = layer(hidden, **kwargs)
         return hidden
+
+    def _read(self) -> _StackInC | None:
+        """What the kernel knows of the layers, remembered for as long as it is so."""
+        if not self._was_read or (self._in_c is not None and not self._in_c.held.are_current()):
+            self._in_c, self._was_read = _StackInC.of(self), True
+        return None if any(layer.training for layer in self) else self._in_c
 
 
 def with_layers_as_one(cls: Any) -> Any:
@@ -88,10 +91,12 @@ class _StackInC:
         alike = (
             len({(half.hidden, half.dtype) for half in both}) == 1
             and len({(id(half.config), half.heads, half.width) for half, _ in known}) == 1
+            and len({half.layer_idx for half, _ in known}) == len(known)
             and len({half.communicator for half in both if _is_partial(half)}) <= 1
         )
         summed = all(_is_summed_in_c(half.communicator) for half in both if _is_partial(half))
-        return cls(layers, known) if alike and summed else None
+        whole = cls(layers, known) if alike and summed else None
+        return None if whole is None or whole.held.patched else whole
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
         """What the layers share, given their arguments; None where the kernel does not compute them."""
@@ -101,9 +106,10 @@ class _StackInC:
         if step is None:
             return None
         cache = kwargs["past_key_values"]
-        tokens = {layer.keys.shape[-2] for layer in cache.layers[: len(self._attentions)]}
-        fits = len(tokens) == 1 and all(attention.may_extend(cache, step) for attention in self._attentions)
-        return step if fits else None
+        if not all(attention.may_extend(cache, step) for attention in self._attentions):
+            return None
+        lengths = {cache.layers[attention.layer_idx].keys.shape[2] for attention in self._attentions}
+        return step if len(lengths) == 1 else None
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
         """The last layer's output."""

@@ -18,10 +18,14 @@ class Held:
     Args:
         places: modules and the names of their parameters, which may be None.
         modules: all that are not called. A hook on any is a reason to call them.
+
+    Attributes:
+        patched: modules that had a forward of their own, not of their class. They must be called.
     """
 
     def __init__(self, places: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
-        places = list(places)
+        places, modules = list(places), list(modules)
+        self.patched = [module for module in modules if "forward" in vars(module)]
         self._parameters = [module._parameters for module, _ in places]
         self._names = [name for _, name in places]
         self._tensors = list(map(dict.get, self._parameters, self._names))
