@@ -1,7 +1,7 @@
 """The kernel of `_kernel.c` without a compiler: the same memory, the same steps, the same bits, but slower.
 
-The protocol and its proof stand in `_kernel_protocol.h`. It needs a store to be seen only after the stores before it, which
-Python cannot ask for; x86-64 gives it for nothing, other processors do not.
+The protocol and its proof stand in `_kernel_protocol.h`. It needs a store to be seen only after the stores before it,
+which Python cannot ask for; x86-64 gives it for nothing, other processors do not.
 """
 
 from __future__ import annotations

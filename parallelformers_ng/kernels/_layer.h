@@ -11,6 +11,7 @@
 #define PARALLELFORMERS_NG_LAYER_H
 
 #include "_attention.h"
+#include "_linear.h"
 
 /* Addresses and sizes come as Python integers, in this order. A bias or a norm at 0 is none. */
 typedef struct {

@@ -1,0 +1,144 @@
+/* Linear layers for a few rows of input, and root-mean-square norms.
+ *
+ * Linear: y = x Wᵀ + b.
+ * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
+ * matrix stays where it lies), is read once and in the order of memory, for rows side by side would be several streams,
+ * which the processor's own prefetcher follows badly. For one row of x that prefetcher is best left alone, with two
+ * exceptions: short rows of fp32 go faster where it is told of a page some pages ahead, for it stops at a page's end; and
+ * an x that leaves the first-level cache no room, twice as large as a row of bf16, stays there if W goes past the
+ * second-level cache, asked line by line. Several rows of x go over tiles of OUTS rows of W, the sums in registers and
+ * the next tile asked into the second-level cache.
+ *
+ * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
+ * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
+ * by w, and after, as the modelling code of transformers does it.
+ *
+ * Sums are taken in fp32, in an order that depends on the sizes alone: equal inputs, equal bits on every rank.
+ */
+
+#ifndef PARALLELFORMERS_NG_LINEAR_H
+#define PARALLELFORMERS_NG_LINEAR_H
+
+#include <math.h>
+
+#include "_vectors.h"
+
+enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
+enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
+
+/* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
+ * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
+ * memory and asks for what comes `next`, where a cursor runs along the rows. `x` is fp32 whatever the type of W. */
+#define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
+    INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
+                            size_t stride, size_t out, size_t outs, size_t rows, const TYPE *next)            \
+    {                                                                                                         \
+        const size_t step = CACHE_LINE_BYTES / sizeof(TYPE);                                                  \
+        Floats sum[OUTS * ROWS] = {{0}}, a[OUTS], b;                                                          \
+        size_t i = 0, cursor = 0;                                                                             \
+        for (; i + LANES <= in; i += LANES) {                                                                 \
+            if (next && i % step == 0)                                                                        \
+                for (size_t o = 0; o < outs; o++) {                                                           \
+                    __builtin_prefetch(next + cursor, 0, SECOND_LEVEL);                                       \
+                    cursor += step;                                                                           \
+                    if (cursor >= in) next += stride, cursor = 0;                                             \
+                }                                                                                             \
+            for (size_t o = 0; o < outs; o++) LOAD(a[o], w + o * stride + i);                                 \
+            for (size_t r = 0; r < rows; r++) {                                                               \
+                LOAD_F32(b, x + r * in + i);                                                                  \
+                for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                              \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (size_t o = 0; o < outs; o++)                                                                     \
+            for (size_t r = 0; r < rows; r++) {                                                               \
+                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? load_##NAME(bias[o]) : 0.0f);           \
+                for (size_t j = i; j < in; j++) total += load_##NAME(w[o * stride + j]) * x[r * in + j];      \
+                y[r * out + o] = store_##NAME(total);                                                         \
+            }                                                                                                 \
+    }                                                                                                         \
+    INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
+                             size_t stride, size_t out, size_t outs)                                          \
+    {                                                                                                         \
+        const TYPE *next = w + outs * stride;                                                                 \
+        size_t r = 0;                                                                                         \
+        for (; r + ROWS <= rows; r += ROWS, next = NULL)                                                      \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, ROWS, next);                 \
+        for (; r + 2 <= rows; r += 2, next = NULL)                                                            \
+            tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, next);                    \
+        if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, next);          \
+    }                                                                                                         \
+    /* One row of W and one of x. Where W is `passing`, it is asked past the second-level cache, a page ahead. */     \
+    INLINE float dot_##NAME(const float *x, const TYPE *w, size_t in, size_t stride, int passing)             \
+    {                                                                                                         \
+        const size_t page = PAGE_BYTES / sizeof(TYPE), line = CACHE_LINE_BYTES / sizeof(TYPE);                \
+        Floats sum[2] = {{0}, {0}}, a, b;                                                                     \
+        size_t i = 0;                                                                                         \
+        for (; i + 2 * LANES <= in; i += 2 * LANES) {                                                         \
+            for (size_t j = i; passing && j < i + 2 * LANES; j += line)                                       \
+                __builtin_prefetch(w + j + page + (j + page < in ? 0 : stride - in), 0, PASSING);             \
+            for (size_t j = 0; j < 2; j++) {                                                                  \
+                LOAD(a, w + i + j * LANES);                                                                   \
+                LOAD_F32(b, x + i + j * LANES);                                                               \
+                sum[j] += a * b;                                                                              \
+            }                                                                                                 \
+        }                                                                                                     \
+        sum[0] += sum[1];                                                                                     \
+        float total = sum_lanes(&sum[0]);                                                                     \
+        for (; i < in; i++) total += load_##NAME(w[i]) * x[i];                                                \
+        return total;                                                                                         \
+    }                                                                                                         \
+    INLINE void dots_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
+                            size_t stride, size_t out, int heads, int passing)                                \
+    {                                                                                                         \
+        const size_t page = PAGE_BYTES / sizeof(TYPE), line = CACHE_LINE_BYTES / sizeof(TYPE);                \
+        const size_t ahead = AHEAD_PAGES * page / in * stride + AHEAD_PAGES * page % in;                      \
+        for (size_t o = 0; o < out; o++, w += stride) {                                                       \
+            for (size_t i = 0; heads && i < in; i += page)                                                    \
+                for (size_t j = 0; j < HEAD_LINES; j++)                                                       \
+                    __builtin_prefetch(w + ahead + i + j * line, 0, SECOND_LEVEL);                            \
+            y[o] = store_##NAME(dot_##NAME(x, w, in, stride, passing) + (bias ? load_##NAME(bias[o]) : 0.0f));\
+        }                                                                                                     \
+    }                                                                                                         \
+    CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
+                                     size_t in, size_t stride, size_t out)                                    \
+    {                                                                                                         \
+        if (rows == 1) {                                                                                      \
+            if (in > NARROW) dots_##NAME(x, w, bias, y, in, stride, out, 0, sizeof(TYPE) < sizeof(float));    \
+            else dots_##NAME(x, w, bias, y, in, stride, out, sizeof(TYPE) == sizeof(float), 0);               \
+            return;                                                                                           \
+        }                                                                                                     \
+        size_t o = 0;                                                                                         \
+        for (; o + OUTS <= out; o += OUTS)                                                                    \
+            tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
+        for (; o < out; o++)                                                                                  \
+            tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
+    }
+
+DEFINE_LINEAR(f32, float, LOAD_F32)
+DEFINE_LINEAR(bf16, uint16_t, LOAD_BF16)
+
+#define DEFINE_RMS_NORM(NAME, TYPE, LOAD)                                                                     \
+    CLONES static void rms_norm_##NAME(const TYPE *x, const TYPE *w, TYPE *y, size_t rows, size_t width,      \
+                                       float epsilon)                                                         \
+    {                                                                                                         \
+        for (size_t r = 0; r < rows; r++, x += width, y += width) {                                           \
+            Floats sum[2] = {{0}, {0}}, a;                                                                    \
+            size_t i = 0;                                                                                     \
+            for (; i + 2 * LANES <= width; i += 2 * LANES)                                                    \
+                for (size_t j = 0; j < 2; j++) {                                                              \
+                    LOAD(a, x + i + j * LANES);                                                               \
+                    sum[j] += a * a;                                                                          \
+                }                                                                                             \
+            sum[0] += sum[1];                                                                                 \
+            float total = sum_lanes(&sum[0]);                                                                 \
+            for (; i < width; i++) total += load_##NAME(x[i]) * load_##NAME(x[i]);                            \
+            float scale = 1.0f / sqrtf(total / (float)width + epsilon);                                       \
+            for (i = 0; i < width; i++)                                                                       \
+                y[i] = store_##NAME(load_##NAME(w[i]) * load_##NAME(store_##NAME(load_##NAME(x[i]) * scale)));\
+        }                                                                                                     \
+    }
+
+DEFINE_RMS_NORM(f32, float, LOAD_F32)
+DEFINE_RMS_NORM(bf16, uint16_t, LOAD_BF16)
+
+#endif
