@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -32,6 +33,14 @@ def groups() -> Iterator[Callable[[int], WorkerGroup]]:
     yield get
     for group in running:
         group.close()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a test has the parts of a decode step computed in C."""
+    from tests.step_models import count_calls  # it takes a second, which most tests need not wait
+
+    return count_calls(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3, 4, 5), ids=lambda size: f"ranks{size}")

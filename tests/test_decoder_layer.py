@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from tests.step_models import (
     LAYERS,
     VOCABULARY,
     cached_step,
-    count_calls,
     distance,
     generate,
     models,
@@ -32,20 +31,6 @@ from tests.step_models import (
 pytestmark = pytest.mark.skipif(layer_halves._decode is None, reason="the C kernel is not built")
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As a worker on one core has it, where the kernels are of use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    return count_calls(monkeypatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

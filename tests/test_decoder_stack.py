@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,6 @@ from tests.rank_group import KERNELS, RankGroup
 from tests.step_models import FAMILIES, LAYERS, cached_step, count_calls, distance, generate, models, prompt
 
 pytestmark = pytest.mark.skipif(layer_halves._decode is None, reason="the C kernel is not built")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As a worker on one core has it, where the kernels are of use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    return count_calls(monkeypatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
