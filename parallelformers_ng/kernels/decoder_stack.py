@@ -59,7 +59,9 @@ def with_layers_as_one(cls: Any) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Where layers are of several types, each type has a mask of its own.
-        self.layers.as_one = len(set(getattr(self.config, "layer_types", None) or ())) <= 1 and may_serve()
+        if not may_serve() or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
+            return cls.forward(self, *args, **kwargs)
+        self.layers.as_one = True
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
