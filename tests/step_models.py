@@ -106,3 +106,17 @@ def step(model: Any, **how: Any) -> Tensor:
     """Scores of one token behind a prompt."""
     scores: Tensor = cached_step(model, **how).logits
     return scores
+
+
+def check_generations(family: str, as_one: bool, calls: Counter[str], each_step: dict[str, int]) -> None:
+    """Generate in several ways with the kernels and without: the same tokens, the same scores, and so many calls of C
+    for each token after the first."""
+    stock, fused = models(family, as_one=as_one)
+    for how in ({}, {"num_beams": 3}, {"do_sample": True}, {"tokens": 150, "rows": 1}):
+        calls.clear()
+        tokens, scores = generate(fused, **how)
+        wanted_tokens, wanted = generate(stock, **how)
+        assert torch.equal(tokens, wanted_tokens)
+        assert distance(scores, wanted) < 1e-5
+        steps = how.get("tokens", 12) - 1
+        assert calls == {name: count * steps for name, count in each_step.items()}

@@ -21,6 +21,7 @@ from tests.step_models import (
     LAYERS,
     VOCABULARY,
     cached_step,
+    check_generations,
     distance,
     generate,
     models,
@@ -35,15 +36,7 @@ FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) -> None:
-    stock, fused = models(family)
-    for how in ({}, {"num_beams": 3}, {"do_sample": True}, {"tokens": 150, "rows": 1}):
-        calls.clear()
-        tokens, scores = generate(fused, **how)
-        wanted_tokens, wanted = generate(stock, **how)
-        assert torch.equal(tokens, wanted_tokens)
-        assert distance(scores, wanted) < 1e-5
-        steps = how.get("tokens", 12) - 1
-        assert calls == {"attention_half": LAYERS * steps, "feed_half": LAYERS * steps}
+    check_generations(family, False, calls, {"attention_half": LAYERS, "feed_half": LAYERS})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

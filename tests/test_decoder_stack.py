@@ -24,21 +24,24 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.registry import select
 from tests.rank_group import KERNELS, RankGroup
-from tests.step_models import FAMILIES, LAYERS, cached_step, count_calls, distance, generate, models, prompt
+from tests.step_models import (
+    FAMILIES,
+    LAYERS,
+    cached_step,
+    check_generations,
+    count_calls,
+    distance,
+    generate,
+    models,
+    prompt,
+)
 
 pytestmark = pytest.mark.skipif(layer_halves._decode is None, reason="the C kernel is not built")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) -> None:
-    stock, fused = models(family, as_one=True)
-    for how in ({}, {"num_beams": 3}, {"do_sample": True}, {"tokens": 150, "rows": 1}):
-        calls.clear()
-        tokens, scores = generate(fused, **how)
-        wanted_tokens, wanted = generate(stock, **how)
-        assert torch.equal(tokens, wanted_tokens)
-        assert distance(scores, wanted) < 1e-5
-        assert calls == {"decoder_layers": how.get("tokens", 12) - 1}
+    check_generations(family, True, calls, {"decoder_layers": 1})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

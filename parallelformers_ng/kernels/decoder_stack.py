@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicCache
 
 from parallelformers_ng.collectives.python_kernel import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
-from parallelformers_ng.generation.growing import extended
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, is_step
 from parallelformers_ng.kernels.held import Held
 from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step
@@ -110,27 +109,20 @@ class _StackInC:
         cache = kwargs["past_key_values"]
         if not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
-        lengths = {cache.layers[attention.layer_idx].keys.shape[2] for attention in self._attentions}
-        return step if len(lengths) == 1 else None
+        return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
         """The last layer's output."""
         out = hidden.clone()
-        rows, tokens = hidden.shape[0], cache.layers[self._first.layer_idx].keys.shape[2] + 1
+        places = [number for attention in self._attentions for number in attention.lengthen(cache)]
         kernel = None if self._communicator is None else self._communicator.c_kernel
         status = _decode.decoder_layers(
             kernel, self._sum_kind, self._layers, out.data_ptr(), self._first.hidden, *step.positions, *step.mask,
-            rows, tokens, self._first.kind, *self._places(cache),
+            step.rows, self._first.tokens_in(cache), self._first.kind, *places,
         )  # fmt: skip
         if status:
             self._communicator.check(status, "all_reduce")
         return out
-
-    def _places(self, cache: DynamicCache) -> Iterator[int]:
-        """Where each layer keeps its tokens, with room for one more."""
-        for attention in self._attentions:
-            keys, values = extended(cache.layers[attention.layer_idx], 1)
-            yield from (keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3])
 
 
 def _is_partial(half: AttentionHalf | FeedHalf) -> bool:

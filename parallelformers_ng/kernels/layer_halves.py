@@ -73,9 +73,8 @@ class AttentionHalf(_Half):
         self.config = attention.config
         self.width = attention.head_dim
         self._kv_heads = attention.k_proj.weight.shape[0] // self.width
-        heads, hidden = attention.q_proj.weight.shape[0] // self.width, attention.q_proj.weight.shape[1]
-        self.static += (hidden, heads, self._kv_heads, self.width)
-        self.heads = heads
+        self.heads = attention.q_proj.weight.shape[0] // self.width
+        self.static += (self.hidden, self.heads, self._kv_heads, self.width)
         self.scaling = attention.scaling
 
     @classmethod
@@ -147,14 +146,27 @@ class AttentionHalf(_Half):
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
         """What the attention adds to `hidden`."""
-        keys, values = extended(cache.layers[self.layer_idx], 1)
-        out = torch.empty_like(hidden)
+        out, places = torch.empty_like(hidden), self.lengthen(cache)
         _decode.attention_half(
-            *self.static, hidden.data_ptr(), out.data_ptr(), *step.positions,
-            keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3],
-            *step.mask, hidden.shape[0], keys.shape[2], self.kind, *self.epsilons, self.scaling,
+            *self.static, hidden.data_ptr(), out.data_ptr(), *step.positions, *places,
+            *step.mask, step.rows, self.tokens_in(cache), self.kind, *self.epsilons, self.scaling,
         )  # fmt: skip
         return self.summed(out)
+
+    def lengthen(self, cache: DynamicCache) -> tuple[int, ...]:
+        """Make room for a token in what the cache has of this layer.
+
+        Returns:
+            The addresses of its keys and values, and their distances between sequences, heads and tokens, as the kernel
+            takes them.
+        """
+        keys, values = extended(cache.layers[self.layer_idx], 1)
+        return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
+
+    def tokens_in(self, cache: DynamicCache) -> int:
+        """How many tokens the cache has of this layer."""
+        keys: Any = cache.layers[self.layer_idx].keys
+        return int(keys.shape[2])
 
 
 class Step:
@@ -209,8 +221,7 @@ class FeedHalf(_Half):
     def __init__(self, layer: Any) -> None:
         linears = (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
         super().__init__((layer.mlp, layer.mlp.act_fn), linears, (layer.post_attention_layernorm,))
-        inner, hidden = layer.mlp.gate_proj.weight.shape
-        self.static += (hidden, inner)
+        self.static += (self.hidden, layer.mlp.gate_proj.weight.shape[0])
 
     @classmethod
     def of(cls, layer: Any) -> FeedHalf | None:
