@@ -16,11 +16,13 @@ class Call:
         path: dotted path of the module, "" for the model itself.
         method: the method's name.
         args, kwargs: its arguments, caches as `Handle("cache", …)`.
-        training: the mode of the caller's model.
+        attributes: attributes of modules that were set since the last call: (path of the module, name) → value.
+        unsure: the plan cannot tell whether the method gives a whole result; the ranks compare theirs.
         rng: state of the caller's CPU generator, a uint8 vector.
         autocast: data type of the caller's `torch.autocast`, None outside one.
         config: attributes of the configuration that changed since the last call, dotted name → value.
         generation_config: the generation configuration, where it changed since the last call.
+        own_generation_config: that of a model within the model, which is to generate.
         cache_block: where the ids of caches that this call makes begin.
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
@@ -32,11 +34,13 @@ class Call:
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    training: bool = False
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    unsure: bool = False
     rng: torch.Tensor | None = None
     autocast: torch.dtype | None = None
     config: dict[str, Any] = field(default_factory=dict)
     generation_config: Any = None
+    own_generation_config: Any = None
     cache_block: int = 0
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -134,6 +135,11 @@ class Deployment(CacheOwner):
         return self._supervisor.incarnation
 
     @property
+    def ended(self) -> bool:
+        """Whether the workers and the weights that they hold are gone."""
+        return self._closed
+
+    @property
     def device_names(self) -> list[str]:
         return self._supervisor.group.device_names
 
@@ -150,6 +156,10 @@ class Deployment(CacheOwner):
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""
         return self._source().read(self.plan.tensors[name])
+
+    def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
+        """A progress bar over `total` bytes, where bars are wanted."""
+        return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
         """One parameter or buffer, to be read in parts from wherever it lies."""
@@ -183,8 +193,7 @@ class Deployment(CacheOwner):
         with self._lock:
             if self._store is not None:
                 self._leave_group()  # first, so that memory can be given back as it is read
-            what = f"gathering {type(model).__name__}"
-            with progress_bar(what, self.plan.bytes_whole, self.show_progress) as advance:
+            with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 take_back(model, self.plan, self._source(), progress=advance)
             self._leave_group()
             self._release_store()

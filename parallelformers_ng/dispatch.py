@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.compiling import StaticSteps, static_generation
 from parallelformers_ng.deployment import Deployment
-from parallelformers_ng.edits import EditWatch
+from parallelformers_ng.edits import AttributeWatch, EditWatch
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.caches import map_caches, map_handles
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
@@ -48,6 +48,21 @@ class Dispatcher:
         self._stream_lock = threading.Lock()
         self._steps = steps
         self._said: set[str] = set()
+        self._attributes = AttributeWatch()
+
+    def set_attribute(self, path: str, name: str, value: Any) -> None:
+        """Have the replicas set an attribute of a module before the next call.
+
+        Raises:
+            ParallelError: the ranks have values of their own for it.
+        """
+        for layer in self.deployment.plan.layers:
+            if layer.path == path and name in layer.attributes[0]:
+                raise ParallelError(
+                    f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
+                    " first"
+                )
+        self._attributes.note(path, name, value)
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
@@ -57,7 +72,8 @@ class Dispatcher:
         Args:
             path: dotted path of the module, "" for the model.
             method: its method.
-            how: `seed`, `timeout`, `streamer` of this call; `captured`, as in `Call`.
+            how: `seed`, `timeout`, `streamer` of this call; `captured`, `unsure`,
+                `own_generation_config`, as in `Call`.
 
         Raises:
             NotPortableError: an argument cannot cross by value; nothing was run.
@@ -74,27 +90,31 @@ class Dispatcher:
         config, config_arrived = self._config.changes(model.config, incarnation)
         generation_config = getattr(model, "generation_config", None)
         edits, generation_config_arrived = self._generation_config.changes(generation_config, incarnation)
+        attributes, attributes_arrived = self._attributes.changes(incarnation)
         call = Call(
             path,
             method,
             args,
             kwargs,
-            training=model.training,
             rng=rng,
             autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             config=config,
             generation_config=generation_config if edits else None,
+            own_generation_config=how.get("own_generation_config"),
             cache_block=self.deployment.new_cache_block(),
             freed_caches=self.deployment.take_freed(),
             streams=streamer is not None,
             watched=bool(watch.parts),
             captured=how.get("captured", False),
+            attributes=attributes,
+            unsure=how.get("unsure", False),
         )
         on_event = None if streamer is None else deliver_to(streamer)
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
             config_arrived()
             generation_config_arrived()
+            attributes_arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
             watch.restore(answer.states)
             if answer.uncaptured and self._steps is not None:
@@ -106,29 +126,39 @@ class Dispatcher:
             self.deployment.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
             raise
 
-    def generate(self, model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`generate` on the workers; in this process, one forward per request, where something cannot cross to them."""
+    def generate(
+        self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`generate` on the workers; in this process, one forward per request, where something cannot cross to them.
+
+        Args:
+            path: of the model, or of the model within it, that generates.
+            original: its class's `generate`.
+        """
+        module = model.get_submodule(path)
         how: dict[str, Any] = {name: kwargs.pop(name) for name in ("seed", "timeout") if name in kwargs}
-        bound = inspect.signature(original).bind_partial(model, *args)
+        bound = inspect.signature(original).bind_partial(module, *args)
         named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
         merged = {**named, **kwargs}
         if merged.get("assistant_model") is not None:
             return self._generate_here(
-                model, original, merged, how, "the assistant model stays in this process", quiet=True
+                module, original, merged, how, "the assistant model stays in this process", quiet=True
             )
         streamer = merged.pop("streamer", None)
         sent = merged
-        if self._steps is not None:
-            sent, reason = static_generation(model, merged, self._steps)
+        if path:
+            how["own_generation_config"] = getattr(module, "generation_config", None)
+        elif self._steps is not None:
+            sent, reason = static_generation(module, merged, self._steps)
             if reason:
                 self._say_once(self._steps.without, reason)
             how["captured"] = self._steps.captured and not reason
         try:
-            return self.call(model, "", "generate", (), sent, streamer=streamer, **how)
+            return self.call(model, path, "generate", (), sent, streamer=streamer, **how)
         except NotPortableError as error:
             if streamer is not None:
                 merged["streamer"] = streamer
-            return self._generate_here(model, original, merged, how, str(error))
+            return self._generate_here(module, original, merged, how, str(error))
 
     def _generate_here(
         self,

@@ -1,8 +1,10 @@
-"""Notices what the caller changes in a model's configurations after it was parallelized, to tell the replicas."""
+"""Notices what the caller changes in a model's configurations and modules after it was parallelized, to tell the
+replicas."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +64,38 @@ class EditWatch:
             self._known = (incarnation, current)
 
         return {name: value for name, value in now.items() if name not in before or before[name] != value}, arrived
+
+
+class AttributeWatch:
+    """Attributes of modules that were set after the model was parallelized, to tell the replicas."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._set: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
+        self._count = 0
+        self._known = (0, 0)  # what the replicas of an incarnation know: all that was set up to a time
+
+    def note(self, path: str, name: str, value: Any) -> None:
+        """The module at `path` has a new value of an attribute."""
+        with self._lock:
+            self._count += 1
+            self._set[path, name] = self._count, value
+
+    def changes(self, incarnation: int) -> tuple[dict[tuple[str, str], Any], Callable[[], None]]:
+        """What the replicas of this incarnation do not know; as `EditWatch.changes`."""
+        known_incarnation, known = self._known
+        if known_incarnation != incarnation:
+            known = 0
+        if known == self._count:
+            return {}, _nothing
+        with self._lock:
+            count = self._count
+            news = {key: value for key, (time, value) in self._set.items() if time > known}
+
+        def arrived() -> None:
+            self._known = (incarnation, count)
+
+        return news, arrived
 
 
 def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:

@@ -3,33 +3,27 @@ workers."""
 
 from __future__ import annotations
 
-import functools
-import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.nodes import Node
-from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.saving import write_pretrained
+from parallelformers_ng import remote_tree
+from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor, RemoteWeight
+from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.compiling import StaticSteps
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.dispatch import Dispatcher
-from parallelformers_ng.errors import NotParallelizedError, ParallelError
+from parallelformers_ng.errors import NotParallelizedError
 from parallelformers_ng.memory import detail_report, device_totals, simple_report
-from parallelformers_ng.methods import REFUSED, place_of, public_methods
+from parallelformers_ng.remote_module import RemoteModule, remote_of
 from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
 
-_DISPATCHER = "_parallelformers_ng_dispatcher"
 
-
-class Parallelized:
-    """Mixed in before the model's own class while it is parallelized, so that `isinstance` and `super()` hold."""
+class Parallelized(RemoteModule):
+    """Mixed in before the model's own class while it is parallelized."""
 
     # -- where it is ---------------------------------------------------------------------------------------------
 
@@ -63,8 +57,9 @@ class Parallelized:
 
     def deparallelize(self) -> Any:
         """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model."""
-        deployment_of(self).gather(self)  # type: ignore[arg-type]
-        return _restore_class(self)
+        deployment_of(self).gather(self)
+        remote_tree.leave(self)
+        return self
 
     def cpu(self) -> Any:
         """End the parallelization; the model is then on CPU."""
@@ -78,73 +73,46 @@ class Parallelized:
         """End the parallelization, then as `nn.Module.to`."""
         return self.deparallelize().to(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole weights, gathered on CPU; tied entries share their memory, as in any state dict."""
-        listed = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        deployment = deployment_of(self)
-        whole: dict[int, torch.Tensor] = {}
-        bar = progress_bar(f"gathering {type(self).__name__}", deployment.plan.bytes_whole, deployment.show_progress)
-        with bar as advance:
-            for name, tensor in listed.items():
-                if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
-                    continue
-                plain = name.removeprefix(prefix)
-                held = get_tensor(self, plain, deployment.plan.tensors[plain].is_buffer)  # type: ignore[arg-type]
-                if id(held) not in whole:
-                    whole[id(held)] = deployment.read(plain)
-                    advance(whole[id(held)].nbytes)
-                listed[name] = whole[id(held)]
-        return listed
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "50GB",
-        save_original_format: bool = True,
-        progress: bool = True,
-        **unsupported: Any,
-    ) -> None:
-        """Write an ordinary checkpoint, which `from_pretrained` reads; the whole model is never in memory here.
-
-        Args:
-            save_directory: where to; made if need be.
-            max_shard_size: bytes of a file, "5GB" or a number.
-            save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
-            progress: show a progress bar where standard error is a terminal.
-            unsupported: any other argument of the original is refused.
-
-        Raises:
-            CheckpointError: `max_shard_size` is no size.
-            OSError: the disk is full, or the directory cannot be written to.
-        """
-        if unsupported:
-            raise ParallelError(
-                _refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
-            )
-        nodes = _Nodes(deployment_of(self))
-        write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        raise ParallelError(_refusal(self, "casting or moving it", "its weights are with the workers"))
-
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.deparallelize()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ParallelError(_refusal(self, "pickling or copying it", "its weights are with the workers"))
+    def extra_repr(self) -> str:
+        deployment = deployment_of(self)
+        plan = deployment.plan
+        return (
+            f"# parallelized over {plan.world_size} workers ({', '.join(deployment.device_names)}) by {plan.policy}"
+            f" ({plan.source}); {plan.cut_share:.0%} of what can be cut is cut"
+        )
 
 
 def enter(model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None) -> None:
     """Make `model` a parallelized one, in place."""
-    object.__setattr__(model, _DISPATCHER, Dispatcher(model, deployment, seed, steps))
-    for path, module in model.named_modules():
-        if path:
-            object.__setattr__(module, "forward", _SubmoduleForward(weakref.ref(model), path, deployment.plan))
-    model.__class__ = _parallelized_class(type(model))  # type: ignore[arg-type]
+    dispatcher = Dispatcher(model, deployment, seed, steps)
+    remote_tree.enter(model, dispatcher, Parallelized)
+    for names in names_of_each(model, deployment.plan):
+        tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
+        weight = RemoteWeight(tuple(tensor.shape), tensor.dtype, names[0], _Fetch(model, deployment, names[0]))
+        place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
+
+
+class _Fetch:
+    """Puts one weight together: from the workers, and once the parallelization has ended, from the model."""
+
+    def __init__(self, model: nn.Module, deployment: Deployment, name: str) -> None:
+        self._model = weakref.ref(model)
+        self._deployment = deployment
+        self._name = name
+
+    def __call__(self) -> torch.Tensor:
+        if not self._deployment.ended:
+            return self._deployment.read(self._name)
+        model = self._model()
+        if model is None or is_parallelized(model):
+            raise NotParallelizedError(f"{self._name} is of a parallelization that has ended; take it from the model")
+        return get_tensor(model, self._name, self._deployment.plan.tensors[self._name].is_buffer).detach()
 
 
 def is_parallelized(model: object) -> bool:
@@ -157,102 +125,11 @@ def dispatcher_of(model: object) -> Dispatcher:
     Raises:
         NotParallelizedError: the model is not parallelized.
     """
-    dispatcher = getattr(model, _DISPATCHER, None)
-    if dispatcher is None:
+    if not isinstance(model, Parallelized):
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")
-    return dispatcher
+    return remote_of(model).dispatcher
 
 
 def deployment_of(model: object) -> Deployment:
     """The workers and weights behind a parallelized model."""
     return dispatcher_of(model).deployment
-
-
-def _restore_class(model: Any) -> Any:
-    object.__delattr__(model, _DISPATCHER)
-    for path, module in model.named_modules():
-        if path:
-            object.__delattr__(module, "forward")
-    model.__class__ = type(model).__mro__[2]
-    return model
-
-
-@functools.cache
-def _parallelized_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` with its name and module, so that what it saves and prints names the original."""
-    makers = {"forwarded": _forwarded, "refused": _refused}
-    methods: dict[str, Callable | None] = {
-        name: makers[place](name, getattr(cls, name))
-        for name in public_methods(cls)
-        if name not in vars(Parallelized) and (place := place_of(cls, name)) != "local"
-    }
-    methods["generate"] = _generate(getattr(cls, "generate", None))
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (Parallelized, cls), {**names, **{n: m for n, m in methods.items() if m is not None}})
-
-
-def _forwarded(name: str, original: Callable) -> Callable:
-    """A method that runs on the workers; it keeps the original's signature, which `generate` and pipelines inspect."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return dispatcher_of(self).call(self, "", name, args, kwargs)
-
-    return call
-
-
-def _generate(original: Callable | None) -> Callable | None:
-    if original is None:
-        return None
-
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return dispatcher_of(self).generate(self, original, args, kwargs)
-
-    return generate
-
-
-def _refused(name: str, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ParallelError(_refusal(self, f"{name}()", f"it {REFUSED[name]}"))
-
-    return refuse
-
-
-def _refusal(model: Any, what: str, why: str) -> str:
-    return f"{type(model).__name__} is parallelized, which rules out {what}: {why}. Call deparallelize() first"
-
-
-class _Nodes(Mapping[str, Node]):
-    """Where to read each tensor of a deployment, worked out when it is asked for."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-
-    def __getitem__(self, name: str) -> Node:
-        return self._deployment.node(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._deployment.plan.tensors)
-
-    def __len__(self) -> int:
-        return len(self._deployment.plan.tensors)
-
-
-class _SubmoduleForward:
-    """Takes the place of a sub-module's forward: `model.get_encoder()(…)` runs on the workers too."""
-
-    def __init__(self, model: weakref.ref[nn.Module], path: str, plan: ShardPlan) -> None:
-        self._model = model
-        self._path = path
-        self._block = next((block for block in plan.blocks if path.startswith(f"{block}.")), None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        if self._block is not None:
-            raise ParallelError(
-                f"{self._path} lies within {self._block}, which is cut: alone it would give a part of its result."
-                f" Call {self._block} or something above it, or deparallelize() first"
-            )
-        return dispatcher_of(model).call(model, self._path, "forward", args, kwargs)

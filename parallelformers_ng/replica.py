@@ -41,13 +41,14 @@ from parallelformers_ng.generation.recorder import CudaRecorder, Recorder
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.kernels.attention import install_attention
-from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.installation import forget, install
 from parallelformers_ng.kernels.layers import StreamingLinear
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
 from parallelformers_ng.sharding.layers import Recording
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.wholeness import check_is_whole
 
 
 class Replica:
@@ -193,6 +194,8 @@ class Replica:
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)
+            if call.unsure:
+                check_is_whole(output, self.communicator, call.path)
             output = map_caches(output, lambda cache: self.caches.handle(handed_out(cache), told=used), in_place=True)
         return Answer(
             output=output,
@@ -246,12 +249,14 @@ class Replica:
     def _prepare(self, call: Call) -> None:
         self.caches.free(call.freed_caches)
         self.caches.number_from(call.cache_block)
-        if self.model.training != call.training:
-            self.model.train(call.training)
         if call.config:
             self._update_config(call.config)
+        if call.attributes:
+            self._set_attributes(call.attributes)
         if call.generation_config is not None:
             self.model.generation_config = call.generation_config
+        if call.own_generation_config is not None:
+            self.model.get_submodule(call.path).generation_config = call.own_generation_config
 
     def _take_cache(self, handle: Handle, used: dict[int, Cache]) -> Cache:
         if handle.kind == "new cache":
@@ -280,6 +285,13 @@ class Replica:
             set_config(self.model, name, value)
         if self.captured is not None:
             self.captured.forget()  # what was recorded went by the configuration as it was
+
+    def _set_attributes(self, attributes: dict[tuple[str, str], Any]) -> None:
+        for (path, name), value in attributes.items():
+            setattr(self.model.get_submodule(path), name, value)
+        forget(self.model)
+        if self.captured is not None:
+            self.captured.forget()
 
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)

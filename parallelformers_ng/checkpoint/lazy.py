@@ -50,23 +50,23 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = str(func)
         if name == "aten.detach.default":  # by far the most frequent
-            return LazyTensor(args[0].node, args[0].stride())
+            return cls(args[0].node, args[0].stride())
         if name == "aten.equal.default" and all(isinstance(arg, LazyTensor) for arg in args):
-            return args[0].node is args[1].node or _run(func, args, kwargs)
+            return args[0].node is args[1].node or run(func, args, kwargs)
         if func._schema.is_mutable:
             if isinstance(args[0], LazyTensor):
                 raise UnsupportedModelError(f"{name} would change a weight of the checkpoint while it is loaded")
-            return _run(func, args, kwargs)
+            return run(func, args, kwargs)
         shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
         if isinstance(shapes, torch.Tensor):
-            return LazyTensor(_node(name, args, kwargs, None, shapes), shapes.stride())
+            return cls(_node(name, args, kwargs, None, shapes), shapes.stride())
         if isinstance(shapes, (list, tuple)) and all(isinstance(shape, torch.Tensor) for shape in shapes):
             nodes = (_node(name, args, kwargs, index, shape) for index, shape in enumerate(shapes))
-            return type(shapes)(LazyTensor(node, shape.stride()) for node, shape in zip(nodes, shapes, strict=True))
-        return _run(func, args, kwargs)
+            return type(shapes)(cls(node, shape.stride()) for node, shape in zip(nodes, shapes, strict=True))
+        return run(func, args, kwargs)
 
 
-def _run(func: Any, args: tuple, kwargs: dict) -> Any:
+def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """For real: where the answer is not a tensor, or is written to one."""
     result = func(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
     for arg in args:

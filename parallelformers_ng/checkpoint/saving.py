@@ -21,6 +21,7 @@ from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node, leaves, release
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_shard
+from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
@@ -42,12 +43,12 @@ def write_pretrained(
     until then; the index comes last.
 
     Args:
-        model: the model, on `meta`.
+        model: the model, whose weights are on `meta` or with workers.
         nodes: name of a parameter or buffer → where to read it.
         max_shard_size, save_original_format: as in `PreTrainedModel.save_pretrained`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    state = torch.nn.Module.state_dict(model)
+    state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     for ignored in model._keys_to_ignore_on_save or ():
         state.pop(ignored, None)
     state = remove_tied_weights_from_state_dict(state, model)
@@ -89,6 +90,11 @@ def write_pretrained(
         # What an earlier save left would be read instead, or lie about unread.
         if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
             file.unlink()
+
+
+def _shape_of(tensor: Any) -> Any:
+    """A stand-in on `meta`, by which transformers knows that it has to look up which weights are tied."""
+    return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 
 def shard_checkpoint(

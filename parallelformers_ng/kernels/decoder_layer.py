@@ -48,6 +48,10 @@ class FusedDecoderLayer(nn.Module):
         )
         return held
 
+    def forget(self) -> None:
+        """Read the modules anew before the next step."""
+        self.__dict__.pop("_kernel_halves", None)
+
 
 def is_step(hidden: Tensor) -> bool:
     """Whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""

@@ -51,6 +51,10 @@ class DecoderStack(nn.ModuleList):
             self._in_c, self._was_read = _StackInC.of(self), True
         return None if any(layer.training for layer in self) else self._in_c
 
+    def forget(self) -> None:
+        """Read the layers anew before the next step."""
+        self._in_c, self._was_read = None, False
+
 
 def with_layers_as_one(cls: Any) -> Any:
     """The class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the next."""

@@ -28,6 +28,13 @@ def install(model: nn.Module) -> int:
     return _change(model)
 
 
+def forget(model: nn.Module) -> None:
+    """Have the kernels read a model's modules anew: attributes of theirs were set."""
+    for module in model.modules():
+        if isinstance(module, (FusedDecoderLayer, DecoderStack)):
+            module.forget()
+
+
 def _change(model: nn.Module, checked: bool = False) -> int:
     """
     Args:

@@ -107,12 +107,10 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     """Put `tensor` where `name` says, as a buffer or as a parameter (one without gradient, if it is none yet)."""
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
-    if is_buffer:
-        owner._buffers[short] = tensor
-    elif isinstance(tensor, nn.Parameter):
-        owner._parameters[short] = tensor
-    else:
-        owner._parameters[short] = nn.Parameter(tensor, requires_grad=False)
+    if not is_buffer and not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    held: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
+    dict.__setitem__(held, short, tensor)  # those of a parallelized model let nobody else replace what they hold
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:

@@ -1,0 +1,108 @@
+"""Which modules of a cut model, called alone, give a whole result: by the plan, and where that does not tell, by what
+the ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.sharding.plan import LayerKind, LayerPlan, ShardPlan
+
+_OPENS: frozenset[LayerKind] = frozenset({"column", "grouped_column", "on_first_rank"})
+"""Layers that make this rank's part of a result from whole inputs."""
+_CLOSES: frozenset[LayerKind] = frozenset({"row", "reduced_input"})
+"""Layers that make a whole result from the parts of all ranks."""
+_WHOLE: frozenset[LayerKind] = frozenset(
+    {"gathered_column", "vocabulary_embedding", "quantized_embedding", "vocabulary_head", "stored_embedding", "reduced"}
+)
+"""Layers that make a whole result from whole inputs."""
+
+
+class Alone(Enum):
+    """What a module gives when it is called alone, with whole inputs."""
+
+    WHOLE = auto()
+    PART = auto()
+    UNSURE = auto()
+    """It opens parts and closes them, as far as the plan can tell; the ranks' results will show it."""
+
+
+def alone(plan: ShardPlan, path: str) -> Alone:
+    """Judge the module at `path` by the layers beneath it."""
+    layers = [layer for layer in plan.layers if _is_at_or_beneath(layer.path, path)]
+    here = [layer.kind for layer in layers if layer.path == path]
+    if here and all(kind in _WHOLE for kind in here):
+        return Alone.WHOLE
+    covered = [layer.path for layer in layers if layer.kind in _WHOLE]
+    open_layers = [layer for layer in layers if not _is_covered(layer, covered)]
+    kinds = {layer.kind for layer in open_layers}
+    bare = _cut_outside_layers(plan, path, [layer.path for layer in layers])
+    if not kinds and not bare:
+        return Alone.WHOLE
+    return Alone.UNSURE if kinds & _OPENS and kinds & _CLOSES else Alone.PART
+
+
+_SAMPLE = 4096  # numbers of a tensor that are compared
+_TOLERANCE = 1e-3
+
+
+def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
+    """Compare the ranks' results of a module that was called alone: of a whole one, all have the same.
+
+    Raises:
+        ParallelError: they differ, on every rank.
+    """
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return
+    digests = torch.stack([_digest(tensor) for tensor in tensors])
+    # Of another rank's result not even the number of tensors is known.
+    size = torch.tensor([float(digests.shape[0])], device=digests.device)
+    sizes = communicator.all_gather(size, 0, [1] * communicator.world_size)
+    same = bool((sizes == sizes[0]).all())
+    if same:
+        rows = [digests.shape[0]] * communicator.world_size
+        gathered = communicator.all_gather(digests, 0, rows).unflatten(0, (communicator.world_size, -1))
+        same = torch.allclose(gathered, gathered[:1].expand_as(gathered), rtol=_TOLERANCE, atol=0)
+    if not same:
+        raise ParallelError(part_refusal(path))
+
+
+def part_refusal(path: str) -> str:
+    """What is said of a module that does not serve alone."""
+    return (
+        f"{path} is cut: called alone it would take or give each worker's part of a result. Call a module above it, or"
+        " deparallelize() first"
+    )
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers by which two tensors are told apart: how many they have, and of some of them mean, square and order."""
+    sample = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)]
+    sizes = sample.abs().float().nan_to_num(0.0, 0.0)
+    order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)
+    count = sizes.new_tensor(tensor.numel())
+    return torch.stack([count, sizes.sum(), sizes.square().sum(), (sizes * order).sum()])
+
+
+def _is_covered(layer: LayerPlan, covered: Iterable[str]) -> bool:
+    return any(_is_at_or_beneath(layer.path, path) for path in covered)
+
+
+def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:
+    """Whether a tensor beneath `path` is cut that belongs to none of these layers."""
+    return any(
+        not tensor.is_replicated and not any(_is_at_or_beneath(name, layer) for layer in layers)
+        for name, tensor in plan.tensors.items()
+        if name.startswith(f"{path}.")
+    )
+
+
+def _is_at_or_beneath(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.")
