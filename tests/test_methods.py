@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import GenerationMixin, PreTrainedModel
 
 from parallelformers_ng import parallelize
@@ -195,7 +196,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "delete a weight": lambda m: delattr(m.lm_head, "weight"),
     "a weight of None": lambda m: setattr(m.lm_head, "weight", None),
     "parametrize": lambda m: nn.utils.parametrizations.weight_norm(m.model.layers[0].mlp.up_proj),
-    "prune": lambda m: nn.utils.prune.random_unstructured(m.model.layers[0].mlp.up_proj, "weight", amount=0.5),
+    "prune": lambda m: prune.random_unstructured(m.model.layers[0].mlp.up_proj, "weight", amount=0.5),
     "new embeddings": lambda m: m.set_input_embeddings(nn.Embedding(9, 48)),
     "resize": lambda m: m.resize_token_embeddings(140),
     "patch forward": lambda m: setattr(m.model.norm, "forward", lambda states: states),
@@ -213,7 +214,7 @@ def step(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, name: str) -> None:
+def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, groups, name: str) -> None:
     shown = repr(llama.parallel)
     with pytest.raises((ParallelError, AlreadyParallelizedError)):
         CHANGES[name](llama.parallel)
@@ -222,7 +223,7 @@ def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, name
     model = llama.parallel.deparallelize()
     assert same(seen(model.state_dict()), seen(llama.whole.state_dict()))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    parallelize(model, 2, device="cpu")  # for the fixture to end
+    parallelize(model, group=groups(2))  # for the fixture to end
 
 
 READS: dict[str, Callable[[Any], Any]] = {

@@ -57,9 +57,8 @@ class RemoteTensor(LazyTensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            if isinstance(args[0], RemoteTensor):
-                raise _refusal("setting .data", args[0])
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
         elif func is torch.Tensor.data_ptr:
             raise _refusal("data_ptr()", args[0], "asks where in memory it lies")
         elif func is torch.Tensor.share_memory_:
