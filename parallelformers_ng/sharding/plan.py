@@ -19,7 +19,7 @@ LayerKind = Literal[
     "column", "gathered_column", "row", "reduced", "norm", "gated_norm", "gaussian_topk", "head_norms",
     "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads", "wavlm_attention", "xlnet_attention",
     "narrowed_heads", "ngram_attention", "reformer_attention", "renewed",
-    "gathered_input", "grouped_column", "quantized_embedding", "stored_embedding", "on_first_rank", "reduced_input",
+    "gathered_input", "grouped_column", "quantized_embedding", "stored", "on_first_rank", "reduced_input",
 ]  # fmt: skip
 
 

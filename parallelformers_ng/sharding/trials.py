@@ -45,14 +45,14 @@ class Trials:
         self.last = ""
         self._count = 0
 
-    def hold(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
+    def hold(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
         """Whether the twin, cut so, gives what it gives whole, and every shard that is cut has a part in it."""
         self._count += 1
         if self._count > _TRIALS:
             self.last = "too many trials"
             return False
         try:
-            plan = self._plan(choices, vocabulary)
+            plan = self._plan(choices, vocabulary, leftovers)
             self.last = _idle_shard(plan, self.twin, {path for _, rules in choices for path in rules})
             if self.last:
                 return False
@@ -93,10 +93,10 @@ class Trials:
         self.last = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
-    def _plan(self, choices: Sequence[Choice], vocabulary: bool) -> ShardPlan:
+    def _plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
-        selection = Selection((*self.base.policies, *policies), "inferred", vocabulary)
-        return build_plan(self.twin.model, self.world_size, selection)
+        selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
+        return build_plan(self.twin.model, self.world_size, selection, exhaustive=True)
 
     def _on_each_rank(self, plan: ShardPlan, body: Callable[[nn.Module], Any]) -> Callable[[Communicator], Any]:
         def on_rank(communicator: Communicator) -> Any:
