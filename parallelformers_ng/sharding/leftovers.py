@@ -22,7 +22,7 @@ from parallelformers_ng.sharding.structure import Place, dotted, places, uses
 
 _ENOUGH = 0.02
 """So much more than an even share of all bytes may lie on a rank because it is whole."""
-_WORTH = 0.005
+_WORTH = 0.002
 """A kind of parameter that makes up less than this share of all bytes is not worth its exchanges."""
 _GIVES_WHOLE = {
     "gathered_column", "row", "reduced", "stored", "vocabulary_embedding", "vocabulary_head", "quantized_embedding",

@@ -74,7 +74,7 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
         UnsupportedModelError: no twin could be made.
     """
     trials = Trials(_twin(model), selection, world_size)
-    return "" if trials.hold([], selection.vocabulary) else trials.last
+    return "" if trials.hold([], selection.vocabulary, selection.leftovers) else trials.last
 
 
 def _find(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:

@@ -116,7 +116,7 @@ def _row(draft: Draft, rule: Row, path: str, module: Any, heads: list[HeadShare]
     ranges = draft.ranges(module.weight.shape[dim], rule.unit, rule.fused, heads)
     idle = [share.idle for share in heads] or [False] * draft.world_size
     draft.cut(f"{path}.weight", [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
-    if module.bias is not None:
+    if getattr(module, "bias", None) is not None:
         draft.cut_on_first_rank(f"{path}.bias")
     kind: LayerKind = "row" if rule.reduce else "column"
     draft.layer(path, kind, [{size_name: _width(held)} for held in ranges])
@@ -250,6 +250,8 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]
         return 1, ("nf",)
     if isinstance(module, nn.Embedding):
         return 1, ("embedding_dim",)
+    if _stacks_linears(module):
+        return 1, ("output_size",)
     raise PolicyError(_cannot_cut(who, module, "columns (a Linear, Conv1D, Embedding or convolution can)"))
 
 
@@ -270,6 +272,8 @@ def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
         return 0, "nx"
     if isinstance(module, nn.Conv1d) and module.groups == 1:
         return 1, "in_channels"
+    if _stacks_linears(module):
+        return 2, "input_size"
     raise PolicyError(_cannot_cut(who, module, "rows (a Linear, Conv1D or ungrouped Conv1d can)"))
 
 
@@ -277,6 +281,12 @@ def _is_linear(module: nn.Module) -> bool:
     """Whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
+
+
+def _stacks_linears(module: nn.Module) -> bool:
+    """Whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
 def _cannot_cut(who: str, module: nn.Module, how: str) -> str:

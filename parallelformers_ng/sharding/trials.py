@@ -16,7 +16,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.proposal import Proposal, policies_of
 from parallelformers_ng.sharding.selection import Selection
@@ -131,18 +131,24 @@ def _in_short(error: Exception) -> str:
 
 
 def _idle_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
-    """The first shard of an unwritten rule on which no output depends, in words; "" where all count."""
+    """The first shard of an unwritten rule on which no output depends, in words; "" where all count.
+
+    Blocks of one class compute alike, so one of those that a rule cuts is enough: no router chooses all experts.
+    """
+    alike: dict[tuple[str, str], list[TensorPlan]] = {}
     for tensor in plan.stored():
-        gradient = twin.gradients.get(tensor.name)
         if tensor.is_replicated or tensor.is_buffer or tensor.rule == "vocabulary":
             continue
-        if not any(f"'{path}'" in tensor.rule and "Inferred" in tensor.rule for path in paths):
-            continue
-        if gradient is None:
-            if tensor.name.endswith("bias"):
+        if any(f"'{path}'" in tensor.rule and "Inferred" in tensor.rule for path in paths):
+            alike.setdefault((tensor.rule, tensor.name.rpartition(".")[2]), []).append(tensor)
+    for (_, name), cut_alike in alike.items():
+        seen = [(t.shards, twin.gradients[t.name]) for t in cut_alike if t.name in twin.gradients]
+        if not seen:
+            if name == "bias":
                 continue
-            return f"void: no output depends on {tensor.name}"
-        for rank, shard in enumerate(tensor.shards):
-            if not shard.zero and not bool(shard.of(gradient).any()) and shard.of(gradient).numel():
-                return f"void: no output depends on rank {rank}'s part of {tensor.name}"
+            return f"void: no output depends on {cut_alike[0].name}"
+        for rank in range(plan.world_size):
+            parts = [shards[rank].of(gradient) for shards, gradient in seen if not shards[rank].zero]
+            if any(part.numel() for part in parts) and not any(bool(part.any()) for part in parts):
+                return f"void: no output depends on rank {rank}'s part of {cut_alike[0].name}"
     return ""
