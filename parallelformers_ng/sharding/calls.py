@@ -52,11 +52,10 @@ def reads_parameters(model: nn.Module, path: str) -> bool:
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
     """The nearest module above that is more than a container."""
-    owner = model.get_submodule(path.rpartition(".")[0])
-    while type(owner) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+    path = path.rpartition(".")[0]
+    while path and type(model.get_submodule(path)) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         path = path.rpartition(".")[0]
-        owner = model.get_submodule(path.rpartition(".")[0])
-    return owner
+    return model.get_submodule(path)
 
 
 @cache

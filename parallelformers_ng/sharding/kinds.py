@@ -18,7 +18,7 @@ def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
             continue
         for index, child in enumerate(container.children()):
             kind = _kind(child)
-            if kind[1]:
+            if kind[1] and any(True for _ in child.children()):
                 found[kind] = min(index, found.get(kind, index))
     return found
 
