@@ -28,11 +28,11 @@ def test_nearly_all_of_a_real_configuration_is_cut_and_evenly(model_type: str) -
     ("cls", "config", "kind"),
     [
         (tf.NllbMoeModel, tf.NllbMoeConfig(), "NllbMoeDecoderLayer"),
-        (tf.SwitchTransformersModel, tf.SwitchTransformersConfig(), "SwitchTransformersBlock"),
+        (tf.Lfm2MoeForCausalLM, tf.Lfm2MoeConfig(layer_types=["conv", "full_attention"] * 16), "Lfm2MoeDecoderLayer"),
     ],
 )
 def test_a_twin_shows_every_kind_of_layer(cls: type, config: tf.PreTrainedConfig, kind: str) -> None:
-    """Every fourth layer has experts, or every other: a twin of two layers would have none."""
+    """Every fourth layer has experts, or all but the first two: a twin of two layers would have none."""
     twin = make_twin(cls, config).model
     layers = [m for m in twin.modules() if type(m).__name__ == kind]
     assert {any("experts" in name for name, _ in layer.named_modules()) for layer in layers} == {True, False}

@@ -61,7 +61,8 @@ def measure(model_type: str, world_sizes: tuple[int, ...]) -> dict[str, Any]:
         try:
             made = plan(model, size)
         except ParallelError as error:
-            found.status, found.reason = "refused", _in_short(error)
+            found.reason = _in_short(error)
+            found.status = "skipped" if "No module named" in found.reason else "refused"  # needs a further package
             return asdict(found)
         found.seconds[size] = round(time.process_time() - start, 1)
         found.bytes = made.bytes_whole
