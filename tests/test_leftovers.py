@@ -18,6 +18,7 @@ from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.wholeness import Alone, alone
 from tests.zoo.build import randomise
 
 
@@ -28,9 +29,10 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.width = 4, 6
         self.query, self.mix, self.out = nn.Linear(24, 24), nn.Linear(6, 6), nn.Linear(24, 24)
+        self.table = nn.Parameter(torch.randn(5, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.mix(self.query(x).view(*x.shape[:-1], self.heads, self.width))
+        heads = self.mix(self.query(x).view(*x.shape[:-1], self.heads, self.width)) + self.table.mean(0)
         return self.out(heads.flatten(-2))
 
 
@@ -88,6 +90,14 @@ def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
     assert kinds(made, "layers.1.mix") == kinds(made, "attention") == kinds(made, "grouped") == {"stored"}
     alone = build_plan(model(), 2, Selection((), ""), exhaustive=True)
     assert kinds(alone, "layers.1.mix") == {"gathered_column"}
+
+
+def test_a_module_that_holds_parameters_in_parts_is_no_more_whole_for_it() -> None:
+    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    assert "stored" in kinds(made, "layers.1")
+    assert alone(made, "layers.1") is Alone.UNSURE
+    assert alone(made, "layers.1.query") is Alone.PART
+    assert alone(made, "layers.1.mix") is alone(made, "attention") is Alone.WHOLE
 
 
 def test_a_parameter_in_two_places_stays_whole() -> None:
