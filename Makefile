@@ -68,8 +68,9 @@ gpu: setup ## the checks that need a CUDA device; without one, says so and succe
 	  PYTHON=$(PY) bash benchmarks/gpu.sh $(GPU_ARGS); \
 	else echo "make gpu: torch $$($(PY) -c 'import torch; print(torch.__version__)') sees no CUDA device; nothing to check"; fi
 
-zoo: setup ## parity of every model family, whole against sharded (ZOO_ARGS=…)
-	@$(PY) -m benchmarks.zoo $(ZOO_ARGS)
+zoo: setup ## parity of every model family, tiny, and plans of their real sizes (ZOO_ARGS=…)
+	@$(PY) -m benchmarks.full_size .full_size.json
+	@$(PY) -m benchmarks.zoo --full-size .full_size.json $(ZOO_ARGS)
 
 clean: ## remove .venv, caches and built files
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

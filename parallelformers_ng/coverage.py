@@ -13,10 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.plan import human_bytes
 from parallelformers_ng.sharding.proof import check, prove
 from parallelformers_ng.sharding.registry import Selection, select, written_policies
 from parallelformers_ng.sharding.selection import is_covered
-from parallelformers_ng.sharding.table import human_bytes
 
 
 def policy_sources() -> dict[str, str]:

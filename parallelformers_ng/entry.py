@@ -295,7 +295,10 @@ def _check_model(model: nn.Module) -> None:
 
 def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
     _check_model(model)
-    return build_plan(model, world_size, select(model, custom, world_size), dtype)
+    made = build_plan(model, world_size, select(model, custom, world_size), dtype)
+    if made.warning:
+        log.warning("%s", made.warning)
+    return made
 
 
 def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:

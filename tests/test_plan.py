@@ -171,7 +171,8 @@ def test_a_custom_policy_comes_first() -> None:
 
     made = plan(gpt2(), custom_policies=OnlyTheMlp)
     assert made.source == "custom"
-    assert "transformer.h.0.attn.c_attn.weight" in made.replicated
+    assert "OnlyTheMlp" in made.tensors["transformer.h.0.mlp.c_fc.weight"].rule
+    assert made.tensors["transformer.h.0.attn.c_attn.weight"].rule == "leftover"
 
 
 class Foreign(nn.Module):

@@ -66,7 +66,7 @@ def test_a_decorator_hides_no_weight_that_is_read() -> None:
 def test_experts_that_stay_whole_count_as_cuttable() -> None:
     with torch.device("meta"):
         model = tf.MixtralForCausalLM(tf.MixtralConfig(num_hidden_layers=1))
-    assert build_plan(model, 2, Selection((), "", False)).cut_share == 0.0
+    assert build_plan(model, 2, Selection((), "", False, leftovers=False)).cut_share == 0.0
     assert build_plan(model, 2, select(model)).cut_share > 0.99
 
 

@@ -9,27 +9,28 @@ from operator import attrgetter
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from torch.nn.modules.conv import _ConvNd
 
 from parallelformers_ng.errors import PolicyError
-from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
-from parallelformers_ng.sharding.experts import stacked_experts
+from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Stored
+from parallelformers_ng.sharding.policy import Heads, Policy
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
-from parallelformers_ng.sharding.structure import dotted, uses
+from parallelformers_ng.sharding.structure import dotted
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
-_CUTTABLE = (nn.Linear, Conv1D, nn.Embedding)
-_LARGE_TABLE = 0.02
-"""Share of the cuttable weights from which on a table of positions or the like is worth an exchange."""
 
-
-def build_plan(model: nn.Module, world_size: int, selection: Selection, dtype: torch.dtype | None = None) -> ShardPlan:
+def build_plan(
+    model: nn.Module,
+    world_size: int,
+    selection: Selection,
+    dtype: torch.dtype | None = None,
+    exhaustive: bool = False,
+) -> ShardPlan:
     """Work out what each rank holds.
 
     Args:
@@ -37,6 +38,7 @@ def build_plan(model: nn.Module, world_size: int, selection: Selection, dtype: t
         world_size: number of ranks, at least 1.
         selection: the policies that apply, from `registry.select`.
         dtype: data type to cast floating-point parameters to; None leaves them.
+        exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer it matches.
@@ -46,7 +48,8 @@ def build_plan(model: nn.Module, world_size: int, selection: Selection, dtype: t
         builder.apply(policy)
     if selection.vocabulary:
         builder.cut_vocabulary()
-        builder.cut_tables()
+    if selection.leftovers:
+        cut_leftovers(builder.draft, exhaustive)
     return builder.finish(selection, dtype)
 
 
@@ -106,29 +109,13 @@ class _Builder:
             self.draft.who = f"vocabulary of {layer.path}"
             self.draft.vocabulary(layer.path, layer.kind, layer.size, layer.tensors, rule="vocabulary")
 
-    def cut_tables(self) -> None:
-        """Cut what other embeddings are large beside the rest (positions, in a small model) by columns, and gather; one
-        whose weight the forward reads itself, by rows."""
-        total = sum(m.weight.numel() for m in self.draft.modules.values() if isinstance(m, _CUTTABLE))
-        used = uses(self.model)
-        for path, module in self.draft.modules.items():
-            if not isinstance(module, nn.Embedding) or f"{path}.weight" in self.draft.cuts:
-                continue
-            large = module.weight.numel() >= _LARGE_TABLE * total and module.embedding_dim >= self.world_size
-            if large and used[id(module.weight)] == 1 and module.max_norm is None:
-                self.draft.who = f"table on {path}"
-                self.draft.counter = None
-                called = is_only_called(self.model, path)
-                apply_rule(self.draft, Column("column", gather=True) if called else Stored(), path, [])
-
     def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
         keep_whole = (WHOLE,) * self.world_size
         casts = CastRule(self.model, dtype)
         tensors: dict[str, TensorPlan] = {}
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
-        cuttable = set(self.draft.experts)
+        cuttable = set()
         for path, module in self.draft.modules.items():
-            cuttable |= {dotted(path, name) for name in stacked_experts(module)}
             owned = [(name, p, False) for name, p in module._parameters.items() if p is not None]
             owned += [(name, b, True) for name, b in module._buffers.items() if b is not None]
             for short, tensor, is_buffer in owned:
@@ -138,7 +125,7 @@ class _Builder:
                 persistent = short not in module._non_persistent_buffers_set
                 target = casts.dtype_of(name, tensor) if persistent else tensor.dtype
                 tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
-                if short == "weight" and isinstance(module, _CUTTABLE):
+                if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
                     cuttable.add(name)
         return ShardPlan(
             model_class=type(self.model).__name__,

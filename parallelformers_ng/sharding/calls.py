@@ -17,7 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-_READ = {"weight", "in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_READ = frozenset({
+    "weight", "in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx",
+    "in_channels", "out_channels",
+})  # fmt: skip
 _HARMLESS = re.compile(r"\.weight\.(dtype|device)\b")
 _NEVER_CALLED = {
     "__init__", "_init_weights", "reset_parameters", "extra_repr", "create_weight", "resize_position_embeddings",
@@ -35,18 +39,23 @@ def is_only_called(model: nn.Module, path: str) -> bool:
     module = model.get_submodule(path)
     cls: type = type(module)
     owner: type = type(_owner(model, path))
-    plain = cls in (nn.Linear, nn.Embedding, Conv1D)
+    plain = cls in (nn.Linear, nn.Embedding, Conv1D, *CONVOLUTIONS)
     rows = isinstance(module, nn.Embedding) and not any(True for _ in module.children()) and _gives_rows(cls)
-    return (plain or rows) and not _reads_layers(owner)
+    return (plain or rows) and not _reads(owner, _READ)
+
+
+def reads_parameters(model: nn.Module, path: str) -> bool:
+    """Whether the module that holds the one at `path` looks at parameters of that."""
+    owner: type = type(_owner(model, path))
+    return _reads(owner, frozenset(model.get_submodule(path)._parameters))
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
     """The nearest module above that is more than a container."""
-    owner = model.get_submodule(path.rpartition(".")[0])
-    while type(owner) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
+    path = path.rpartition(".")[0]
+    while path and type(model.get_submodule(path)) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         path = path.rpartition(".")[0]
-        owner = model.get_submodule(path.rpartition(".")[0])
-    return owner
+    return model.get_submodule(path)
 
 
 @cache
@@ -62,8 +71,8 @@ def _gives_rows(cls: type[nn.Module]) -> bool:
 
 
 @cache
-def _reads_layers(cls: type[nn.Module]) -> bool:
-    """Whether the methods of a class look at weights or widths of layers."""
+def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
+    """Whether the methods of a class look at attributes of these names of other modules, or of their own."""
     if cls.__module__.startswith("torch."):
         return True
     for base in cls.__mro__:
@@ -71,10 +80,10 @@ def _reads_layers(cls: type[nn.Module]) -> bool:
             break
         written = [method for name, method in vars(base).items() if name not in _NEVER_CALLED]
         for method in (inner for outer in written for inner in _functions(outer)):
-            if not _names(method.__code__) & _READ:
+            if not _names(method.__code__) & names:
                 continue
             source = _HARMLESS.sub("", inspect.getsource(method))
-            if re.search(rf"\.({'|'.join(sorted(_READ))})\b", source):
+            if re.search(rf"\.({'|'.join(sorted(names))})\b", source):
                 return True
     return False
 

@@ -22,7 +22,6 @@ class Draft:
         modules: dotted path → module.
         cuts: tensor name → one shard per rank, and the rule that made them.
         layers: what the injector will do, each once.
-        experts: names of the tensors of stacked experts.
         who: the policy, rule and place that is being applied, for errors.
         counter: the module that counts the heads for it; None where none does.
     """
@@ -33,7 +32,6 @@ class Draft:
         self.modules = dict(model.named_modules())
         self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
         self.layers: dict[str, LayerPlan] = {}
-        self.experts: set[str] = set()
         self.who = ""
         self.counter: nn.Module | None = None
 

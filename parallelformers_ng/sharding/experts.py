@@ -71,4 +71,3 @@ def cut_experts(draft: Draft, rule: Experts, path: str, module: nn.Module) -> No
     if isinstance(getattr(module, "identity_expert", None), nn.Identity):
         # Experts that give back their input: the sum over the ranks counts them once.
         draft.layer(f"{path}.identity_expert", "on_first_rank", [{} for _ in held])
-    draft.experts.update(f"{path}.{name}" for name in names)

@@ -29,7 +29,7 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
     "renewed": attention.RenewedAttention,
     "gathered_input": layers.GatheredInput,
     "grouped_column": layers.GroupedColumnParallel,
-    "stored_embedding": layers.StoredEmbedding,
+    "stored": layers.Stored,
     "quantized_embedding": layers.QuantizedEmbeddingParallel,
     "wavlm_attention": attention.WavLMAttentionParallel,
     "xlnet_attention": attention.XLNetAttentionParallel,

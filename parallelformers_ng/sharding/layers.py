@@ -10,7 +10,7 @@ whatever else the module carries (hooks, attributes, a subclass's own forward) s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -168,22 +168,23 @@ class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
         return super()._look_up(rows)[0]
 
 
-class StoredEmbedding(ParallelLayer):
-    """An embedding whose rows are spread over the ranks and put together whenever the weight is read.
+class Stored(ParallelLayer):
+    """A module with parameters that are spread over the ranks and put together whenever they are read.
 
     Attributes:
-        gathered_sizes: rows of each rank.
+        stored: parameter name → its dimension that is spread, and how much of it each rank holds.
     """
 
-    gathered_sizes: Sequence[int]
+    stored: Mapping[str, tuple[int, Sequence[int]]]
 
-    @property
-    def weight(self) -> torch.Tensor:
-        part = self._parameters["weight"]
-        assert part is not None
-        if part.shape[0] != self.gathered_sizes[self.communicator.rank]:
-            return part  # the modelling code has put a new table in its place
-        return all_gather(self.communicator, part, 0, self.gathered_sizes)
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # where torch looks up parameters
+        if name not in self.__dict__.get("stored", ()):
+            return value
+        dim, sizes = self.stored[name]
+        if value.shape[dim] != sizes[self.communicator.rank]:
+            return value  # the modelling code has put a new tensor in its place
+        return all_gather(self.communicator, value, dim, sizes)
 
 
 class VocabularyParallelHead(GatheredColumnParallel):

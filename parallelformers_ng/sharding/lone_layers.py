@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.calls import is_only_called, reads_parameters
 from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.structure import uses
 
@@ -34,7 +34,9 @@ def lone_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tupl
         if path in reached or any(used[id(p)] > 1 for p in module._parameters.values() if p is not None):
             continue
         inputs = _inputs(module, generator)
-        if inputs is not None and is_only_called(model, path):
+        if inputs is None:
+            continue
+        if is_only_called(model, path) or (has_experts_interface(module) and not reads_parameters(model, path)):
             yield path, inputs
 
 

@@ -19,7 +19,7 @@ LayerKind = Literal[
     "column", "gathered_column", "row", "reduced", "norm", "gated_norm", "gaussian_topk", "head_norms",
     "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads", "wavlm_attention", "xlnet_attention",
     "narrowed_heads", "ngram_attention", "reformer_attention", "renewed",
-    "gathered_input", "grouped_column", "quantized_embedding", "stored_embedding", "on_first_rank", "reduced_input",
+    "gathered_input", "grouped_column", "quantized_embedding", "stored", "on_first_rank", "reduced_input",
 ]  # fmt: skip
 
 
@@ -70,6 +70,8 @@ class Shard:
             offset += stop - start
 
 
+_TOO_MUCH = 0.1
+"""Share of all bytes that may stay whole on every rank without a word."""
 WHOLE = Shard()
 ZERO = Shard(zero=True)
 
@@ -176,10 +178,26 @@ class ShardPlan:
         return dict(sorted(whole.items(), key=lambda item: -item[1]))
 
     @property
-    def cut_share(self) -> float:
-        """Share of the cuttable bytes (Linear, Conv1D, Embedding, stacked experts) that are cut, between 0 and 1.
+    def whole_share(self) -> float:
+        """Share of all bytes that every rank holds whole, between 0 and 1."""
+        return sum(self.replicated.values()) / max(1, self.bytes_whole)
 
-        It is 1 where there are none.
+    @property
+    def warning(self) -> str:
+        """Why this plan is less than one hopes for, in words; "" where it is not."""
+        if self.world_size == 1 or self.whole_share <= _TOO_MUCH:
+            return ""
+        largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in list(self.replicated.items())[:3])
+        return (
+            f"{self.whole_share:.0%} of the bytes of {self.model_class} stay whole on every rank, the largest being"
+            f" {largest}; a policy may cut them (POLICY.md shows how)"
+        )
+
+    @property
+    def cut_share(self) -> float:
+        """Share of the cuttable bytes that are cut, between 0 and 1; 1 where there are none.
+
+        Cuttable are all parameters of two and more dimensions, those of convolutions aside.
         """
         cuttable = [tensor for tensor in self.stored() if tensor.name in self.cuttable]
         total = sum(tensor.bytes_whole for tensor in cuttable)
@@ -205,6 +223,7 @@ class ShardPlan:
             "bytes_whole": self.bytes_whole,
             "bytes_per_rank": self.bytes_per_rank,
             "cut_share": self.cut_share,
+            "whole_share": self.whole_share,
             "replicated": self.replicated,
             "tensors": tensors,
         }
@@ -220,6 +239,15 @@ class ShardPlan:
 
     def __repr__(self) -> str:
         return f"ShardPlan({self.model_class}, world_size={self.world_size}, {self.policy!r}, source={self.source!r})"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as a short text in decimal units, as disks and Parallelformers' tables count: `2.72 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

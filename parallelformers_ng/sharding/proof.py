@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.search import Search
 from parallelformers_ng.sharding.selection import Selection
-from parallelformers_ng.sharding.trials import Trials
+from parallelformers_ng.sharding.trials import Choice, Trials
 from parallelformers_ng.sharding.twin import Twin
 from parallelformers_ng.sharding.twin_making import make_twin
 
@@ -26,13 +27,17 @@ class Proof:
         selection: the policies to use, those that were there before included.
         tried: what was tried and did not hold, for people.
         unproven: parts that the twin's inputs did not reach, so that they stay whole.
+        chosen: the rules that were found, which another number of ranks tries first.
     """
 
     selection: Selection
     tried: list[str] = field(default_factory=list)
     unproven: str = ""
+    chosen: Sequence[Choice] = ()
 
 
+_FIRST = 2
+"""Ranks for which rules are searched, as few make the quickest trials; for more, what was found has to hold again."""
 _CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
 _TWINS: dict[tuple[Any, ...], Twin] = {}
 """The latest twin alone: proofs for several world sizes follow one another."""
@@ -49,13 +54,17 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int) -> Proof:
     Raises:
         UnsupportedModelError: no twin could be made, or nothing that was proposed held.
     """
-    key = (*_identity(model), world_size, base.policies)
-    if key not in _CACHE:
-        _CACHE[key] = _find(model, base, world_size)
-    found = _CACHE[key]
+    found = _known(model, base, world_size)
     if isinstance(found, UnsupportedModelError):
         raise found
     return found
+
+
+def _known(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
+    key = (*_identity(model), world_size, base.policies)
+    if key not in _CACHE:
+        _CACHE[key] = _find(model, base, world_size)
+    return _CACHE[key]
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
@@ -65,7 +74,7 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
         UnsupportedModelError: no twin could be made.
     """
     trials = Trials(_twin(model), selection, world_size)
-    return "" if trials.hold([], selection.vocabulary) else trials.last
+    return "" if trials.hold([], selection.vocabulary, selection.leftovers) else trials.last
 
 
 def _find(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
@@ -74,9 +83,11 @@ def _find(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | U
     except UnsupportedModelError as error:
         # Written policies need no proof; what they leave stays whole, as the plan says.
         return Proof(base, unproven=str(error)) if base.policies else error
-    search = Search(Trials(twin, base, world_size))
+    first = _known(model, base, _FIRST) if world_size > _FIRST else None
+    chosen, tried = (first.chosen, first.tried) if isinstance(first, Proof) else ((), [])
+    search = Search(Trials(twin, base, world_size), chosen)
     try:
-        return Proof(search.result(), search.tried, twin.untold)
+        return Proof(search.result(), [*tried, *search.tried], twin.untold, search.chosen)
     except UnsupportedModelError as error:
         return error
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.calls import CONVOLUTIONS
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.experts import cut_experts
 from parallelformers_ng.sharding.partition import HeadShare, Range, count_once, group_runs
@@ -31,6 +32,7 @@ from parallelformers_ng.sharding.policy import (
     Stored,
     Vocabulary,
 )
+from parallelformers_ng.sharding.structure import dotted
 
 
 def apply_rule(draft: Draft, rule: Rule, target: str, heads: list[HeadShare]) -> bool:
@@ -97,7 +99,7 @@ def _column(draft: Draft, rule: Column, path: str, module: Any, heads: list[Head
     if rule.gather:
         if sum(widths) != size:
             raise PolicyError(f"{draft.who}: outputs that ranks hold twice cannot be gathered")
-        gathered = {"gathered_sizes": tuple(widths), "gathered_dim": -2 if isinstance(module, nn.Conv1d) else -1}
+        gathered = {"gathered_sizes": tuple(widths), "gathered_dim": _output_dim(module)}
         attributes = [{**dict.fromkeys(size_names, width), **gathered} for width in widths]
         draft.layer(path, "gathered_column", attributes)
     else:
@@ -114,7 +116,7 @@ def _row(draft: Draft, rule: Row, path: str, module: Any, heads: list[HeadShare]
     ranges = draft.ranges(module.weight.shape[dim], rule.unit, rule.fused, heads)
     idle = [share.idle for share in heads] or [False] * draft.world_size
     draft.cut(f"{path}.weight", [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
-    if module.bias is not None:
+    if getattr(module, "bias", None) is not None:
         draft.cut_on_first_rank(f"{path}.bias")
     kind: LayerKind = "row" if rule.reduce else "column"
     draft.layer(path, kind, [{size_name: _width(held)} for held in ranges])
@@ -211,10 +213,19 @@ def _vocabulary(draft: Draft, path: str, module: Any) -> None:
 def _stored(draft: Draft, path: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Embedding):
         raise PolicyError(_cannot_cut(draft.who, module, "its rows (an Embedding can)"))
-    ranges = draft.ranges(module.num_embeddings, "column", 1, [])
-    draft.cut(f"{path}.weight", [Shard(0, held) for held in ranges])
+    store(draft, path, "weight", 0)
+
+
+def store(draft: Draft, path: str, name: str, dim: int) -> None:
+    """Spread a module's parameter over the ranks along `dim`, to be put together when it is read."""
+    parameter = draft.modules[path]._parameters[name]
+    assert parameter is not None
+    ranges = draft.ranges(parameter.shape[dim], "column", 1, [])
+    draft.cut(dotted(path, name), [Shard(dim, held) for held in ranges])
+    known = draft.layers.get(f"{path}:stored")
     sizes = tuple(_width(held) for held in ranges)
-    draft.layer(path, "stored_embedding", [{"gathered_sizes": sizes}] * draft.world_size)
+    stored = {**(known.attributes[0]["stored"] if known else {}), name: (dim, sizes)}
+    draft.layer(path, "stored", [{"stored": stored}] * draft.world_size)
 
 
 def _pieces(module: nn.Conv1d, held: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
@@ -232,14 +243,21 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]
     """(dimension of `weight` that holds the outputs, attributes that count them)."""
     if _is_linear(module):
         return 0, ("out_features",)
-    if isinstance(module, nn.Conv1d):
+    if isinstance(module, CONVOLUTIONS):
         # A depthwise one has as many channels coming in as going out, each a group of its own.
         return 0, ("in_channels", "out_channels", "groups") if _is_depthwise(module) else ("out_channels",)
     if isinstance(module, Conv1D):
         return 1, ("nf",)
     if isinstance(module, nn.Embedding):
         return 1, ("embedding_dim",)
-    raise PolicyError(_cannot_cut(who, module, "columns (a Linear, Conv1D, Conv1d or Embedding can)"))
+    if _stacks_linears(module):
+        return 1, ("output_size",)
+    raise PolicyError(_cannot_cut(who, module, "columns (a Linear, Conv1D, Embedding or convolution can)"))
+
+
+def _output_dim(module: nn.Module) -> int:
+    """Where a layer's outputs have their columns, or channels."""
+    return -module.weight.ndim + 1 if isinstance(module, CONVOLUTIONS) else -1
 
 
 def _is_depthwise(module: Any) -> bool:
@@ -254,6 +272,8 @@ def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
         return 0, "nx"
     if isinstance(module, nn.Conv1d) and module.groups == 1:
         return 1, "in_channels"
+    if _stacks_linears(module):
+        return 2, "input_size"
     raise PolicyError(_cannot_cut(who, module, "rows (a Linear, Conv1D or ungrouped Conv1d can)"))
 
 
@@ -261,6 +281,12 @@ def _is_linear(module: nn.Module) -> bool:
     """Whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
+
+
+def _stacks_linears(module: nn.Module) -> bool:
+    """Whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
 def _cannot_cut(who: str, module: nn.Module, how: str) -> str:

@@ -23,12 +23,18 @@ _SMALL = 5000
 
 
 class Search:
-    """Tries all proposals together, then each alone, cutting less where one does not hold."""
+    """Tries all proposals together, then each alone, cutting less where one does not hold.
 
-    def __init__(self, trials: Trials) -> None:
+    Attributes:
+        tried: what did not hold, for people.
+        chosen: what held; where another search on the same twin found it, it is tried first.
+    """
+
+    def __init__(self, trials: Trials, chosen: Sequence[Choice] = ()) -> None:
         self.trials = trials
         self.model = trials.twin.model
         self.tried: list[str] = []
+        self.chosen = list(chosen)
 
     def result(self) -> Selection:
         """The policies that hold, those of the base included.
@@ -51,13 +57,17 @@ class Search:
         inferred = [p for p in inferred if not _beneath(p, self.model, covered)]
         proposals = _merge(native, inferred)
         alone = self.lone_layers(proposals, covered | vocabulary_layers)
-        chosen = [*_likeliest(proposals), *alone]
+        chosen = self.chosen or [*_likeliest(proposals), *alone]
         vocabulary = self.trials.hold(chosen, True)
         if not vocabulary:
             vocabulary = self.vocabulary_holds()
             chosen = self.choose(proposals, vocabulary)
             chosen = [*chosen, *self.bisect(alone, vocabulary, chosen)]
         self.check_tokens(chosen, vocabulary)
+        self.chosen = chosen
+        leftovers = self.trials.hold(chosen, vocabulary, leftovers=True)
+        if not leftovers:
+            self.note("what else is large")
         if not chosen and not self.trials.base.policies and not vocabulary:
             raise UnsupportedModelError(
                 f"no policy knows {type(self.model).__name__}, and none could be inferred: tried"
@@ -65,12 +75,12 @@ class Search:
             )
         policies = policies_of((p.block, rules) for p, rules in chosen)
         sources = [self.trials.base.source] if self.trials.base.policies else []
-        from_native = [any(proposal is p for p in native) for proposal, _ in chosen]
+        from_native = [proposal in native for proposal, _ in chosen]
         if any(from_native):
             sources.append("native plan")
         if not all(from_native) or not sources:
             sources.append("inferred")
-        return Selection((*self.trials.base.policies, *policies), "+".join(sources), vocabulary)
+        return Selection((*self.trials.base.policies, *policies), "+".join(sources), vocabulary, leftovers)
 
     def lone_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
         """For layers that nothing but a probe of their own reaches: gathered, or, being experts, cut by width."""

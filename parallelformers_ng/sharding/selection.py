@@ -23,11 +23,13 @@ class Selection:
         policies: each with at least one block in the model.
         source: "custom", "written", "native plan" or "inferred"; joined by "+" where parts differ.
         vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
+        leftovers: whether what the policies leave whole is cut where it is large.
     """
 
     policies: tuple[type[Policy], ...]
     source: str
     vocabulary: bool = True
+    leftovers: bool = True
 
 
 def block_names(module: nn.Module) -> set[str]:

@@ -56,6 +56,7 @@ class Shrinking:
         heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
             with so many heads that they cannot be made tiny otherwise.
         filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
+        layers: the fewest layers to keep.
     """
 
     spare: int = 0
@@ -63,6 +64,7 @@ class Shrinking:
     keep_images: bool = False
     heads: int = 0
     filters: bool = False
+    layers: int = 2
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
@@ -73,7 +75,7 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
     fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
     ids: dict[int, int] = {}
     for part in parts:
-        shrink_layers(part)
+        shrink_layers(part, shrinking.layers)
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)

@@ -21,21 +21,21 @@ _KINDS = 6
 """A list that names more is no list of kinds."""
 
 
-def shrink_layers(config: Any) -> None:
-    """Two layers, or as many as show every kind of layer; lists with an item per layer follow."""
+def shrink_layers(config: Any, fewest: int) -> None:
+    """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow."""
     for name, count in list(own_settings(config)):
         if _LAYERS.search(name) and not _NOT_LAYERS.search(name) and isinstance(count, int) and count > 2:
-            _shrink_count(config, name, count)
+            _shrink_count(config, name, count, fewest)
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
             put(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
 
 
-def _shrink_count(config: Any, name: str, count: int) -> None:
+def _shrink_count(config: Any, name: str, count: int, fewest: int) -> None:
     """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
     stages, outputs = _stages(config, count), _output_lists(config)
     shared = setting(config, "num_kv_shared_layers") or 0  # the last ones take keys and values from those before
-    kept = max(2, _layers_of_all_kinds(config, count), _longest_period(config, count))
+    kept = max(fewest, _layers_of_all_kinds(config, count), _longest_period(config, count))
     if 0 < shared < count:
         kept *= 2
     kept = min(max(kept, len(stages), *(len(setting(config, key)) for key in outputs)), count)

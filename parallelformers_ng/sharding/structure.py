@@ -58,7 +58,7 @@ def places(model: nn.Module) -> dict[str, Place]:
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:
         path = name[len(start) :].removeprefix(".")
         found[name] = Place(block, path)
-        repeats = isinstance(module, nn.ModuleList)
+        repeats = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for key, child in module.named_children():
             inner = dotted(name, key)
             own = repeats and not type(child).__module__.startswith("torch.") and any(True for _ in child.children())

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
-
-
-def human_bytes(count: float) -> str:
-    """Bytes as a short text in decimal units, as disks and Parallelformers' tables count: `2.72 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan, human_bytes
 
 
 def render(plan: ShardPlan) -> str:
@@ -40,6 +31,7 @@ def render(plan: ShardPlan) -> str:
     head = (
         f"{plan.model_class} on {plan.world_size} ranks, policy {plan.policy} ({plan.source})\n"
         f"whole: {human_bytes(plan.bytes_whole)}  {per_rank}\n"
-        f"cut: {plan.cut_share:.1%} of the cuttable bytes  replicated: {human_bytes(whole_everywhere)}\n"
+        f"cut: {plan.cut_share:.1%} of the cuttable bytes, {1 - plan.whole_share:.1%} of all"
+        f"  replicated: {human_bytes(whole_everywhere)}\n" + (f"warning: {plan.warning}\n" if plan.warning else "")
     )
     return head + "\n".join(body)

@@ -16,7 +16,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.proposal import Proposal, policies_of
 from parallelformers_ng.sharding.selection import Selection
@@ -45,14 +45,14 @@ class Trials:
         self.last = ""
         self._count = 0
 
-    def hold(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
+    def hold(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
         """Whether the twin, cut so, gives what it gives whole, and every shard that is cut has a part in it."""
         self._count += 1
         if self._count > _TRIALS:
             self.last = "too many trials"
             return False
         try:
-            plan = self._plan(choices, vocabulary)
+            plan = self._plan(choices, vocabulary, leftovers)
             self.last = _idle_shard(plan, self.twin, {path for _, rules in choices for path in rules})
             if self.last:
                 return False
@@ -93,10 +93,10 @@ class Trials:
         self.last = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
-    def _plan(self, choices: Sequence[Choice], vocabulary: bool) -> ShardPlan:
+    def _plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
-        selection = Selection((*self.base.policies, *policies), "inferred", vocabulary)
-        return build_plan(self.twin.model, self.world_size, selection)
+        selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
+        return build_plan(self.twin.model, self.world_size, selection, exhaustive=True)
 
     def _on_each_rank(self, plan: ShardPlan, body: Callable[[nn.Module], Any]) -> Callable[[Communicator], Any]:
         def on_rank(communicator: Communicator) -> Any:
@@ -131,18 +131,24 @@ def _in_short(error: Exception) -> str:
 
 
 def _idle_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
-    """The first shard of an unwritten rule on which no output depends, in words; "" where all count."""
+    """The first shard of an unwritten rule on which no output depends, in words; "" where all count.
+
+    Blocks of one class compute alike, so one of those that a rule cuts is enough: no router chooses all experts.
+    """
+    alike: dict[tuple[str, str], list[TensorPlan]] = {}
     for tensor in plan.stored():
-        gradient = twin.gradients.get(tensor.name)
         if tensor.is_replicated or tensor.is_buffer or tensor.rule == "vocabulary":
             continue
-        if not any(f"'{path}'" in tensor.rule and "Inferred" in tensor.rule for path in paths):
-            continue
-        if gradient is None:
-            if tensor.name.endswith("bias"):
+        if any(f"'{path}'" in tensor.rule and "Inferred" in tensor.rule for path in paths):
+            alike.setdefault((tensor.rule, tensor.name.rpartition(".")[2]), []).append(tensor)
+    for (_, name), cut_alike in alike.items():
+        seen = [(t.shards, twin.gradients[t.name]) for t in cut_alike if t.name in twin.gradients]
+        if not seen:
+            if name == "bias":
                 continue
-            return f"void: no output depends on {tensor.name}"
-        for rank, shard in enumerate(tensor.shards):
-            if not shard.zero and not bool(shard.of(gradient).any()) and shard.of(gradient).numel():
-                return f"void: no output depends on rank {rank}'s part of {tensor.name}"
+            return f"void: no output depends on {cut_alike[0].name}"
+        for rank in range(plan.world_size):
+            parts = [shards[rank].of(gradient) for shards, gradient in seen if not shards[rank].zero]
+            if any(part.numel() for part in parts) and not any(bool(part.any()) for part in parts):
+                return f"void: no output depends on rank {rank}'s part of {cut_alike[0].name}"
     return ""

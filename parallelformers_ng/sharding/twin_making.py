@@ -7,18 +7,22 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.kinds import absent_kinds
 from parallelformers_ng.sharding.observation import observe, observe_lone_layers
 from parallelformers_ng.sharding.shrink import Shrinking, shrink
 from parallelformers_ng.sharding.twin import Twin
 
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
+_DEEPEST = 8
+"""Layers beyond which a twin is not made deeper to show a further kind of them."""
 _SECONDS = 3.0
 """Processor time after which no further size is tried, in the hope that more of the model runs."""
 _SHRINKS: Sequence[Shrinking] = (
@@ -52,7 +56,8 @@ def make_twin(
     failures: list[str] = []
     best: Twin | None = None
     end = time.thread_time() + _SECONDS
-    for model in _models(cls, config, attention, seed, failures):
+    layers = _fewest_layers(cls, config)
+    for model in _models(cls, config, attention, seed, layers, failures):
         twin = observe(model, seed + 1)
         if twin.runs_whole:
             best = twin
@@ -69,8 +74,39 @@ def make_twin(
     return best
 
 
+def _fewest_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> int:
+    """With how many layers a small copy has as many of the model's kinds of layers as it can have."""
+    whole = _skeleton(cls, config)
+    found = {}
+    layers = Shrinking.layers
+    while whole is not None and layers <= _DEEPEST:
+        small = _skeleton(cls, shrink(config, Shrinking(layers=layers)))
+        if small is None:
+            break
+        absent = absent_kinds(whole, small)
+        found[layers] = len(absent)
+        if not absent:
+            break
+        layers = max(layers + 1, min(absent.values()) + 1)
+    return min(found, key=lambda layers: (found[layers], layers), default=Shrinking.layers)
+
+
+def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The model without weights; None where it cannot be built so, as the next size may be to its taste."""
+    try:
+        with torch.device("meta"):
+            return cls._from_config(copy.deepcopy(config))
+    except Exception:  # the modelling code decides what it refuses
+        return None
+
+
 def _models(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None, seed: int, failures: list[str]
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    attention: str | None,
+    seed: int,
+    layers: int,
+    failures: list[str],
 ) -> Iterator[PreTrainedModel]:
     """Smaller and larger copies, the most welcome first; `failures` takes down why others could not be built."""
     waiting: Sequence[Shrinking] = _SHRINKS
@@ -79,7 +115,7 @@ def _models(
         too_large = []
         for shrinking in waiting:
             try:
-                small = shrink(config, shrinking)
+                small = shrink(config, replace(shrinking, layers=layers))
                 shape = json.dumps(small.to_dict(), sort_keys=True, default=str)
                 if shape in seen:
                     continue

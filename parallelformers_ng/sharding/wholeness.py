@@ -19,7 +19,7 @@ _OPENS: frozenset[LayerKind] = frozenset({"column", "grouped_column", "on_first_
 _CLOSES: frozenset[LayerKind] = frozenset({"row", "reduced_input"})
 """Layers that make a whole result from the parts of all ranks."""
 _WHOLE: frozenset[LayerKind] = frozenset(
-    {"gathered_column", "vocabulary_embedding", "quantized_embedding", "vocabulary_head", "stored_embedding", "reduced"}
+    {"gathered_column", "vocabulary_embedding", "quantized_embedding", "vocabulary_head", "reduced"}
 )
 """Layers that make a whole result from whole inputs."""
 
@@ -35,14 +35,15 @@ class Alone(Enum):
 
 def alone(plan: ShardPlan, path: str) -> Alone:
     """Judge the module at `path` by the layers beneath it."""
-    layers = [layer for layer in plan.layers if _is_at_or_beneath(layer.path, path)]
+    cut = [layer for layer in plan.layers if _is_at_or_beneath(layer.path, path)]
+    layers = [layer for layer in cut if layer.kind != "stored"]  # whose parameters are whole whenever they are read
     here = [layer.kind for layer in layers if layer.path == path]
     if here and all(kind in _WHOLE for kind in here):
         return Alone.WHOLE
     covered = [layer.path for layer in layers if layer.kind in _WHOLE]
     open_layers = [layer for layer in layers if not _is_covered(layer, covered)]
     kinds = {layer.kind for layer in open_layers}
-    bare = _cut_outside_layers(plan, path, [layer.path for layer in layers])
+    bare = _cut_outside_layers(plan, path, [layer.path for layer in cut])
     if not kinds and not bare:
         return Alone.WHOLE
     return Alone.UNSURE if kinds & _OPENS and kinds & _CLOSES else Alone.PART

@@ -100,11 +100,12 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
     size = verdict.world_size
     try:
         selection = select(twin.model, world_size=size)
-        plan = build_plan(twin.model, size, selection)
+        share = build_plan(twin.model, size, selection).cut_share
+        plan = build_plan(twin.model, size, selection, exhaustive=True)  # a model of full size has more that is large
     except (UnsupportedModelError, PolicyError) as error:
         verdict.status, verdict.reason = "refused", str(error)[:400]
         return
-    verdict.source, verdict.share = plan.source, round(plan.cut_share, 4)
+    verdict.source, verdict.share = plan.source, round(share, 4)
 
     twin = replace(twin, probes=telling(twin, plan))
     if not twin.probes:

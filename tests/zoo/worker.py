@@ -1,4 +1,5 @@
 """Judges the model types named on standard input, a line each, and answers a line of JSON for each on standard output.
+With `full`, plans their default configurations instead.
 
 A process of its own, so that a crash or a hang costs one model type and no more.
 """
@@ -14,6 +15,7 @@ import warnings
 import torch
 import transformers
 
+from tests.zoo.full_size import measure
 from tests.zoo.judge import judge
 
 
@@ -25,10 +27,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     world_sizes = tuple(int(size) for size in sys.argv[1].split(","))
-    varied = "varied" in sys.argv[2:]
+    varied, full = ("varied" in sys.argv[2:], "full" in sys.argv[2:])
     for line in sys.stdin:
         try:
-            verdicts = judge(line.strip(), world_sizes, varied)
+            name = line.strip()
+            verdicts = [measure(name, world_sizes)] if full else judge(name, world_sizes, varied)
         except Exception:  # reported as the verdict's lack, by the parent
             traceback.print_exc()
             verdicts = []

@@ -1,0 +1,96 @@
+"""Every model type's real default configuration: how much of it would be cut, and how evenly?
+
+    python -m benchmarks.full_size full_size.json [--types llama,bert] [--world-sizes 2,8]
+
+Plans them on `meta`, without weights, one after another in a process of their own. A file that is there already is
+completed. `python -m benchmarks.zoo --full-size full_size.json` adds the figures to the table of what was proven tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallelformers_ng.sharding.plan import human_bytes
+
+LARGE = 300_000_000
+"""Parameters from which on the bars below hold."""
+ENOUGH, EVEN, QUICK = 0.8, 1.2, 30.0
+"""Least share of all bytes that is cut, most bytes on the fullest rank (an even share being 1), most seconds."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan what the file lacks, write it, and return 1 if any type is refused."""
+    from benchmarks.zoo import Worker
+    from tests.zoo.catalogue import model_classes
+
+    options = _parser().parse_args(arguments)
+    found = load(options.json)
+    types = options.types.split(",") if options.types else sorted(set(model_classes()) - set(found))
+    worker = Worker(options.world_sizes, "full")
+    for name in types:
+        rows, problem = worker.judge(name, options.timeout)
+        row = rows[0] if rows else {"model_type": name, "status": "refused", "reason": problem}
+        found[name] = row
+        Path(options.json).write_text(json.dumps(list(found.values()), indent=1) + "\n")
+        print(f"{row['status']:<8} {name}  {cell(row)} {row.get('reason', '')}", flush=True)
+    worker.close()
+    print(summary(found.values()))
+    return int(any(row["status"] == "refused" for row in found.values()))
+
+
+def load(path: str | None) -> dict[str, dict[str, Any]]:
+    """Model type → what is written of it in a file of this benchmark; nothing where there is no file."""
+    if not path or not Path(path).exists():
+        return {}
+    return {row["model_type"]: row for row in json.loads(Path(path).read_text())}
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """One type's figures for the table: `27.5 GB: 100 / 100% cut, fullest 1.00 / 1.01`."""
+    if row is None or row["status"] != "planned":
+        return ""
+    cut = " / ".join(f"{share:.0%}" for share in row["cut"].values())
+    fullest = " / ".join(f"{times:.2f}" for times in row["fullest"].values())
+    return f"{human_bytes(row['bytes'])}: {cut} cut, fullest {fullest}"
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> str:
+    """What came out, in words, as items of a Markdown list; those that miss a bar by name."""
+    planned = [row for row in rows if row["status"] != "skipped"]
+    if not planned:
+        return ""
+    refused = [row["model_type"] for row in planned if row["status"] == "refused"]
+    planned = [row for row in planned if row["status"] == "planned"]
+    large = [row for row in planned if row["parameters"] > LARGE]
+    missed = [row for row in large if min(row["cut"].values()) < ENOUGH or max(row["fullest"].values()) > EVEN]
+    slowest = max(planned, key=lambda row: max(row["seconds"].values()))
+    sizes = " and ".join(slowest["cut"])
+    names = "".join(f"; {row['model_type']} ({cell(row)}; whole: {', '.join(row['whole'])})" for row in missed)
+    return (
+        f"\n- *full size* is the real default configuration, planned for {sizes} ranks: bytes, share of **all** bytes"
+        " that is cut, bytes of the fullest rank (an even share being 1)"
+        f"\n- of {len(large)} types with more than {LARGE // 10**6} M parameters, {len(large) - len(missed)} have"
+        f" at least {ENOUGH:.0%} of all bytes cut and at most {EVEN} even shares on the fullest rank{names}"
+        f"\n- refused: {', '.join(refused) or 'none'}; the slowest plan is that of {slowest['model_type']}:"
+        f" {max(slowest['seconds'].values()):.0f} s of processor time"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.full_size", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("json", metavar="FILE", help="where the figures go; what it has already is not planned again")
+    parser.add_argument("--types", help="comma-separated model types, planned anew (default: all that the file lacks)")
+    parser.add_argument("--world-sizes", default="2,8", help="comma-separated numbers of ranks (default: 2,8)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="processor seconds for one type (default: 120)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

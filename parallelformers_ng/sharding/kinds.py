@@ -1,0 +1,34 @@
+"""Which kinds of layers a model repeats, and which of them a small copy lacks."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+Kind = tuple[str, frozenset[str]]
+"""A repeated module in terms that do not depend on sizes: its class, and where beneath it there are parameters."""
+
+
+def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
+    """For every kind of module that a container repeats, the lowest index at which one stands."""
+    found: dict[Kind, int] = {}
+    for container in model.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        for index, child in enumerate(container.children()):
+            kind = _kind(child)
+            if kind[1] and any(True for _ in child.children()):
+                found[kind] = min(index, found.get(kind, index))
+    return found
+
+
+def absent_kinds(model: nn.Module, small: nn.Module) -> dict[Kind, int]:
+    """The kinds of layers that `model` has and `small` lacks, with the index of the first of each."""
+    shown = first_of_each_kind(small)
+    return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in shown}
+
+
+def _kind(module: nn.Module) -> Kind:
+    names = (re.sub(r"\d+", "*", name) for name, _ in module.named_parameters())
+    return type(module).__name__, frozenset(names)

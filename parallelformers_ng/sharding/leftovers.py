@@ -1,0 +1,120 @@
+"""What no policy cuts and what is yet large: cut in ways that are right whatever surrounds it.
+
+A layer that the modelling code merely calls, on inputs that all ranks hold, is cut by its outputs, which are put
+together. Anything else is held in parts, and put together whenever it is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.sharding.calls import CONVOLUTIONS, is_only_called
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.policy import Column
+from parallelformers_ng.sharding.rules import apply_rule, store
+from parallelformers_ng.sharding.structure import Place, dotted, places, uses
+
+_ENOUGH = 0.02
+"""So much more than an even share of all bytes may lie on a rank because it is whole."""
+_WORTH = 0.002
+"""A kind of parameter that makes up less than this share of all bytes is not worth its exchanges."""
+_GIVES_WHOLE = {
+    "gathered_column", "row", "reduced", "stored", "vocabulary_embedding", "vocabulary_head", "quantized_embedding",
+}  # fmt: skip
+"""Layers that give the same on all ranks. Beside any other, a layer may get what differs from rank to rank."""
+
+
+@dataclass(frozen=True)
+class _Leftover:
+    """A parameter that is whole so far."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
+    """Cut parameters of two and more dimensions that are whole, kind by kind, the largest first.
+
+    Args:
+        draft: what the policies cut.
+        exhaustive: cut whatever can be, as a proof does; else what matters, until the ranks hold about the same.
+    """
+    where = places(draft.model)
+    kinds, whole, total = _leftovers(draft, where)
+    uneven = _regions_that_differ(draft, where)
+    for kind in sorted(kinds, key=lambda kind: -sum(leftover.bytes for leftover in kind)):
+        size = sum(leftover.bytes for leftover in kind)
+        enough = whole * (draft.world_size - 1) <= _ENOUGH * total
+        if not exhaustive and (enough or size < _WORTH * total):
+            break
+        for leftover in kind:
+            gets_whole = not uneven & set(_instances_above(leftover.path, draft, where))
+            whole -= leftover.bytes if _cut(draft, leftover, gets_whole) else 0
+
+
+def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftover]], int, int]:
+    """What could be cut, by kind; the bytes that are whole so far, and all bytes."""
+    used = uses(draft.model)
+    kinds: dict[tuple[str, str, str], list[_Leftover]] = {}
+    whole = total = 0
+    for path, module in draft.modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            size = parameter.numel() * parameter.itemsize
+            total += size
+            if dotted(path, name) in draft.cuts:
+                continue
+            whole += size
+            if parameter.ndim < 2 or used[id(parameter)] > 1 or isinstance(module, nn.RNNBase):
+                continue  # torch's recurrent layers keep a list of their weights besides
+            kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), name)
+            kinds.setdefault(kind, []).append(_Leftover(path, name, tuple(parameter.shape), size))
+    return list(kinds.values()), whole, total
+
+
+def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
+    """Cut one parameter; False where it is too small for this many ranks."""
+    path, module = leftover.path, draft.modules[leftover.path]
+    draft.who, draft.counter = f"leftover on {path}", None
+    outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
+    looks_up = isinstance(module, nn.Embedding) and module.max_norm is None
+    multiplies = type(module) in (nn.Linear, Conv1D, *CONVOLUTIONS) and getattr(module, "groups", 1) == 1
+    called = leftover.name == "weight" and is_only_called(draft.model, path)
+    if called and (looks_up or (multiplies and gets_whole)) and leftover.shape[outputs] >= draft.world_size:
+        return apply_rule(draft, Column("column", gather=True), path, [])
+    dim = next((dim for dim, size in enumerate(leftover.shape) if size >= draft.world_size), None)
+    if dim is None:
+        return False
+    store(draft, path, leftover.name, dim)
+    return True
+
+
+def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
+    """Paths of blocks and models within which ranks compute different things."""
+    return {_instance(layer.path, where) for layer in draft.layers.values() if layer.kind not in _GIVES_WHOLE}
+
+
+def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:
+    """Paths of the blocks that a module lies in, up to but without the model whose blocks they are."""
+    while True:
+        path = _instance(path, where)
+        yield path
+        if not path or isinstance(draft.modules[path], PreTrainedModel):
+            return
+        path = path.rpartition(".")[0]
+        if isinstance(draft.modules[_instance(path, where)], PreTrainedModel):
+            return
+
+
+def _instance(path: str, where: dict[str, Place]) -> str:
+    """Path of the block, or the model, that a module's place is relative to."""
+    return path.removesuffix(where[path].path).removesuffix(".")

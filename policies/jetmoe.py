@@ -1,0 +1,15 @@
+from parallelformers_ng.sharding.policy import Column, Policy, Row
+
+
+class JetMoePolicy(Policy):
+    """Experts in the feed-forward and in the attention, whose experts project queries and outputs: a rank computes a
+    part of each projection, and all heads."""
+
+    block = "JetMoeDecoderLayer"
+    plan = {
+        "mlp.input_linear": Column(fused=2),
+        "mlp.output_linear": Row(),
+        "self_attention.experts.input_linear": Column("column", gather=True),
+        "self_attention.experts.output_linear": Column("column", gather=True),
+        "self_attention.kv_proj": Column("column", gather=True),
+    }

@@ -1,0 +1,58 @@
+"""What is proven tiny happens at full size: real default configurations, planned on `meta`."""
+
+from __future__ import annotations
+
+import pytest
+import transformers as tf
+from torch import nn
+
+from parallelformers_ng.sharding.kinds import absent_kinds
+from parallelformers_ng.sharding.structure import places
+from parallelformers_ng.sharding.twin_making import make_twin
+from tests.zoo.full_size import measure
+
+MIXTURES = ["nllb-moe", "jetmoe", "step3p7", "ernie4_5_vl_moe", "switch_transformers"]
+LATER_LAYERS = ["granite_speech5_ctc", "sam3_lite_text_text_model", "evolla", "lfm2_moe"]
+TOWERS = ["janus", "qwen2_audio", "cohere_asr", "lfm2_vl", "bridgetower", "granite_speech"]
+
+
+@pytest.mark.parametrize("model_type", MIXTURES + LATER_LAYERS + TOWERS)
+def test_nearly_all_of_a_real_configuration_is_cut_and_evenly(model_type: str) -> None:
+    found = measure(model_type, (2, 8))
+    assert found["status"] == "planned", found
+    assert min(found["cut"].values()) >= 0.95, found
+    assert max(found["fullest"].values()) <= 1.2, found
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "kind"),
+    [
+        (tf.NllbMoeModel, tf.NllbMoeConfig(), "NllbMoeDecoderLayer"),
+        (tf.Lfm2MoeForCausalLM, tf.Lfm2MoeConfig(layer_types=["conv", "full_attention"] * 16), "Lfm2MoeDecoderLayer"),
+    ],
+)
+def test_a_twin_shows_every_kind_of_layer(cls: type, config: tf.PreTrainedConfig, kind: str) -> None:
+    """Every fourth layer has experts, or all but the first two: a twin of two layers would have none."""
+    twin = make_twin(cls, config).model
+    layers = [m for m in twin.modules() if type(m).__name__ == kind]
+    assert {any("experts" in name for name, _ in layer.named_modules()) for layer in layers} == {True, False}
+
+
+def test_absent_kinds_are_found_by_their_parameters() -> None:
+    def layers(*widths: int) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4, bias=bool(w)) for _ in range(2))) for w in widths))
+
+    assert absent_kinds(layers(0, 0, 1), layers(0, 0)) == {("Sequential", frozenset({"*.weight", "*.bias"})): 2}
+    assert not absent_kinds(layers(0, 1, 1), layers(1, 0))
+
+
+def test_blocks_in_any_container_have_places_of_their_own() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+    for container in (nn.Sequential(Block(), Block()), nn.ModuleDict({"a": Block(), "b": Block()})):
+        found = places(nn.ModuleDict({"blocks": container}))
+        names = [name for name in found if name.endswith(".fc")]
+        assert {(found[name].block, found[name].path) for name in names} == {("Block", "fc")}

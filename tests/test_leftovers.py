@@ -1,0 +1,157 @@
+"""What no policy cuts and is large: cut in ways that are right whatever surrounds it, or said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from parallelformers_ng import plan
+from parallelformers_ng.collectives.threads import run_ranks
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.wholeness import Alone, alone
+from tests.zoo.build import randomise
+
+
+class Attention(nn.Module):
+    """Heads that one whole layer mixes, each by itself: what it gets differs from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 4, 6
+        self.query, self.mix, self.out = nn.Linear(24, 24), nn.Linear(6, 6), nn.Linear(24, 24)
+        self.table = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.mix(self.query(x).view(*x.shape[:-1], self.heads, self.width)) + self.table.mean(0)
+        return self.out(heads.flatten(-2))
+
+
+class AttentionPolicy(Policy):
+    block = "Attention"
+    plan = {"": Heads("heads"), "query": Column(), "out": Row()}
+
+
+class Model(nn.Module):
+    """Layers of every kind beside blocks that a policy cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.attention = nn.MultiheadAttention(24, 4, batch_first=True)
+        self.called = nn.Linear(24, 25)
+        self.image = nn.Conv2d(3, 7, 3)
+        self.grouped = nn.Conv1d(6, 6, 1, groups=3)
+        self.bare = nn.Parameter(torch.randn(5, 25))
+        self.memory = nn.GRU(24, 24, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.memory(self.attention(x, x, x, need_weights=False)[0])[0]
+        pixels = x[..., :12].reshape(len(x), 3, 4, -1)
+        return [self.called(x) @ self.bare.T, self.image(pixels), self.grouped(x[:, :6])]
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return randomise(Model()).eval()  # type: ignore[return-value]
+
+
+def kinds(made: ShardPlan, path: str) -> set[str]:
+    return {layer.kind for layer in made.layers if layer.path == path}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_whatever_is_left_gives_cut_what_it_gives_whole(world_size: int) -> None:
+    whole, x = model().double(), torch.randn(2, 8, 24, dtype=torch.float64)
+    made = build_plan(whole, world_size, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    wanted = whole(x)
+    for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(x)):
+        for mine, want in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-9)
+    assert {name for name in made.replicated if whole.get_parameter(name).ndim > 1} == {
+        "memory.weight_ih_l0", "memory.weight_hh_l0",
+    }  # fmt: skip
+
+
+def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
+    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    assert kinds(made, "called") == kinds(made, "image") == {"gathered_column"}
+    assert kinds(made, "layers.1.mix") == kinds(made, "attention") == kinds(made, "grouped") == {"stored"}
+    alone = build_plan(model(), 2, Selection((), ""), exhaustive=True)
+    assert kinds(alone, "layers.1.mix") == {"gathered_column"}
+
+
+def test_a_module_that_holds_parameters_in_parts_is_no_more_whole_for_it() -> None:
+    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    assert "stored" in kinds(made, "layers.1")
+    assert alone(made, "layers.1") is Alone.UNSURE
+    assert alone(made, "layers.1.query") is Alone.PART
+    assert alone(made, "layers.1.mix") is alone(made, "attention") is Alone.WHOLE
+
+
+def test_a_parameter_in_two_places_stays_whole() -> None:
+    tied = model()
+    tied.layers[1].mix.weight = tied.layers[0].mix.weight
+    made = build_plan(tied, 2, Selection((), ""), exhaustive=True)
+    assert made.tensors["layers.0.mix.weight"].is_replicated
+    assert not made.tensors["layers.0.query.weight"].is_replicated
+
+
+def test_what_is_small_beside_the_rest_stays_whole() -> None:
+    large = nn.ModuleDict({"large": nn.Linear(512, 512), "small": nn.Linear(8, 8)})
+    made = build_plan(large, 2, Selection((), ""))
+    assert not made.tensors["large.weight"].is_replicated
+    assert made.tensors["small.weight"].is_replicated
+
+
+def test_all_of_a_large_module_counts_as_cuttable() -> None:
+    """A stack of experts of a class of its own, as a bare parameter; convolutions do not count."""
+    made = build_plan(model(), 2, Selection((), "", False, leftovers=False))
+    assert {"bare", "attention.in_proj_weight", "memory.weight_ih_l0"} <= made.cuttable
+    assert not {"image.weight", "called.bias"} & made.cuttable
+    assert made.cut_share == 0.0
+    assert made.whole_share == 1.0
+
+
+class Remembering(tf.GPT2LMHeadModel):
+    """With recurrent layers, which cannot be cut."""
+
+    def __init__(self, config: tf.GPT2Config) -> None:
+        super().__init__(config)
+        self.memory = nn.LSTM(config.n_embd, config.n_embd)
+
+
+def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)
+    with caplog.at_level(logging.WARNING, "parallelformers_ng"):
+        made = plan(Remembering(config), 2)
+        assert "of the bytes of Remembering stay whole on every rank" in caplog.text
+        assert "memory.weight_ih_l0" in caplog.text
+        assert f"warning: {made.warning}" in str(made)
+        caplog.clear()
+        assert plan(tf.GPT2LMHeadModel(config), 2).warning == ""
+        assert not caplog.text
+
+
+def test_and_when_it_is_parallelized(caplog: pytest.LogCaptureFixture, groups: Any) -> None:
+    from parallelformers_ng import parallelize
+
+    whole = Remembering(tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)).eval()
+    randomise(whole)
+    ids = torch.tensor([[5, 9, 77, 31]])
+    with torch.no_grad():
+        want = copy.deepcopy(whole)(ids).logits
+    with caplog.at_level(logging.WARNING, "parallelformers_ng"), parallelize(whole, group=groups(2)) as cut_model:
+        torch.testing.assert_close(cut_model(ids).logits, want, rtol=1e-4, atol=1e-4)
+    assert "stay whole on every rank" in caplog.text
