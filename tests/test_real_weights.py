@@ -20,7 +20,9 @@ def test_a_trained_decoder_says_the_same(groups) -> None:
         logits = model(**inputs[0]).logits
     with parallelize(model, group=groups(2), progress=False) as parallel:
         assert largest_difference(parallel(**inputs[0]).logits, logits) <= 1e-4
-        assert all(torch.equal(parallel.generate(**each, **how), tokens) for each, tokens in zip(inputs, want, strict=True))
+        assert all(
+            torch.equal(parallel.generate(**each, **how), tokens) for each, tokens in zip(inputs, want, strict=True)
+        )
     assert "Paris" in tokenizer.decode(want[0][0])
 
 

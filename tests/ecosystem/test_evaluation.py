@@ -32,7 +32,7 @@ KINDS = {
     "multiple_choice": 'doc_to_choice: "{{choices}}"\ndoc_to_target: "{{label}}"\n',
     "generate_until": (
         'doc_to_target: " {{choices[label]}}"\n'
-        "generation_kwargs: {until: [\".\"], max_gen_toks: 5, do_sample: false}\n"
+        'generation_kwargs: {until: ["."], max_gen_toks: 5, do_sample: false}\n'
         "metric_list: [{metric: exact_match}]\n"
     ),
     "loglikelihood_rolling": 'doc_to_target: "{{question}} {{choices[0]}}"\nmetric_list: [{metric: word_perplexity}]\n',

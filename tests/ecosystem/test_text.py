@@ -74,7 +74,11 @@ def test_gradio(language_model, generating) -> None:
 def test_outlines(language_model, kind) -> None:
     def answer(model: Any) -> str:
         made = outlines.from_transformers(model, language_model.tokenizer)
-        types = {"free": None, "choice": outlines.types.Choice(["Paris", "London"]), "pattern": outlines.regex("[A-Z][a-z]{3,6}")}
+        types = {
+            "free": None,
+            "choice": outlines.types.Choice(["Paris", "London"]),
+            "pattern": outlines.regex("[A-Z][a-z]{3,6}"),
+        }
         return made(PROMPTS[0], types[kind], max_new_tokens=6, do_sample=False)
 
     got, want = language_model.both(answer)
