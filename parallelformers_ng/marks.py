@@ -1,14 +1,15 @@
 """The mark by which other libraries know that a model is placed already, so that they leave it where it is.
 
-Where there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it unless the model
-has a map of its parts, as accelerate's big models have. What they read of it:
+Where there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it unless the
+model has a map of its parts, as accelerate's big models have. What they read of it:
 
 - a pipeline without `device=` takes the first device of the map for its inputs, and one with `device=` is refused;
 - Trainer moves no model that has one, and spreads none over GPUs whose map names another device than its own, for which
   the string "cpu" does not count;
 - accelerate leaves a model alone whose map has more than one entry.
 
-Where there is no accelerator they have nowhere to move it to, and no map is shown, so that `device="cpu"` goes on working.
+Where there is no accelerator they have nowhere to move it to, and no map is shown, so that `device="cpu"` goes on
+working.
 """
 
 from __future__ import annotations

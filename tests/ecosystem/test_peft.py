@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import peft
@@ -27,6 +27,13 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "get_peft_model": peft.get_peft_model,
+    "inject": lambda model, config: peft.inject_adapter_in_model(config, model),
+    "add_adapter": lambda model, config: model.add_adapter(config),
+}
+
+
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Any]:
     """Refuses all that follows, and is then as it was."""
@@ -40,24 +47,22 @@ def llama(groups) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("way", ["get_peft_model", "inject", "add_adapter"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_adapter_is_refused_and_nothing_is_changed(llama, name, way) -> None:
     if (way, name) == ("inject", "vera"):
         pytest.skip("PEFT does not inject VeRA")
     modules, want = list(llama.named_modules()), llama(**text_inputs()).logits
     with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
-        if way == "get_peft_model":
-            peft.get_peft_model(llama, CONFIGS[name])
-        elif way == "inject":
-            peft.inject_adapter_in_model(CONFIGS[name], llama)
-        else:
-            llama.add_adapter(CONFIGS[name])
+        WAYS[way](llama, CONFIGS[name])
     assert list(llama.named_modules()) == modules
     assert torch.equal(llama(**text_inputs()).logits, want)
 
 
 @pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig], ids=lambda cls: cls.__name__)
 def test_a_soft_prompt_is_not_trained_or_is_refused(groups, config) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model, pytest.raises(ParallelError):
+    def train(model: Any) -> None:
         prompted = peft.get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
         prompted(**text_inputs(), labels=text_inputs()["input_ids"]).loss.backward()
+
+    with parallelize(decoder("Llama"), group=groups(2)) as model, pytest.raises(ParallelError):
+        train(model)
