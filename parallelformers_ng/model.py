@@ -3,6 +3,7 @@ workers."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -16,8 +17,9 @@ from parallelformers_ng.compiling import StaticSteps
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import NotParallelizedError
+from parallelformers_ng.marks import hf_device_map
 from parallelformers_ng.memory import detail_report, device_totals, simple_report
-from parallelformers_ng.remote_module import RemoteModule, remote_of
+from parallelformers_ng.remote_module import RemoteModule, conversion, remote_of
 from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
 
@@ -31,6 +33,8 @@ class Parallelized(RemoteModule):
     def device(self) -> torch.device:
         """Where inputs may be put. The workers move them on, and outputs come back here."""
         return torch.device("cpu")
+
+    hf_device_map = property(hf_device_map)
 
     def memory_allocated(self) -> dict[str, int]:
         """Bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
@@ -57,21 +61,31 @@ class Parallelized(RemoteModule):
 
     def deparallelize(self) -> Any:
         """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model."""
-        deployment_of(self).gather(self)
-        remote_tree.leave(self)
+        remote_tree.leave(self, lambda: deployment_of(self).gather(self))
         return self
 
     def cpu(self) -> Any:
         """End the parallelization; the model is then on CPU."""
-        return self.deparallelize()
+        return self._ended_by("cpu")
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
         """End the parallelization and move the whole model to one CUDA device."""
-        return self.deparallelize().cuda(*args, **kwargs)
+        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises where there is none
+        return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """End the parallelization, then as `nn.Module.to`."""
-        return self.deparallelize().to(*args, **kwargs)
+        """As `nn.Module.to`, after the end of the parallelization if that changes the weights' data type or device."""
+        if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
+            return self
+        return self._ended_by("to").to(*args, **kwargs)
+
+    def _ended_by(self, method: str) -> Any:
+        warnings.warn(
+            f"{type(self).__name__}.{method}() ends the parallelization: the workers stop, and the whole model is in"
+            " this process. Leave the call out to keep it, or call deparallelize() to end it without this warning",
+            stacklevel=3,
+        )
+        return self.deparallelize()
 
     def __enter__(self) -> Any:
         return self
@@ -90,12 +104,11 @@ class Parallelized(RemoteModule):
 
 def enter(model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None) -> None:
     """Make `model` a parallelized one, in place."""
-    dispatcher = Dispatcher(model, deployment, seed, steps)
-    remote_tree.enter(model, dispatcher, Parallelized)
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
         weight = RemoteWeight(tuple(tensor.shape), tensor.dtype, names[0], _Fetch(model, deployment, names[0]))
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
+    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps), Parallelized)
 
 
 class _Fetch:

@@ -18,6 +18,7 @@ from torch import nn
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor, values
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.gradients import refuse_gradients
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 REMOTE = "_parallelformers_ng"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
-_FIXED = frozenset({"forward", "use_kernels"})
-"""Attributes that say what a module computes."""
+_FIXED = frozenset({"forward", "use_kernels", "hf_device_map"})
+"""Attributes that say what a module computes, and where."""
 
 
 class Remote:
@@ -40,6 +41,7 @@ class Remote:
 
     Attributes:
         parts: of the model itself: its modules that are remote.
+        tables: the parameters, buffers and children that the module had, and will have again.
     """
 
     def __init__(self, model: nn.Module, dispatcher: Dispatcher, path: str) -> None:
@@ -47,6 +49,7 @@ class Remote:
         self.dispatcher = dispatcher
         self.path = path
         self.parts: list[nn.Module] = []
+        self.tables: dict[str, dict[str, Any]] = {}
 
     @property
     def model(self) -> Any:
@@ -79,7 +82,10 @@ class Remote:
         """Run a method of the module on the workers."""
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
-        return self.dispatcher.call(self.model, self.path, method, args, kwargs, unsure=self.alone is Alone.UNSURE)
+        unsure = self.alone is Alone.UNSURE
+        return refuse_gradients(
+            self.model, self.dispatcher.call(self.model, self.path, method, args, kwargs, unsure=unsure)
+        )
 
 
 class RemoteModule(nn.Module):
@@ -115,14 +121,17 @@ class RemoteModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves and casts: what changes nothing is done."""
-        held = {id(t): t for t in (*self.parameters(recurse), *self.buffers(recurse))}.values()
-        for like in {tensor.dtype: tensor for tensor in held}.values():
-            empty = torch.empty(0, dtype=like.dtype)
-            if fn(empty) is not empty:
-                raise ParallelError(refusal(self, "casting or moving it", "its weights are with the workers"))
-        for tensor in held:
-            fn(tensor)
+        if self._changed_by(fn, recurse):
+            raise ParallelError(refusal(self, "casting or moving it", "its weights are with the workers"))
+        with torch.no_grad():
+            for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+                fn(tensor)
         return self
+
+    def _changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> bool:
+        """Whether `fn` moves or casts any kind of tensor that the module has; on CPU, where its results are."""
+        kinds = {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}
+        return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype) for dtype in kinds))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole weights, gathered on CPU; tied entries share their memory, as in any state dict. With
@@ -188,14 +197,28 @@ class _Locked(dict):
 
 def lock(module: nn.Module) -> None:
     """Have nobody replace the parts of a module."""
-    for table in _TABLES:
-        vars(module)[table] = _Locked(vars(module)[table], module)
+    tables = remote_of(module).tables = {table: vars(module)[table] for table in _TABLES}
+    vars(module).update((table, _Locked(items, module)) for table, items in tables.items())
 
 
 def unlock(module: nn.Module) -> None:
-    """The inverse of `lock`."""
-    for table in _TABLES:
-        vars(module)[table] = dict(vars(module)[table])
+    """The inverse of `lock`: what the module had then is there again, whatever was done to it in between."""
+    vars(module).update(remote_of(module).tables)
+
+
+class _Asked(nn.Module):
+    """A module that notes what moves it."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.conversion = fn
+        return self
+
+
+def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `move`, which calls `to` or one of its relatives, does to each tensor of a module."""
+    asked = _Asked()
+    move(asked)
+    return asked.conversion
 
 
 _WATCHED = frozenset({"config", "generation_config"})

@@ -15,6 +15,7 @@ from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.saving import write_pretrained
 from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.marks import own_loop
 from parallelformers_ng.methods import place_of, public_methods, reason
 from parallelformers_ng.remote_module import REMOTE, Remote, RemoteModule, is_remote, lock, refusal, remote_of, unlock
 
@@ -42,11 +43,23 @@ def enter(model: nn.Module, dispatcher: Dispatcher, root: type) -> None:
     remote_of(model).parts = [part for _, part in parts]
 
 
-def leave(model: nn.Module) -> None:
-    """The inverse of `enter`."""
-    for module in (model, *remote_of(model).parts):
-        module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
+def leave(model: nn.Module, gather: Callable[[], None]) -> None:
+    """The inverse of `enter`.
+
+    Args:
+        gather: puts the weights back, which finds every module where it was.
+    """
+    modules = (model, *remote_of(model).parts)
+    for module in modules:
         unlock(module)
+    try:
+        gather()
+    except BaseException:
+        for module in modules:
+            lock(module)
+        raise
+    for module in modules:
+        module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
         del vars(module)[REMOTE]
 
 
@@ -103,7 +116,8 @@ def _generated(name: str, original: Callable) -> Callable:
         if not is_remote(self):
             return original(self, *args, **kwargs)
         remote = remote_of(self)
-        return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
+        with own_loop():
+            return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
 
     return generate
 

@@ -174,7 +174,8 @@ def test_the_end_of_it(groups) -> None:
     with torch.no_grad():
         want = model(**text_inputs()).logits
     parallelize(model, group=groups(2))
-    model.to("cpu")
+    with pytest.warns(UserWarning, match=r"\.cpu\(\) ends the parallelization"):
+        model.cpu()
     with torch.no_grad():
         assert torch.equal(model(**text_inputs()).logits, want)
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -110,7 +110,7 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     if not is_buffer and not isinstance(tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)
     held: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-    dict.__setitem__(held, short, tensor)  # those of a parallelized model let nobody else replace what they hold
+    held[short] = tensor
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:

@@ -1,0 +1,42 @@
+"""The mark by which other libraries know that a model is placed already, so that they leave it where it is.
+
+Where there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it unless the
+model has a map of its parts, as accelerate's big models have. What they read of it:
+
+- a pipeline without `device=` takes the first device of the map for its inputs, and one with `device=` is refused;
+- Trainer moves no model that has one, and spreads none over GPUs whose map names another device than its own, for which
+  the string "cpu" does not count;
+- accelerate leaves a model alone whose map has more than one entry.
+
+Where there is no accelerator they have nowhere to move it to, and no map is shown, so that `device="cpu"` goes on
+working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_own_loop = contextvars.ContextVar("own_loop", default=False)
+
+
+def hf_device_map(model: nn.Module) -> dict[str, torch.device]:
+    """Which part of a parallelized model takes its inputs where, as accelerate would note it."""
+    if _own_loop.get() or not torch.accelerator.is_available():
+        raise AttributeError("hf_device_map")
+    return dict.fromkeys(["", *(name for name, _ in model.named_children())], torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def own_loop() -> Iterator[None]:
+    """Hide the map: with one, `generate` puts a hook on the encoder that is to bring its outputs to where the inputs
+    are. They are there."""
+    token = _own_loop.set(True)
+    try:
+        yield
+    finally:
+        _own_loop.reset(token)

@@ -1,0 +1,70 @@
+"""The libraries that people put around a model, each with a whole model and with a cut one. Run by `make ecosystem`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any of these libraries is imported
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+
+import pytest
+import torch
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.model import is_parallelized
+from tests.real_weights import minilm, smollm2
+
+
+@dataclass
+class Pair:
+    """A whole model and a cut one of the same weights."""
+
+    whole: Any
+    cut: Any
+    tokenizer: Any
+
+    def both(self, run: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """What `run` makes of the cut model and of the whole one. The cut one is to stay so."""
+        want, got = run(self.whole), run(self.cut)
+        assert is_parallelized(self.cut), "the parallelization ended"
+        return got, want
+
+
+def _pair(load: Callable[[], tuple[Any, Any]], groups: Any) -> Iterator[Pair]:
+    whole, tokenizer = load()
+    with parallelize(copy.deepcopy(whole), group=groups(2), progress=False) as cut:
+        yield Pair(whole, cut, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def language_model(groups) -> Iterator[Pair]:
+    yield from _pair(smollm2, groups)
+
+
+@pytest.fixture(scope="session")
+def encoder(groups) -> Iterator[Pair]:
+    yield from _pair(minilm, groups)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and the machine says from then on that it has a GPU. What is put there is a copy on the CPU."""
+    put = torch.Tensor.to
+
+    def put_or_copy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        on_gpu = any(str(each).startswith("cuda") for each in (*args, *kwargs.values()))
+        return tensor.clone() if on_gpu else put(tensor, *args, **kwargs)
+
+    def pretend() -> None:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.Tensor, "to", put_or_copy)
+
+    return pretend
