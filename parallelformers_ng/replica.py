@@ -28,8 +28,8 @@ from parallelformers_ng.generation.caches import (
     CacheFacts,
     CacheTable,
     facts_of,
-    map_caches,
     map_handles,
+    mapped,
     shows_every_write,
 )
 from parallelformers_ng.generation.captured import CapturedSteps
@@ -46,7 +46,7 @@ from parallelformers_ng.kernels.layers import StreamingLinear
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
-from parallelformers_ng.sharding.layers import Recording
+from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.wholeness import check_is_whole
 
@@ -65,7 +65,6 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
-        self.recording = Recording()
         self.staging: Staging | None = None
         self.captured: CapturedSteps | None = None
         if device.type == "cpu":
@@ -82,7 +81,7 @@ class Replica:
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
             install(model)
-        self.recording = inject(model, self.plan, self.rank, self.communicator)
+        inject(model, self.plan, self.rank, self.communicator)
         self.model = model
 
     def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
@@ -164,7 +163,6 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.staging = None
         self.caches = CacheTable()
-        self.recording = Recording()
         if self.captured is not None:
             self.captured.forget()
         if held:
@@ -183,7 +181,6 @@ class Replica:
         args, kwargs = self._to_device((args, kwargs))
         if call.method == "generate":
             self._add_generation_hooks(kwargs, call)
-        self.recording.weights = self._wants_weights(kwargs)
         module = self.model.get_submodule(call.path)
         agreed = agreed_criteria(module) if call.method == "generate" else contextlib.nullcontext()
         with (
@@ -194,9 +191,9 @@ class Replica:
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)
+            output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-            output = map_caches(output, lambda cache: self.caches.handle(handed_out(cache), told=used), in_place=True)
         return Answer(
             output=output,
             rng=draws.moved(),
@@ -273,12 +270,9 @@ class Replica:
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
 
-    def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
-        """Whether attention weights are asked for, by argument or by configuration. Asked for in vain costs a
-        gather."""
-        configs = (self.model.config, kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
-        by_config = any(getattr(config, "output_attentions", False) for config in configs if config is not None)
-        return by_config or any("attention" in name and value is True for name, value in kwargs.items())
+    def _outgoing(self, part: Cache | OwnHeads, told: dict[int, Cache]) -> Any:
+        """What the caller gets for a part of an output of which this rank has its own heads'."""
+        return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), told=told)
 
     def _update_config(self, changed: dict[str, Any]) -> None:
         for name, value in changed.items():
