@@ -44,6 +44,7 @@ def enter(model: nn.Module, dispatcher: Dispatcher, root: type) -> None:
 
 def leave(model: nn.Module) -> None:
     """The inverse of `enter`."""
+    remote_of(model).dispatcher.hooks.leave()
     for module in (model, *remote_of(model).parts):
         module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
         unlock(module)

@@ -38,8 +38,10 @@ from parallelformers_ng.generation.kept import handed_out
 from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.recorder import CudaRecorder, Recorder
-from parallelformers_ng.generation.state import Watch
+from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import EmittingStreamer
+from parallelformers_ng.hooks.crossing import Noted
+from parallelformers_ng.hooks.mounted import Mounted
 from parallelformers_ng.kernels.attention import install_attention
 from parallelformers_ng.kernels.installation import forget, install
 from parallelformers_ng.kernels.layers import StreamingLinear
@@ -65,6 +67,7 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
+        self.hooks: Any = None
         self.staging: Staging | None = None
         self.captured: CapturedSteps | None = None
         if device.type == "cpu":
@@ -83,6 +86,7 @@ class Replica:
             install(model)
         inject(model, self.plan, self.rank, self.communicator)
         self.model = model
+        self.hooks = Mounted(model, self.device, lambda cache: self.caches.handle(handed_out(cache)))
 
     def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
         """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
@@ -163,6 +167,7 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.staging = None
         self.caches = CacheTable()
+        self.hooks = None
         if self.captured is not None:
             self.captured.forget()
         if held:
@@ -175,7 +180,7 @@ class Replica:
         self._prepare(call)
         used: dict[int, Cache] = {}
         args, kwargs = map_handles((call.args, call.kwargs), lambda handle: self._take_cache(handle, used))
-        watch = Watch(kwargs) if call.watched else None
+        watch = Watch(watched_arguments(kwargs)) if call.watched else None
         if watch is not None:
             watch.remember()
         args, kwargs = self._to_device((args, kwargs))
@@ -200,7 +205,12 @@ class Replica:
             caches={number: facts_of(cache) for number, cache in used.items()},
             states=watch.changes() if watch is not None else {},
             uncaptured=uncaptured(),
+            noted=None if call.hooks is None else self.noted(call.cache_block),
         )
+
+    def noted(self, cache_block: int) -> Noted | None:
+        """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
+        return None if self.hooks is None else self.hooks.noted(cache_block)
 
     def recorder(self) -> Recorder | str:
         """What records decode steps here; where nothing does, why."""
@@ -246,6 +256,8 @@ class Replica:
     def _prepare(self, call: Call) -> None:
         self.caches.free(call.freed_caches)
         self.caches.number_from(call.cache_block)
+        if call.hooks is not None or self.hooks:
+            self.hooks.mount(call.hooks, call.cache_block)
         if call.config:
             self._update_config(call.config)
         if call.attributes:
