@@ -33,7 +33,8 @@ class Watch:
     Args:
         roots: the objects.
         there: what to send for a value besides the parts; by default itself.
-        with_globals: they were sent with the modules that define them, so that global variables are parts as well.
+        with_globals: their functions were sent by value, so that global variables, defaults and attributes of these are
+            parts as well.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class Watch:
                 state = [(here(key), item) for key, item in state]
                 kept = {key: part[key] for key, item in state if _is_kept(item) and key in part}
                 part.clear()
-                part.update((key, kept.get(key) if _is_kept(item) else here(item)) for key, item in state)
+                for key, item in state:  # a Counter's update() would count them
+                    part[key] = kept.get(key) if _is_kept(item) else here(item)
             elif isinstance(part, set):
                 part.clear()
                 part.update(map(here, state))
@@ -132,6 +134,8 @@ class Watch:
             self._add(cell)
             self._walk(cell.cell_contents)
         if function.__module__ in self._modules:
+            for value in (*(function.__defaults__ or ()), function.__kwdefaults__, vars(function)):
+                self._walk(value)
             read, written = _global_names(function.__code__)
             for name in sorted(written):
                 self._add_global(function.__globals__, name)

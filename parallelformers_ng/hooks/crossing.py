@@ -10,6 +10,7 @@ import functools
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,6 +143,17 @@ class _Pickler(cloudpickle.Pickler):
         self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._tensors = tensors
         self._kept = kept
+        self._cells: dict[int, types.CellType] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if not isinstance(obj, types.FunctionType) or not obj.__closure__ or not isinstance(reduced, tuple):
+            return reduced
+        # By itself cloudpickle gives each function cells of its own; a variable that two share would become two.
+        make, (*code, empty), *rest = reduced
+        assert len(empty) == len(obj.__closure__)
+        cells = tuple(self._cells.setdefault(id(cell), new) for cell, new in zip(obj.__closure__, empty, strict=True))
+        return make, (*code, cells), *rest
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and id(obj) in self._modules:
