@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,21 @@ from parallelformers_ng.runtime.deadline import checked_seconds, deadline
 from parallelformers_ng.runtime.leaves import Handle
 
 log = logging.getLogger("parallelformers_ng")
+
+
+class _Thread(threading.local):
+    """What a thread is doing with a model."""
+
+    generates_here = False
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Within it, `generate` runs its loop in this process."""
+        before, self.generates_here = self.generates_here, True
+        try:
+            yield
+        finally:
+            self.generates_here = before
 
 
 class Dispatcher:
@@ -50,6 +65,7 @@ class Dispatcher:
         self._steps = steps
         self.hooks = Registered(model, deployment.plan)
         self._said: set[str] = set()
+        self._thread = _Thread()
         self._attributes = AttributeWatch()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -152,6 +168,24 @@ class Dispatcher:
             self.deployment.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
             raise
 
+    def generating(
+        self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A method of the modelling code that generates. It runs in this process where something cannot cross to the
+        workers, and within a `generate` that does: it is given the same objects.
+
+        Args:
+            module: the model, or a model within it.
+            name, original: the method, and its class's.
+            call: runs it on the workers.
+        """
+        if not self._thread.generates_here:
+            try:
+                return call()
+            except NotPortableError as error:
+                self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
+        return original(module, *args, **kwargs)
+
     def generate(
         self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -202,10 +236,10 @@ class Dispatcher:
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how["timeout"], "timeout")) if how.get("timeout") else contextlib.nullcontext()
         if how.get("seed") is None and self._stream is None:
-            with limit:
+            with limit, self._thread.here():
                 return original(model, **kwargs)
         rng, store = self._random_stream(how.get("seed"))
-        with limit, torch.random.fork_rng(devices=[]):
+        with limit, self._thread.here(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
             output = original(model, **kwargs)
             after = torch.get_rng_state()
