@@ -229,10 +229,6 @@ def table() -> str:
     )
 
 
-if __name__ == "__main__":
-    print(table(), end="")
-
-
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
     """Whether a method calls `generate`, itself or by way of other methods of its class: it may then be given what
@@ -249,3 +245,7 @@ def generates(cls: Any, method: Callable) -> bool:
         )
 
     return calls_generate(method)
+
+
+if __name__ == "__main__":
+    print(table(), end="")
