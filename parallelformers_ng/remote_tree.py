@@ -96,7 +96,7 @@ def _forwarded(name: str, original: Callable) -> Callable:
         if not is_remote(self):
             return original(self, *args, **kwargs)
         remote = remote_of(self)
-        if name == "forward" or not generates(type(self), original):
+        if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
             return remote.call(name, args, kwargs)
         run = functools.partial(remote.call, name, args, kwargs)
         return remote.dispatcher.generating(self, name, original, run, args, kwargs)

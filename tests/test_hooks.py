@@ -321,7 +321,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "backward": (lambda m: m.lm_head.register_full_backward_hook(nothing), "compute without gradients"),
     "backward, before": (lambda m: m.register_full_backward_pre_hook(nothing), "compute without gradients"),
-    "state dict": (lambda m: m.model.register_state_dict_post_hook(nothing), "before they are gathered"),
     "a lock": (lambda m: m.lm_head.register_forward_hook(locked()), "locked.* of lm_head cannot be sent .*lock"),
     "a weight": (lambda m: m.lm_head.register_forward_hook(holding(m)), "holds lm_head.weight, of which the workers"),
     "a module": (lambda m: m.lm_head.register_forward_hook(Listening()), "belongs to a module, Listening"),
@@ -403,6 +402,18 @@ def test_afterwards_they_are_ordinary_hooks(groups: Groups) -> None:
     with torch.no_grad():
         model(**text_inputs())
     assert len(notes) == 2
+
+
+def test_hooks_of_state_dicts_see_whole_weights(groups: Groups) -> None:
+    whole, seen = decoder("Llama"), list[Any]()
+    with parallelize(decoder("Llama"), group=groups(2)) as model:
+        for each in (whole, model):
+            layer = each.model.layers[0]
+            layer.register_state_dict_post_hook(lambda m, state, prefix, _: seen.append(dict(state)))
+            layer.register_state_dict_pre_hook(lambda m, prefix, keep_vars: seen.append(prefix))
+            each.state_dict()
+    assert seen[0] == seen[2]
+    assert_same(seen[3], seen[1])
 
 
 def test_compiled_steps_stand_back(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:

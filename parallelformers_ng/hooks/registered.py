@@ -24,7 +24,6 @@ _FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
 _REFUSED = {
     "_backward_hooks": ("backward hook", "the workers compute without gradients, so that it would never be called"),
     "_backward_pre_hooks": ("backward hook", "the workers compute without gradients, so that it would never be called"),
-    "_state_dict_hooks": ("state_dict hook", "it would see weights before they are gathered"),
 }
 """Table of a module → what it holds, and why a parallelized model takes none."""
 
