@@ -27,6 +27,7 @@ class Call:
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
         watched: the arguments hold objects of the caller's whose state is wanted back.
+        hooks: the caller's forward hooks, `hooks.crossing.Sent`; None where there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
     """
 
@@ -46,6 +47,7 @@ class Call:
     streams: bool = False
     watched: bool = False
     captured: bool = False
+    hooks: Any = None
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Answer:
         rng: the generator's state afterwards where it moved.
         caches: what became of the caches that were passed in: id → `CacheFacts`.
         states: new states of watched objects that changed, as `generation.state.Watch` numbers them.
+        noted: what forward hooks noted, `hooks.crossing.Noted`.
         uncaptured: why decode steps that should be CUDA graphs were none, "" where they were.
     """
 
@@ -65,3 +68,4 @@ class Answer:
     caches: dict[int, Any] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
     uncaptured: str = ""
+    noted: Any = None

@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,15 +17,31 @@ from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.compiling import StaticSteps, static_generation
 from parallelformers_ng.deployment import Deployment
 from parallelformers_ng.edits import AttributeWatch, EditWatch
-from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import map_caches, map_handles
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
-from parallelformers_ng.generation.state import Watch
+from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import deliver_to
+from parallelformers_ng.hooks.registered import Outgoing, Registered
 from parallelformers_ng.runtime.deadline import checked_seconds, deadline
 from parallelformers_ng.runtime.leaves import Handle
 
 log = logging.getLogger("parallelformers_ng")
+
+
+class _Thread(threading.local):
+    """What a thread is doing with a model."""
+
+    generates_here = False
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Within it, `generate` runs its loop in this process."""
+        before, self.generates_here = self.generates_here, True
+        try:
+            yield
+        finally:
+            self.generates_here = before
 
 
 class Dispatcher:
@@ -47,7 +63,9 @@ class Dispatcher:
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._steps = steps
+        self.hooks = Registered(model, deployment.plan)
         self._said: set[str] = set()
+        self._thread = _Thread()
         self._attributes = AttributeWatch()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -80,11 +98,29 @@ class Dispatcher:
             GroupError: see its subclasses.
         """
         end = self._deadline(how.get("timeout"))
+        if not self.hooks:
+            return self._call(model, path, method, args, kwargs, end, None, how)
+        with self.hooks.turn(end) as hooks:
+            return self._call(model, path, method, args, kwargs, end, hooks, how)
+
+    def _call(
+        self,
+        model: Any,
+        path: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        end: float,
+        hooks: Outgoing | None,
+        how: dict[str, Any],
+    ) -> Any:
         # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
         group, incarnation = self.deployment.ready(end)
         caches: dict[int, Cache] = {}
         args, kwargs = map_caches((args, kwargs), lambda cache: self._send_cache(cache, caches))
-        watch = Watch(kwargs)
+        watch = Watch(watched_arguments(kwargs))
+        if hooks is not None:
+            hooks.check_apart_from(watch)
         rng, store_rng = self._random_stream(how.get("seed"))
         streamer = how.get("streamer")
         config, config_arrived = self._config.changes(model.config, incarnation)
@@ -108,6 +144,7 @@ class Dispatcher:
             captured=how.get("captured", False),
             attributes=attributes,
             unsure=how.get("unsure", False),
+            hooks=None if hooks is None else hooks.sent,
         )
         on_event = None if streamer is None else deliver_to(streamer)
         try:
@@ -117,14 +154,37 @@ class Dispatcher:
             attributes_arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
             watch.restore(answer.states)
+            if hooks is not None:
+                hooks.bring_home(answer.noted, lambda handle: self._receive_cache(handle, incarnation))
             if answer.uncaptured and self._steps is not None:
                 self._say_once(self._steps.without, answer.uncaptured)
             for number, facts in answer.caches.items():
                 self._refresh_cache(caches.get(number), incarnation, number, facts)
             return map_handles(answer.output, lambda handle: self._receive_cache(handle, incarnation))
-        except BaseException:  # an interrupt may come as late as here
+        except BaseException as error:  # an interrupt may come as late as here
+            if hooks is not None and isinstance(error, WorkerError):
+                noted = group.call("noted", call.cache_block, timeout=end - time.monotonic())
+                hooks.bring_home(noted, lambda handle: self._receive_cache(handle, incarnation))
             self.deployment.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
             raise
+
+    def generating(
+        self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A method of the modelling code that generates. It runs in this process where something cannot cross to the
+        workers, and within a `generate` that does: it is given the same objects.
+
+        Args:
+            module: the model, or a model within it.
+            name, original: the method, and its class's.
+            call: runs it on the workers.
+        """
+        if not self._thread.generates_here:
+            try:
+                return call()
+            except NotPortableError as error:
+                self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
+        return original(module, *args, **kwargs)
 
     def generate(
         self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,6 +210,8 @@ class Dispatcher:
             how["own_generation_config"] = getattr(module, "generation_config", None)
         elif self._steps is not None:
             sent, reason = static_generation(module, merged, self._steps)
+            if self.hooks:
+                sent, reason = merged, "its modules have forward hooks"
             if reason:
                 self._say_once(self._steps.without, reason)
             how["captured"] = self._steps.captured and not reason
@@ -174,10 +236,10 @@ class Dispatcher:
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how["timeout"], "timeout")) if how.get("timeout") else contextlib.nullcontext()
         if how.get("seed") is None and self._stream is None:
-            with limit:
+            with limit, self._thread.here():
                 return original(model, **kwargs)
         rng, store = self._random_stream(how.get("seed"))
-        with limit, torch.random.fork_rng(devices=[]):
+        with limit, self._thread.here(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
             output = original(model, **kwargs)
             after = torch.get_rng_state()

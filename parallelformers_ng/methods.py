@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 Place = Literal["local", "forwarded", "generated", "refused", "saved"]
 
@@ -224,6 +227,24 @@ def table() -> str:
             "",
         ]
     )
+
+
+@functools.cache
+def generates(cls: Any, method: Callable) -> bool:
+    """Whether a method calls `generate`, itself or by way of other methods of its class: it may then be given what
+    `generate` may be given."""
+    seen: set[Any] = set()
+
+    def calls_generate(function: Any) -> bool:
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if code is None or code in seen:
+            return False
+        seen.add(code)
+        return "generate" in code.co_names or any(
+            calls_generate(inspect.getattr_static(cls, name, None)) for name in code.co_names
+        )
+
+    return calls_generate(method)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,9 @@ class Remote:
 class RemoteModule(nn.Module):
     """Mixed in before a module's own class while its model is parallelized, so that `isinstance` and `super()` hold."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return remote_of(self).call("__call__", args, kwargs)  # not by way of nn.Module's: hooks are called there
+
     def __setattr__(self, name: str, value: Any) -> None:
         held = self._table_of(name)
         if held is not None and held[name] is value:

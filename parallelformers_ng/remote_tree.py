@@ -16,7 +16,7 @@ from parallelformers_ng.checkpoint.saving import write_pretrained
 from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.marks import own_loop
-from parallelformers_ng.methods import place_of, public_methods, reason
+from parallelformers_ng.methods import generates, place_of, public_methods, reason
 from parallelformers_ng.remote_module import REMOTE, Remote, RemoteModule, is_remote, lock, refusal, remote_of, unlock
 
 
@@ -58,6 +58,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         for module in modules:
             lock(module)
         raise
+    remote_of(model).dispatcher.hooks.leave()
     for module in modules:
         module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
         del vars(module)[REMOTE]
@@ -105,7 +106,13 @@ def _forwarded(name: str, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return remote_of(self).call(name, args, kwargs) if is_remote(self) else original(self, *args, **kwargs)
+        if not is_remote(self):
+            return original(self, *args, **kwargs)
+        remote = remote_of(self)
+        if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
+            return remote.call(name, args, kwargs)
+        run = functools.partial(remote.call, name, args, kwargs)
+        return remote.dispatcher.generating(self, name, original, run, args, kwargs)
 
     return call
 

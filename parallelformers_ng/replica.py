@@ -28,8 +28,8 @@ from parallelformers_ng.generation.caches import (
     CacheFacts,
     CacheTable,
     facts_of,
-    map_caches,
     map_handles,
+    mapped,
     shows_every_write,
 )
 from parallelformers_ng.generation.captured import CapturedSteps
@@ -38,15 +38,17 @@ from parallelformers_ng.generation.kept import handed_out
 from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
 from parallelformers_ng.generation.randomness import Randomness
 from parallelformers_ng.generation.recorder import CudaRecorder, Recorder
-from parallelformers_ng.generation.state import Watch
+from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import EmittingStreamer
+from parallelformers_ng.hooks.crossing import Noted
+from parallelformers_ng.hooks.mounted import Mounted
 from parallelformers_ng.kernels.attention import install_attention
 from parallelformers_ng.kernels.installation import forget, install
 from parallelformers_ng.kernels.layers import StreamingLinear
 from parallelformers_ng.memory import RankMemory, rank_memory
 from parallelformers_ng.runtime.leaves import FileDescriptor, Handle
 from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
-from parallelformers_ng.sharding.layers import Recording
+from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.wholeness import check_is_whole
 
@@ -65,7 +67,7 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
-        self.recording = Recording()
+        self.hooks: Any = None
         self.staging: Staging | None = None
         self.captured: CapturedSteps | None = None
         if device.type == "cpu":
@@ -82,8 +84,9 @@ class Replica:
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
             install(model)
-        self.recording = inject(model, self.plan, self.rank, self.communicator)
+        inject(model, self.plan, self.rank, self.communicator)
         self.model = model
+        self.hooks = Mounted(model, self.device, lambda cache: self.caches.handle(handed_out(cache)))
 
     def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
         """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
@@ -164,7 +167,7 @@ class Replica:
         self.checkpoint = Checkpoint({})
         self.staging = None
         self.caches = CacheTable()
-        self.recording = Recording()
+        self.hooks = None
         if self.captured is not None:
             self.captured.forget()
         if held:
@@ -177,13 +180,12 @@ class Replica:
         self._prepare(call)
         used: dict[int, Cache] = {}
         args, kwargs = map_handles((call.args, call.kwargs), lambda handle: self._take_cache(handle, used))
-        watch = Watch(kwargs) if call.watched else None
+        watch = Watch(watched_arguments(kwargs)) if call.watched else None
         if watch is not None:
             watch.remember()
         args, kwargs = self._to_device((args, kwargs))
         if call.method == "generate":
             self._add_generation_hooks(kwargs, call)
-        self.recording.weights = self._wants_weights(kwargs)
         module = self.model.get_submodule(call.path)
         agreed = agreed_criteria(module) if call.method == "generate" else contextlib.nullcontext()
         with (
@@ -194,16 +196,21 @@ class Replica:
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)
+            output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-            output = map_caches(output, lambda cache: self.caches.handle(handed_out(cache), told=used), in_place=True)
         return Answer(
             output=output,
             rng=draws.moved(),
             caches={number: facts_of(cache) for number, cache in used.items()},
             states=watch.changes() if watch is not None else {},
             uncaptured=uncaptured(),
+            noted=None if call.hooks is None else self.noted(call.cache_block),
         )
+
+    def noted(self, cache_block: int) -> Noted | None:
+        """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
+        return None if self.hooks is None else self.hooks.noted(cache_block)
 
     def recorder(self) -> Recorder | str:
         """What records decode steps here; where nothing does, why."""
@@ -249,6 +256,8 @@ class Replica:
     def _prepare(self, call: Call) -> None:
         self.caches.free(call.freed_caches)
         self.caches.number_from(call.cache_block)
+        if call.hooks is not None or self.hooks:
+            self.hooks.mount(call.hooks, call.cache_block)
         if call.config:
             self._update_config(call.config)
         if call.attributes:
@@ -273,12 +282,9 @@ class Replica:
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
 
-    def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
-        """Whether attention weights are asked for, by argument or by configuration. Asked for in vain costs a
-        gather."""
-        configs = (self.model.config, kwargs.get("generation_config"), getattr(self.model, "generation_config", None))
-        by_config = any(getattr(config, "output_attentions", False) for config in configs if config is not None)
-        return by_config or any("attention" in name and value is True for name, value in kwargs.items())
+    def _outgoing(self, part: Cache | OwnHeads, told: dict[int, Cache]) -> Any:
+        """What the caller gets for a part of an output of which this rank has its own heads'."""
+        return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), told=told)
 
     def _update_config(self, changed: dict[str, Any]) -> None:
         for name, value in changed.items():

@@ -2,12 +2,12 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
 
 
 class T5AttentionPolicy(Policy):
-    """Self- and cross-attention alike. The relative position bias has a column per head; the first layer's goes on to
-    all."""
+    """Self- and cross-attention alike. The relative position bias has a column per head; the first layer gives its own
+    out, before the weights, and it goes on to all."""
 
     block = "T5Attention"
     plan = {
-        "": Heads("n_heads", scaled=("inner_dim",), weights=2),
+        "": Heads("n_heads", scaled=("inner_dim",), weights=2, more_weights=((1, 1),)),
         "q": Column(),
         "k": Column(),
         "v": Column(),

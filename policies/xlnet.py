@@ -2,11 +2,18 @@ from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
 
 
 class XLNetPolicy(Policy):
-    """Projections are bare parameters `[d_model, heads, d_head]`, positions (`r`) and segments have heads as well."""
+    """Projections are bare parameters `[d_model, heads, d_head]`, positions (`r`) and segments have heads as well.
+    With a target mapping there are two streams, and weights of each."""
 
     block = "XLNetLayer"
     plan = {
-        "rel_attn": Heads("n_head", layer="xlnet_attention", weights=2, weights_dim=3),
+        "rel_attn": Heads(
+            "n_head",
+            layer="xlnet_attention",
+            weights=2,
+            weights_dim=3,
+            more_weights=(((2, 0), 3), ((2, 1), 3)),
+        ),
         "rel_attn.q": Slice(1),
         "rel_attn.k": Slice(1),
         "rel_attn.v": Slice(1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-import types
+from collections import OrderedDict
 from typing import Any
 
 import cloudpickle
@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.hooks.crossing import is_of_library
+from parallelformers_ng.hooks.registered import check
 from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
 
@@ -36,7 +39,9 @@ class Skeleton:
 
         Raises:
             UnsupportedModelError: some part of the model cannot be pickled; the message says which.
+            ParallelError: it has a hook that a cut model cannot have.
         """
+        check(model, plan)
         buffer = io.BytesIO()
         names: dict[int, str] = {}
         for name, tensor in plan.tensors.items():
@@ -45,8 +50,8 @@ class Skeleton:
             _Pickler(buffer, names).dump(model)
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a hook,"
-                " a lock, an open file) cannot be copied; remove it before parallelize"
+                f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a lock,"
+                " an open file) cannot be copied; remove it before parallelize"
             ) from error
         return cls(buffer.getvalue(), cloudpickle.dumps(plan))  # apart: its thousands of ranges are no tensors
 
@@ -75,15 +80,29 @@ class _Pickler(cloudpickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        # transformers installs these on first use and tells them by a thread's context, which cannot be pickled; the
-        # worker's copy of the model installs its own.
-        if isinstance(obj, types.FunctionType) and obj.__name__ == "output_capturing_hook":
-            return _no_hook, ()
+        if not isinstance(obj, nn.Module):
+            return super().reducer_override(obj)
         # torch gives a parametrized module (weight norm) a class of its own that refuses to be pickled.
-        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+        if parametrize.is_parametrized(obj):
             plain = parametrize.type_before_parametrizations(obj)
-            return plain.__new__, (plain,), dict(vars(obj)), None, None, _parametrize_again
-        return super().reducer_override(obj)
+            return plain.__new__, (plain,), {**vars(obj), **_own_hooks(obj)}, None, None, _parametrize_again
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return super().reducer_override(obj)
+        return (*reduced[:2], {**reduced[2], **_own_hooks(obj)}, *reduced[3:])
+
+
+def _own_hooks(module: nn.Module) -> dict[str, Any]:
+    """The tables of forward hooks with those that are part of how a model computes. The caller's go with each call, and
+    those by which transformers records outputs each copy of a model installs itself."""
+    return {
+        table: OrderedDict(
+            (number, hook)
+            for number, hook in vars(module)[table].items()
+            if is_of_library(hook) and getattr(hook, "__module__", "") != output_capturing.__name__
+        )
+        for table in ("_forward_hooks", "_forward_pre_hooks")
+    }
 
 
 def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
@@ -92,14 +111,6 @@ def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:
         parametrize._inject_property(module, name)
-
-
-def _no_hook() -> Any:
-    return _pass
-
-
-def _pass(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook that does nothing."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -132,35 +132,40 @@ class CacheTable:
         return self.handle(result) if isinstance(result, Cache) else result
 
 
-def map_caches(value: Any, change: Callable[[Cache], Any], in_place: bool = False) -> Any:
-    """`value` with every cache in it replaced; containers and model outputs keep their types.
-
-    Args:
-        in_place: nobody else holds the value, so its mappings may be changed; to copy a model output is slow.
-    """
-    return _map(value, Cache, change, in_place)
+def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
+    """`value` with every cache in it replaced; containers and model outputs keep their types."""
+    return mapped(value, Cache, change, in_place=False)
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
     """The same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
-    return _map(value, Handle, change, in_place=True)
+    return mapped(value, Handle, change, in_place=True)
 
 
-def _map(value: Any, kind: type, change: Callable[[Any], Any], in_place: bool) -> Any:
+def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any], in_place: bool) -> Any:
+    """`value` with all objects of a kind in it replaced.
+
+    Args:
+        in_place: nobody else holds the value, so its mappings may be changed; to copy a model output is slow.
+    """
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, _PLAIN):
         return value
-    if type(value) in (list, tuple):
-        changed = [_map(item, kind, change, in_place) for item in value]
-        return value if all(new is old for new, old in zip(changed, value, strict=True)) else type(value)(changed)
+    if isinstance(value, tuple) or type(value) is list:
+        changed = [mapped(item, kind, change, in_place) for item in value]
+        if all(new is old for new, old in zip(changed, value, strict=True)):
+            return value
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):  # ModelOutput is one; it sets its attributes along with its items
-        changes = {k: new for k, item in value.items() if (new := _map(item, kind, change, in_place)) is not item}
+        changes = {k: new for k, item in value.items() if (new := mapped(item, kind, change, in_place)) is not item}
         if not changes:
             return value
         altered = value if in_place else copy.copy(value)
         for key, new in changes.items():
             altered[key] = new  # not update(), which ModelOutput refuses
         return altered
-    return change(value) if isinstance(value, kind) else value
+    return value
 
 
 _PLAIN = (torch.Tensor, str, bytes, int, float, type(None))

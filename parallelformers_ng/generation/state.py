@@ -1,4 +1,4 @@
-"""Brings the state of a caller's objects home: a logits processor that counts, a list that a callback appends to.
+"""Brings the state of a caller's objects home: a logits processor that counts, a list that a hook appends to.
 
 The objects cross to the workers by value, so what they change there is a copy. Caller and worker walk them in the same
 order, which gives every mutable part the same number on both sides; parts that changed come back and are written in
@@ -7,8 +7,12 @@ place.
 
 from __future__ import annotations
 
+import dis
+import functools
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -20,23 +24,30 @@ from parallelformers_ng.runtime.leaves import Handle
 WATCHED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that take objects with code of the caller's."""
 
-_LIBRARIES = ("transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
+_LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
 
 
 class Watch:
     """The mutable parts of some objects.
 
     Args:
-        kwargs: arguments of `generate`; those named in `WATCHED` are walked.
+        roots: the objects.
+        there: what to send for a value besides the parts; by default itself.
+        with_globals: their functions were sent by value, so that global variables, defaults and attributes of these are
+            parts as well.
     """
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, roots: Iterable[Any], there: Callable[[Any], Any] | None = None, with_globals: bool = False
+    ) -> None:
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
-        for name in WATCHED:
-            value = kwargs.get(name)
-            for item in value if isinstance(value, (list, tuple)) else [value]:
-                self._walk(item)
+        self._functions: set[int] = set()
+        self._out = there
+        roots = list(roots)
+        self._modules = {getattr(code_of(root), "__module__", "") for root in roots} if with_globals else set()
+        for root in roots:
+            self._walk(root)
         self._before: list[bytes] = []
 
     def remember(self) -> None:
@@ -48,24 +59,46 @@ class Watch:
         states = {number: self._state(part) for number, part in enumerate(self.parts)}
         return {number: state for number, state in states.items() if cloudpickle.dumps(state) != self._before[number]}
 
-    def restore(self, states: dict[int, Any]) -> None:
-        """Write states that `changes` gave on the other side to the parts here, in place."""
+    def restore(self, states: dict[int, Any], back: Callable[[Any], Any] | None = None) -> None:
+        """Write states that `changes` gave on the other side to the parts here, in place.
+
+        Args:
+            back: the inverse of the other side's `there`.
+        """
+
+        def here(item: Any) -> Any:
+            if isinstance(item, Handle) and item.kind == "part":
+                return self.parts[item.payload]
+            return item if back is None else back(item)
+
         for number, state in states.items():
             part = self.parts[number]
-            if isinstance(part, list):
-                part[:] = [self._here(item) for item in state]
+            if isinstance(part, (list, deque)):
+                old = list(part)
+                new = [old[at] if _is_kept(item) and at < len(old) else here(item) for at, item in enumerate(state)]
+                part.clear()
+                part.extend(new)
             elif isinstance(part, dict):
+                state = [(here(key), item) for key, item in state]
                 kept = {key: part[key] for key, item in state if _is_kept(item) and key in part}
                 part.clear()
-                part.update((key, kept.get(key) if _is_kept(item) else self._here(item)) for key, item in state)
+                for key, item in state:  # a Counter's update() would count them
+                    part[key] = kept.get(key) if _is_kept(item) else here(item)
             elif isinstance(part, set):
                 part.clear()
-                part.update(state)
+                part.update(map(here, state))
             elif isinstance(part, types.CellType):
                 if not _is_kept(state):
-                    part.cell_contents = self._here(state)
+                    part.cell_contents = here(state)
+            elif isinstance(part, _Global):
+                if not _is_kept(state):
+                    part.namespace[part.name] = here(state)
             else:
-                vars(part).update((key, self._here(item)) for key, item in state if not _is_kept(item))
+                vars(part).update((key, here(item)) for key, item in state if not _is_kept(item))
+
+    def shares(self, other: Watch) -> bool:
+        """Whether a part belongs to both."""
+        return not self._numbers.keys().isdisjoint(other._numbers)
 
     def _walk(self, obj: Any) -> None:
         if id(obj) in self._numbers or isinstance(
@@ -73,19 +106,45 @@ class Watch:
         ):
             return
         if isinstance(obj, types.MethodType):
+            self._walk(obj.__func__)
             self._walk(obj.__self__)
+        elif isinstance(obj, functools.partial):
+            for item in (obj.func, *obj.args, *obj.keywords.values()):
+                self._walk(item)
         elif isinstance(obj, types.FunctionType):
-            for cell in self._cells(obj):
-                self._add(cell)
-                self._walk(cell.cell_contents)
-        elif isinstance(obj, (list, dict, set)):
+            self._walk_function(obj)
+        elif isinstance(obj, (list, dict, set, deque)):
             self._add(obj)
-            for item in obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list) else ():
+            for item in obj.values() if isinstance(obj, dict) else () if isinstance(obj, set) else obj:
+                self._walk(item)
+        elif isinstance(obj, tuple):
+            for item in obj:
                 self._walk(item)
         elif _has_state(obj):
             self._add(obj)
+            self._walk(code_of(obj))
             for item in vars(obj).values():
                 self._walk(item)
+
+    def _walk_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._functions:
+            return
+        self._functions.add(id(function))
+        for cell in self._cells(function):
+            self._add(cell)
+            self._walk(cell.cell_contents)
+        if function.__module__ in self._modules:
+            for value in (*(function.__defaults__ or ()), function.__kwdefaults__, vars(function)):
+                self._walk(value)
+            read, written = _global_names(function.__code__)
+            for name in sorted(written):
+                self._add_global(function.__globals__, name)
+            for name in sorted(read & function.__globals__.keys()):
+                self._walk(function.__globals__[name])
+
+    def _add_global(self, namespace: dict[str, Any], name: str) -> None:
+        if not any(isinstance(part, _Global) and part.is_same(namespace, name) for part in self.parts):
+            self._add(_Global(namespace, name))
 
     def _add(self, obj: Any) -> None:
         self._numbers[id(obj)] = len(self.parts)
@@ -101,26 +160,70 @@ class Watch:
                 yield cell
 
     def _state(self, part: Any) -> Any:
-        if isinstance(part, list):
+        if isinstance(part, (list, deque)):
             return [self._there(item) for item in part]
         if isinstance(part, dict):
-            return [(key, self._there(item)) for key, item in part.items()]
+            return [(self._there(key), self._there(item)) for key, item in part.items()]
         if isinstance(part, set):
-            return set(part)
+            return set(map(self._there, part))
         if isinstance(part, types.CellType):
             return self._there(part.cell_contents)
+        if isinstance(part, _Global):
+            return self._there(part.namespace[part.name]) if part.name in part.namespace else Handle("kept", None)
         return [(key, self._there(item)) for key, item in vars(part).items()]
 
     def _there(self, item: Any) -> Any:
         """A stand-in for what is a part itself, or stays on its side; other values as they are."""
         if id(item) in self._numbers:
             return Handle("part", self._numbers[id(item)])
+        if self._out is not None:
+            item = self._out(item)
         if isinstance(item, (types.FunctionType, types.MethodType, types.ModuleType, torch.nn.Module, type)):
             return Handle("kept", None)
         return item
 
-    def _here(self, item: Any) -> Any:
-        return self.parts[item.payload] if isinstance(item, Handle) and item.kind == "part" else item
+
+@dataclass(eq=False)
+class _Global:
+    """A global variable that a function writes."""
+
+    namespace: dict[str, Any]
+    name: str
+
+    def is_same(self, namespace: dict[str, Any], name: str) -> bool:
+        return self.namespace is namespace and self.name == name
+
+
+def code_of(root: Any) -> Any:
+    """The function that is run when a callable is called."""
+    while isinstance(root, functools.partial):
+        root = root.func
+    if isinstance(root, types.MethodType):
+        return root.__func__
+    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (not whether, but which)
+
+
+def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Names of global variables that code reads, and that it writes."""
+    read, written = set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            read.add(instruction.argval)
+        elif instruction.opname == "STORE_GLOBAL":
+            written.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_read, inner_written = _global_names(constant)
+            read |= inner_read
+            written |= inner_written
+    return read, written
+
+
+def watched_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The objects with code of the caller's among the arguments of `generate`."""
+    for name in WATCHED:
+        value = kwargs.get(name)
+        yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_kept(item: Any) -> bool:

@@ -68,7 +68,6 @@ class AttentionHalf(_Half):
         attention = layer.self_attn
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         super().__init__((attention,), linears, norms)
-        self._recording = attention.recording if isinstance(attention, HeadParallel) else None
         self.layer_idx = attention.layer_idx
         self.config = attention.config
         self.width = attention.head_dim
@@ -122,7 +121,6 @@ class AttentionHalf(_Half):
             or type(past_key_values) is not DynamicCache
             or past_key_values.offloading
             or position_embeddings is None
-            or (self._recording is not None and self._recording.weights)
             or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
         ):
             return None

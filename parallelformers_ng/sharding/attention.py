@@ -193,12 +193,13 @@ class WavLMAttentionParallel(HeadParallel):
         query, key, value = (self._by_heads(layer(hidden_states)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         weights = torch.softmax(query @ key.transpose(-1, -2) * self.scaling + bias, dim=-1)
         output = self.out_proj((weights @ value).transpose(1, 2).flatten(2))
-        if self.recording.weights:
-            weights = self.gather_heads(weights, 1)
-            # transformers shows the mean over the heads, once for each of them.
-            weights = weights.mean(1, keepdim=True).expand_as(weights)
-        return output, weights, position_bias
+        return output, self.shown(weights, 1, _mean_of_heads), position_bias
 
     def _by_heads(self, states: torch.Tensor) -> torch.Tensor:
         """`[batch, length, heads · head_dim]` → `[batch, heads, length, head_dim]`."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
+    """What transformers shows: the mean over the heads, once for each of them."""
+    return weights.mean(1, keepdim=True).expand_as(weights)

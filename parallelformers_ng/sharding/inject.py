@@ -40,29 +40,22 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
 }
 
 
-def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> layers.Recording:
+def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
     """Turn `model` into rank `rank`'s share of it: parallel layers, local attributes, no weights yet.
 
     A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
-
-    Returns:
-        The switch by which the model's layers show what a caller wants to see.
     """
     register(communicator)
-    recording = layers.Recording()
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)
         if layer.kind in _CLASSES:
             module.__class__ = layers.parallel_class(_CLASSES[layer.kind], type(module))  # type: ignore[arg-type]
             module.communicator = communicator
-        if isinstance(module, layers.HeadParallel):
-            module.recording = recording
         for name, value in layer.attributes[rank].items():
             set_attribute(module, name, value)
         if isinstance(module, layers.VocabularyParallelEmbedding):
             # torch checks it against the rows held here; it only matters to gradients.
             module.padding_idx = None  # type: ignore[assignment]
-    return recording
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:

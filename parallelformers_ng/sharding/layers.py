@@ -11,7 +11,6 @@ whatever else the module carries (hooks, attributes, a subclass's own forward) s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.traced import all_gather, all_reduce, is_traced
 from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.own_heads import OwnHeads, own_part
 from parallelformers_ng.sharding.policy import Place
 
 
@@ -191,36 +191,42 @@ class VocabularyParallelHead(GatheredColumnParallel):
     """The logits of this rank's part of the vocabulary, gathered from all ranks."""
 
 
-@dataclass
-class Recording:
-    """What the caller of the present request wants to see besides the result.
-
-    Attributes:
-        weights: attention weights.
-    """
-
-    weights: bool = False
-
-
 class HeadParallel(ParallelLayer):
-    """Attention over this rank's heads. Nothing is exchanged, unless the caller asks for the weights of all heads.
+    """Attention over this rank's heads. Nothing is exchanged, unless the weights of all heads are looked at.
 
     Attributes:
         head_sizes: query heads of each rank, 0 for a rank without any.
         weights_at: the outputs with a dimension of heads: their places, step by step, and that dimension.
-        recording: shared by all layers of a model.
     """
 
     head_sizes: Sequence[int]
     weights_at: Sequence[tuple[tuple[Place, ...], int]]
-    recording: Recording
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        if self.recording.weights:
-            for place, dim in self.weights_at:
-                output = replaced(output, place, partial(self.gather_heads, dim=dim))
+        args = tuple(map(own_part, args))
+        output = super().forward(*args, **{name: own_part(value) for name, value in kwargs.items()})
+        for place, dim in self.weights_at:
+            output = replaced(output, place, partial(self.shown, dim=dim))
         return output
+
+    def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
+        """What others get for the weights of this rank's heads: all heads' when they look.
+
+        Args:
+            weights: four or more dimensions; a tensor of another shape has no heads in it.
+            dim: their dimension of heads.
+            change: made of the weights of all heads before they are looked at.
+        """
+        if weights.ndim < 4 or weights.shape[dim] != max(1, self.head_sizes[self.communicator.rank]):
+            return weights
+
+        def gather() -> torch.Tensor:
+            whole = self.gather_heads(weights, dim)
+            return whole if change is None else change(whole)
+
+        if is_traced():
+            return gather()  # the compiler leaves out what nobody looks at
+        return OwnHeads(weights, dim, sum(self.head_sizes), gather)
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
         """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
@@ -270,11 +276,13 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
     known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
     if not known:
         return output
-    found = output[step]
+    before = found = output[step]
     if rest:
         found = replaced(found, rest, change)
     elif isinstance(found, torch.Tensor):
         found = change(found)
+    if found is before:
+        return output
     if isinstance(output, dict):
         return {**output, step: found}
     items = [*output[:step], found, *output[step + 1 :]]

@@ -122,7 +122,7 @@ class Heads(Rule):
     scaled_key: tuple[str, ...] = ()
     weights: Place | tuple[Place, ...] | None = 1
     weights_dim: int = 1
-    more_weights: tuple[tuple[Place, int], ...] = ()
+    more_weights: tuple[tuple[Place | tuple[Place, ...], int], ...] = ()
     biases: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     input_width: bool = False

@@ -32,6 +32,9 @@ _HEAD_COUNTS = (
 _ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
+_MORE_WEIGHTS = ((2, 1), (3, 1))
+"""What comes after the second output may have heads as well: weights behind a position bias. What has none is told by
+its shape."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Attention:
                 taken = {query, key, *scaled}
                 scaled_key = self._equal(self.keys[0].outputs, taken) if self.keys and key_heads != heads else ()
                 for packed in self._packings(heads, key_heads):
-                    rule = Heads(query, key, groups, tuple(scaled), scaled_key)
+                    rule = Heads(query, key, groups, tuple(scaled), scaled_key, more_weights=_MORE_WEIGHTS)
                     variants.append(self._rules(place, where, live, rule, packed, heads, key_heads))
         return Proposal(place.block, "attention", tuple(variants[:8]), plain)
 

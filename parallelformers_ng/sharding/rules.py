@@ -68,7 +68,7 @@ def apply_rule(draft: Draft, rule: Rule, target: str, heads: list[HeadShare]) ->
         draft.layer(target, "gathered_column", [{"gathered_sizes": widths}] * draft.world_size)
     elif isinstance(rule, Renewed):
         (carried,) = (layer for layer in draft.layers.values() if layer.path == f"{target}.{rule.attention}")
-        names = (*carried.attributes[0], "communicator", "recording")
+        names = (*carried.attributes[0], "communicator")
         draft.layer(target, "renewed", [{"carried": names}] * draft.world_size)
     elif isinstance(rule, Reduce):
         draft.layer(target, "reduced", [{} for _ in range(draft.world_size)])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.sharding.own_heads import gathered
 from parallelformers_ng.sharding.structure import tensors
 
 
@@ -68,7 +69,7 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
         else copy.copy(value)
         for name, value in inputs.items()
     }
-    return list(tensors(model(**given)))
+    return [gathered(tensor) for tensor in tensors(model(**given))]
 
 
 def spare(model: Any) -> Any:

@@ -1,0 +1,232 @@
+"""Which hooks the modules of a parallelized model have, and which they cannot have."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from parallelformers_ng.errors import ParallelError, RequestTimeoutError
+from parallelformers_ng.generation.caches import map_handles
+from parallelformers_ng.generation.state import Watch
+from parallelformers_ng.hooks.crossing import Hook, Kind, Noted, described, is_of_library, pack
+from parallelformers_ng.runtime.leaves import Handle
+from parallelformers_ng.sharding.plan import ShardPlan
+
+_FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
+_REFUSED = {
+    "_backward_hooks": ("backward hook", "the workers compute without gradients, so that it would never be called"),
+    "_backward_pre_hooks": ("backward hook", "the workers compute without gradients, so that it would never be called"),
+}
+"""Table of a module → what it holds, and why a parallelized model takes none."""
+
+
+class Registered:
+    """The forward hooks of one model while it is parallelized.
+
+    The tables of its modules say when a hook comes, so that nothing is looked for where there is none. A table that has
+    hooks already is left in place, for their handles know it, and is looked at in each call.
+
+    Args:
+        model: every hook that it has passes `check`.
+        plan: how it is cut.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
+        self._model = weakref.ref(model)
+        self._plan = plan
+        self._paths: dict[str, None] = {}
+        self._lock = threading.RLock()
+        for path, module in model.named_modules():
+            if any(vars(module)[name] for name in _FORWARD):
+                self._paths[path] = None
+            for name in (*_FORWARD, *_REFUSED):
+                if not vars(module)[name]:
+                    vars(module)[name] = _Table(self, path, name)
+
+    def __bool__(self) -> bool:
+        """Whether there may be hooks.
+
+        Raises:
+            ParallelError: there is a global one.
+        """
+        if torch_module._has_any_global_hook():
+            raise ParallelError(_GLOBAL)
+        return bool(self._paths)
+
+    @contextlib.contextmanager
+    def turn(self, deadline: float) -> Iterator[Outgoing | None]:
+        """The hooks for a call, of each module in their order; None where there are none. Calls come one after another,
+        for each begins with what the one before has noted.
+
+        Raises:
+            ParallelError: one cannot be called.
+            RequestTimeoutError: other threads' calls took until `deadline`, on the clock of `time.monotonic`.
+        """
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise RequestTimeoutError("other calls of this model, whose forward hooks note something, were not done")
+        try:
+            model: Any = self._model()
+            hooks = [hook for path in self._paths for hook in hooks_of(path, model.get_submodule(path))]
+            yield Outgoing(model, hooks) if hooks else None
+        finally:
+            self._lock.release()
+
+    def leave(self) -> None:
+        """The hooks are ordinary ones from now on."""
+        model: Any = self._model()
+        for module in model.modules():
+            for name in (*_FORWARD, *_REFUSED):
+                table = vars(module)[name]
+                if isinstance(table, _Table):
+                    if table:
+                        table.registered = None  # their handles know this table
+                    else:
+                        vars(module)[name] = OrderedDict()
+
+    def admit(self, path: str, table: str, hook: Any) -> None:
+        """Take note of a hook that is being registered.
+
+        Raises:
+            ParallelError: it cannot be, in words.
+        """
+        check_hook(self._plan, path, table, hook)
+        if table in _FORWARD and not is_of_library(hook):
+            model: Any = self._model()
+            pack(model, [Hook(path, table, 0, hook)], [])
+            self._paths[path] = None
+
+
+class Outgoing:
+    """The hooks of one call.
+
+    Attributes:
+        sent: as they travel.
+    """
+
+    def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:
+        self._model = model
+        self._kept: list[Any] = []
+        self.sent = pack(model, hooks, self._kept)
+        self._watch = Watch([hook.call for hook in hooks], with_globals=True)
+        self.sent.parts = len(self._watch.parts)
+
+    def check_apart_from(self, arguments: Watch) -> None:
+        """
+        Raises:
+            ParallelError: a hook and an argument have an object in common, which cannot come home twice.
+        """
+        if self._watch.shares(arguments):
+            raise ParallelError(
+                "a forward hook shares an object with a logits processor, a stopping criterion or"
+                " prefix_allowed_tokens_fn; each would bring home a copy of its own. Give each its own object"
+            )
+
+    def bring_home(self, noted: Noted | None, receive: Callable[[Handle], Any]) -> None:
+        """Write down here what the hooks have noted on rank 0.
+
+        Args:
+            noted: None where they were not called.
+            receive: makes of the handle of a cache what the caller gets.
+        """
+
+        def found(handle: Handle) -> Any:
+            if handle.kind == "module":
+                return self._model.get_submodule(handle.payload)
+            return self._kept[handle.payload] if handle.kind == "kept here" else receive(handle)
+
+        if noted is None:
+            return
+        states, attributes = noted
+        self._watch.restore(states, lambda value: map_handles(value, found))
+        for (path, name), value in attributes.items():
+            vars(self._model.get_submodule(path))[name] = map_handles(value, found)
+
+
+class _Table(OrderedDict):
+    """A table of hooks that says when one comes."""
+
+    def __init__(self, registered: Registered, path: str, name: str) -> None:
+        super().__init__()
+        self.registered: Registered | None = registered
+        self._place = path, name
+
+    def __setitem__(self, number: int, hook: Any) -> None:
+        if self.registered is not None:
+            self.registered.admit(*self._place, hook)
+        super().__setitem__(number, hook)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
+def check(model: nn.Module, plan: ShardPlan) -> None:
+    """See that a model that is about to be cut has no hook which it cannot have then.
+
+    Raises:
+        ParallelError: it has, in words.
+    """
+    if torch_module._has_any_global_hook():
+        raise ParallelError(_GLOBAL)
+    for path, module in model.named_modules():
+        for table in (*_FORWARD, *_REFUSED):
+            for hook in vars(module)[table].values():
+                check_hook(plan, path, table, hook)
+    found = [hook for path, module in model.named_modules() for hook in hooks_of(path, module)]
+    if found:
+        pack(model, found, [])
+
+
+def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
+    """
+    Raises:
+        ParallelError: a cut model cannot have this hook in this table of the module at `path`.
+    """
+    if is_of_library(hook):
+        return
+    who = f"{described(hook)} on {path or 'the model'}"
+    if table in _REFUSED:
+        what, why = _REFUSED[table]
+        raise ParallelError(f"the {what} {who} is refused: {why}. Call deparallelize() first, or remove it")
+    block = next(
+        (block for block in plan.blocks if path and path != block and f"{path}.".startswith(_prefix(block))), None
+    )
+    if block is not None and plan.world_size > 1:
+        where = f"{block}, which is cut" if block else "the model, which is cut as one block"
+        raise ParallelError(
+            f"the forward hook {who} is refused: it lies within {where}, and would see one worker's part. Register it"
+            f" on {block or 'the model'} or something above it, or call deparallelize() first"
+        )
+    owner = getattr(hook, "__self__", hook)
+    if isinstance(owner, nn.Module):
+        raise ParallelError(
+            f"the forward hook {who} is refused: it belongs to a module, {type(owner).__name__}, and what it notes"
+            " there would stay on the workers. Make it a function, or a method of an object that is no module"
+        )
+
+
+def _prefix(block: str) -> str:
+    return f"{block}." if block else ""
+
+
+def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
+    """The forward hooks that the caller has registered on a module."""
+    for kind in _FORWARD:
+        with_kwargs = vars(module)[f"{kind}_with_kwargs"]
+        always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}
+        for number, hook in vars(module)[kind].items():
+            if not is_of_library(hook):
+                yield Hook(path, kind, number, hook, number in with_kwargs, number in always)
+
+
+_GLOBAL = (
+    "torch has a global module hook, which would be called for every module, also within the cut blocks, where it would"
+    " see one worker's part. Remove it, and register a hook on the modules that it is meant for"
+)

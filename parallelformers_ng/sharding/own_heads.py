@@ -1,0 +1,78 @@
+"""Attention weights that a rank has of its own heads, and that are gathered where something looks at them.
+
+Whether the weights are wanted shows in what is done with them: most modelling code hands them on whether anybody asked
+or not, and drops them. Ranks run the same code, so they come to the same places, and gather there together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from parallelformers_ng.errors import ParallelError
+
+
+class OwnHeads(Tensor):
+    """A tensor that shows the shape it has for all heads. Whatever is computed from it is computed from all heads.
+
+    Attributes:
+        own: what this rank has, as the attention of this rank reads it.
+    """
+
+    own: Tensor
+    _gather: Callable[[], Tensor] | None
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, own: Tensor, dim: int, heads: int, gather: Callable[[], Tensor]) -> OwnHeads:
+        """
+        Args:
+            own: what this rank has.
+            dim: its dimension of heads.
+            heads: how many the model has.
+            gather: gives the tensor of all heads; a collective.
+        """
+        shape = (*own.shape[:dim], heads, *own.shape[dim + 1 :])
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        self.own, self._gather, self._whole = own, gather, None
+        return self
+
+    # All that counts comes to __torch_dispatch__.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def whole(self) -> Tensor:
+        """The tensor of all heads; gathered at the first call, which all ranks make."""
+        if self._whole is None:
+            assert self._gather is not None
+            self._whole, self._gather = self._gather(), None
+        return self._whole
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OwnHeads({tuple(self.own.shape)} of {tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParallelError(
+            f"attention weights of shape {tuple(self.shape)} lie in an object that is not looked into, and one rank has"
+            " those of its own heads alone. Return them in a tuple, list, dict or model output"
+        )
+
+
+def gathered(value: Any) -> Any:
+    """A tensor of all heads in the place of one of a rank's own; anything else as it is."""
+    return value.whole() if type(value) is OwnHeads else value
+
+
+def own_part(value: Any) -> Any:
+    """The inverse, for attention, which reads of its arguments what belongs to its heads."""
+    return value.own if type(value) is OwnHeads else value
