@@ -23,6 +23,8 @@ from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.generation.streaming import deliver_to
 from parallelformers_ng.runtime.deadline import checked_seconds, deadline
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.interrupts import Held
 from parallelformers_ng.runtime.leaves import Handle
 
 log = logging.getLogger("parallelformers_ng")
@@ -82,6 +84,21 @@ class Dispatcher:
         end = self._deadline(how.get("timeout"))
         # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
         group, incarnation = self.deployment.ready(end)
+        with Held():  # what is noted here, and what the workers have done, must not part
+            return self._call(model, path, method, args, kwargs, how, group, incarnation, end)
+
+    def _call(
+        self,
+        model: Any,
+        path: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        how: dict[str, Any],
+        group: WorkerGroup,
+        incarnation: int,
+        end: float,
+    ) -> Any:
         caches: dict[int, Cache] = {}
         args, kwargs = map_caches((args, kwargs), lambda cache: self._send_cache(cache, caches))
         watch = Watch(kwargs)
