@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import socket
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ import torch
 
 from benchmarks.chaos_interrupts import interrupts_at_random
 from parallelformers_ng.errors import RequestTimeoutError
+from parallelformers_ng.runtime import interrupts
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import Kind, pack
 from parallelformers_ng.runtime.interrupts import Held, LetThrough
@@ -121,6 +127,43 @@ def test_a_frame_is_taken_and_sent_on_after_an_interruption():
     assert receiver.recv() == (Kind.EVENT, 6, "next")
     sender.close()
     receiver.close()
+
+
+def test_no_step_of_a_request_loses_the_group(groups):
+    """Struck between two bytecodes of the package, as a signal strikes; of all there are, a sample."""
+    group, missed = groups(2), []
+    steps = 10**6 - _strike_at(10**6, lambda: group.call("held_caches"))
+    for step in sorted(random.Random(0).sample(range(1, steps - 200), 60)):
+        try:
+            _strike_at(step, lambda: group.call("held_caches"))
+            missed.append(step)
+        except KeyboardInterrupt:
+            pass
+        assert group.call_each("held_caches", [()] * 2) == [0, 0], step
+    assert len(missed) < 10, "some calls have fewer steps, since the answer comes sooner; not many"
+
+
+def _strike_at(step: int, call: Callable[[], Any]) -> int:
+    """Raise SIGINT in this thread before one of the bytecodes of a call. Returns how many there were too few."""
+    left, mine = step, f"{os.sep}parallelformers_ng{os.sep}"
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if mine not in frame.f_code.co_filename or frame.f_code.co_filename == interrupts.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if not left and event == "opcode":
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return left
 
 
 def test_a_short_storm_of_interrupts(groups):

@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -77,8 +78,9 @@ class WorkerGroup:
     ) -> None:
         self.world_size = world_size
         self.device_names = startup.device_names(world_size, device, device_ids)
+        startup.check_backend(backend, device, device_ids)
         self.timeout = timeout
-        self.in_use = False  # by a model; for those who hand one group to several models in turn
+        self.user: weakref.ref[Any] | None = None  # of those whom this group serves in turn: see `in_use`
         self._turns = Turns()
         self._patient_until = 0.0  # with workers that are still busy with a request that was interrupted; 0: none is
         self._key = secrets.token_bytes(32)
@@ -126,6 +128,11 @@ class WorkerGroup:
                 self._lifetime.end_workers()
                 raise
             self._wait = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it serves a model. One that was dropped needs no more."""
+        return self.user is not None and self.user() is not None
 
     @property
     def owner(self) -> int:
