@@ -229,8 +229,9 @@ class Dispatcher:
         if isinstance(cache, CacheHandle):
             if cache._owner() is not self.deployment:
                 raise ParallelError(f"this {type(cache).__name__} belongs to another model")
-            sent[cache._number] = cache
-            return Handle("cache", cache._number)
+            whole, half = cache.place()
+            sent[whole._number] = whole
+            return Handle("cache", (whole._number, half))
         if not is_empty(cache):
             raise ParallelError(
                 f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own"
@@ -247,11 +248,11 @@ class Dispatcher:
             self.deployment.remember_cache(adopt(cache, self.deployment, incarnation, number, facts))
 
     def _receive_cache(self, handle: Handle, incarnation: int) -> Any:
-        number, facts = handle.payload["id"], handle.payload["facts"]
+        number, facts, half = handle.payload["id"], handle.payload["facts"], handle.payload["half"]
         known = self.deployment.known_cache(number)
         if known is not None:
             known._facts = facts or known._facts
-            return known
+            return getattr(known, half) if half else known
         made = adopt(None, self.deployment, incarnation, number, facts)
         self.deployment.remember_cache(made)
         return made

@@ -62,7 +62,9 @@ def test_who_takes_too_long_to_start_says_where_it_is():
     text = str(caught.value)
     # On a slow machine it is not even there.
     place = r"(building NeverReady \(\S+runtime_target\.py|importing \S+ \(\S+\.py), line \d+\)"
-    assert re.search(rf"rank \d was not ready within 15 s; it was {place}\. Allow more time with start_timeout=", text), text
+    assert re.search(
+        rf"rank \d was not ready within 15 s; it was {place}\. Allow more time with start_timeout=", text
+    ), text
 
 
 WARNS = """

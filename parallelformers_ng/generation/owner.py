@@ -41,8 +41,10 @@ class CacheOwner(ABC):
     def deadline_of(self, timeout: float | None) -> float:
         """When a call must be done that begins now, on the clock of `time.monotonic`."""
 
-    def cache_call(self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of a cache on every rank."""
+    def cache_call(
+        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = ""
+    ) -> Any:
+        """Call a method of a cache, or of one of its halves, on every rank."""
         deadline = self.deadline_of(None)
         group, incarnation = self.ready(deadline)
         handle.check()  # after the group was chosen: of an older one, it is stale
@@ -50,7 +52,7 @@ class CacheOwner(ABC):
         timeout = deadline - time.monotonic()
         with Held():
             try:
-                result, facts = group.call("cache", handle._number, method, args, kwargs, block, timeout=timeout)
+                result, facts = group.call("cache", handle._number, method, args, kwargs, block, half, timeout=timeout)
             except BaseException:
                 handle._torn = not (method in ("copy", "__getattribute__") or method.startswith("get_"))
                 self.free_after_failure(incarnation, [block])
