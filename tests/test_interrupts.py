@@ -42,34 +42,49 @@ def number(request):
 
 def test_a_signal_waits_for_the_end_of_the_block(number):
     handler, steps = signal.getsignal(number), []
-    with pytest.raises(Alarm), Held():
-        signal.raise_signal(number)
+
+    def struck() -> None:
         with Held():
-            steps.append("within")
-        steps.append("still within")
+            signal.raise_signal(number)
+            with Held():
+                steps.append("within")
+            steps.append("still within")
+
+    with pytest.raises(Alarm):
+        struck()
     assert steps == ["within", "still within"]
     assert signal.getsignal(number) is handler
 
 
 def test_a_signal_is_let_through_and_what_cleans_up_after_it_is_not_struck(number):
     steps = []
-    with pytest.raises(Alarm), Held():
-        try:
-            with LetThrough():
+
+    def struck_twice() -> None:
+        with Held():
+            try:
+                with LetThrough():
+                    signal.raise_signal(number)
+                    steps.append("not reached")
+            finally:
                 signal.raise_signal(number)
-                steps.append("not reached")
-        finally:
-            signal.raise_signal(number)
-            steps.append("cleaned up")
+                steps.append("cleaned up")
+
+    with pytest.raises(Alarm):
+        struck_twice()
     assert steps == ["cleaned up"]
 
 
 def test_a_signal_that_waits_is_let_through_before_the_wait(number):
     begun = []
-    with pytest.raises(Alarm), Held():
-        signal.raise_signal(number)
-        with LetThrough():
-            begun.append("the wait")
+
+    def wait() -> None:
+        with Held():
+            signal.raise_signal(number)
+            with LetThrough():
+                begun.append("the wait")
+
+    with pytest.raises(Alarm):
+        wait()
     assert not begun
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_EDITABLE_INSTALL = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, '__module__', '').startswith('__edit')]\n"
+NO_EDITABLE_INSTALL = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+"""
 USE = """
 import logging; logging.basicConfig(level=logging.DEBUG)
 if __name__ == "__main__":

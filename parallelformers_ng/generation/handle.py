@@ -117,7 +117,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
         return self._half("cross_attention_cache")
 
     def _half(self, name: str) -> CacheHalf:
-        cls = _half_class(_named_class(*self._facts.halves[name]))
+        cls: Any = handle_class(_named_class(*self._facts.halves[name]), CacheHalf)  # type: ignore[arg-type]
         half = cls.__new__(cls)
         half._whole, half._name = self, name
         return half
@@ -167,7 +167,7 @@ class CacheHalf(CacheHandle):
 def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
-    cls = handle_class(_named_class(facts.module, facts.name) if cache is None else type(cache))
+    cls = handle_class(_named_class(facts.module, facts.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
     else:
@@ -223,11 +223,6 @@ def _forwarded(name: str, original: Any) -> Any:
         return self._remote(name, *args, **kwargs)
 
     return call
-
-
-@functools.cache
-def _half_class(cls: type[Cache]) -> type[CacheHalf]:
-    return handle_class(cls, CacheHalf)  # type: ignore[return-value]
 
 
 def _named_class(module: str, name: str) -> type[Cache]:

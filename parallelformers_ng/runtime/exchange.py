@@ -35,8 +35,8 @@ class WorkerGoneError(GroupError):
 class Exchange:
     """Sends requests to all workers of a group and collects their answers. Not for two threads at once.
 
-    In the main thread its methods are called in a `Held` block: handlers of signals run in the waits and in the caller's
-    `on_event` alone. What those raise leaves an exchange that `finish` takes up again.
+    In the main thread its methods are called in a `Held` block: handlers of signals run in the waits alone, and in the
+    caller's `on_event`. What those raise leaves an exchange that `finish` takes up again.
 
     Args:
         processes: the workers, all ready.

@@ -15,10 +15,15 @@ import os
 import signal
 import sys
 import threading
-from _signal import getsignal
-from _signal import signal as set_handler  # those of `signal` look for a member of an enum, which takes them 20 µs
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from signal import getsignal
+    from signal import signal as set_handler
+else:  # without the search for a member of an enum, which takes those of `signal` 20 µs
+    from _signal import getsignal
+    from _signal import signal as set_handler
 
 _RAISING = (int(signal.SIGALRM), int(signal.SIGINT))  # whose handlers usually raise: time-outs, and Ctrl-C
 
@@ -57,7 +62,8 @@ class _StandIn:
 
     def remove(self) -> None:
         for number in _RAISING:
-            if getsignal(number) is self:  # else the program has set another meanwhile
+            placed: Any = getsignal(number)
+            if placed is self:  # else the program has set another meanwhile
                 set_handler(number, self._handlers[number])
 
     def pass_on(self) -> None:

@@ -11,8 +11,8 @@ from parallelformers_ng.runtime.interrupts import LetThrough
 class Turns:
     """A lock that threads get in the order in which they asked for it.
 
-    A signal can interrupt the wait, and nothing else where the caller is in a `Held` block. A turn belongs to its thread
-    from the moment it is passed on, so who was interrupted releases it all the same.
+    A signal can interrupt the wait, and nothing else where the caller is in a `Held` block. A turn belongs to its
+    thread from the moment it is passed on, so who was interrupted releases it all the same.
     """
 
     def __init__(self) -> None:
