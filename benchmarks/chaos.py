@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chaos_frames, chaos_inputs, chaos_processes, chaos_requests, chaos_storm
+from benchmarks import chaos_frames, chaos_inputs, chaos_interrupts, chaos_processes, chaos_requests, chaos_storm
 from benchmarks.chaos_figures import Run, lines, page, recall, remember
 from benchmarks.measure import machine
 
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 SUITES = {
     "parents": (chaos_processes.parents, 100, "the parent is killed at any moment from the start of its workers on"),
     "interrupts": (chaos_processes.interrupts, 50, "Ctrl-C at any moment of a call, in a REPL on a pseudo-terminal"),
+    "random": (chaos_interrupts.figures, 500, "Ctrl-C at random moments of short calls, one after another"),
     "storm": (chaos_storm.figures, 1000, "requests of 8 threads, a worker killed per 20: idle, prefill, decode, reply"),
     "limit": (chaos_requests.limit, 3, "workers die more often than max_restarts allows"),
     "raises": (chaos_requests.raises, 100, "one rank raises in a block, in the middle of a forward"),

@@ -8,7 +8,7 @@ For more than trying it out, let gunicorn serve it, with one worker and many thr
     MODEL=examples/demo_model gunicorn --pythonpath examples --workers 1 --threads 16 'flask_app:create_app()'
 
 Each further gunicorn worker would load a model of its own. Leave `--preload` off: it calls `create_app` before gunicorn
-forks, and a model can be used only from the process that parallelized it (WrongProcessError).
+forks, and a model can be used only from the process that parallelized it. With it, gunicorn says so and ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -45,6 +46,7 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name)
     parallelize(model, num_gpus=num_gpus)
+    os.register_at_fork(after_in_child=refuse_to_serve)
 
     app = Flask(__name__)
     app.url_map.merge_slashes = False  # the text may hold them
@@ -70,6 +72,13 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
         return {"error": type(error).__name__}, 503
 
     return app
+
+
+def refuse_to_serve() -> None:
+    """In a process that was forked after the model was parallelized: it could only answer 503, so it does not start."""
+    message = "the model belongs to the process that loaded it, which has forked; run gunicorn without --preload"
+    print(f"flask_app: {message}", file=sys.stderr, flush=True)
+    os._exit(3)  # gunicorn takes this for a worker that failed to boot, and ends
 
 
 def main() -> None:

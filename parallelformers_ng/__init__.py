@@ -6,6 +6,9 @@ The names load on first use: a worker imports this package too, and must be watc
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +46,24 @@ _HOMES = {
     "save_sharded": "saving",
     "start_group": "entry",
 }
+
+
+def _find_policies() -> None:
+    """In a clone they lie beside this folder, in `policies/`. Whoever starts Python there imports this folder, whatever
+    is installed, and finds them too."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    beside = os.path.join(os.path.dirname(here), "policies")
+    name, first = f"{__name__}.policies", os.path.join(beside, "__init__.py")
+    if os.path.isdir(os.path.join(here, "policies")) or not os.path.isfile(first):
+        return
+    spec = importlib.util.spec_from_file_location(name, first, submodule_search_locations=[beside])
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = globals()["policies"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+_find_policies()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from parallelformers_ng import __version__
 from parallelformers_ng.errors import ParallelError
 
 
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Tensor parallelism for Hugging Face models.",
         epilog="Each command has its own --help.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     model = argparse.ArgumentParser(add_help=False)

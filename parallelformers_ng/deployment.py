@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,8 +81,10 @@ class Deployment(CacheOwner):
         self._closed = False
         self._skeleton = Skeleton.of(model, plan)
         if group.in_use:
+            gc.collect()  # the other model may be one that nobody holds any more
+        if group.in_use:
             raise PlacementError("the group given serves another model; end that one first, or start another group")
-        group.in_use = True
+        group.user = weakref.ref(self)
         self._supervisor = Supervisor(group)
         self._store: ShardStore | None = None
 
@@ -218,7 +222,7 @@ class Deployment(CacheOwner):
         group = self._supervisor.group
         if self._borrowed and not self._closed and group.alive:
             group.call("drop")
-            group.in_use = False
+            group.user = None
         elif not self._borrowed:
             group.close()
         self._closed = True

@@ -24,6 +24,8 @@ from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import deliver_to
 from parallelformers_ng.hooks.registered import Outgoing, Registered
 from parallelformers_ng.runtime.deadline import checked_seconds, deadline
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.interrupts import Held
 from parallelformers_ng.runtime.leaves import Handle
 
 log = logging.getLogger("parallelformers_ng")
@@ -116,6 +118,21 @@ class Dispatcher:
     ) -> Any:
         # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
         group, incarnation = self.deployment.ready(end)
+        with Held():  # what is noted here, and what the workers have done, must not part
+            return self._call(model, path, method, args, kwargs, how, group, incarnation, end)
+
+    def _call(
+        self,
+        model: Any,
+        path: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        how: dict[str, Any],
+        group: WorkerGroup,
+        incarnation: int,
+        end: float,
+    ) -> Any:
         caches: dict[int, Cache] = {}
         args, kwargs = map_caches((args, kwargs), lambda cache: self._send_cache(cache, caches))
         watch = Watch(watched_arguments(kwargs))
@@ -274,8 +291,9 @@ class Dispatcher:
         if isinstance(cache, CacheHandle):
             if cache._owner() is not self.deployment:
                 raise ParallelError(f"this {type(cache).__name__} belongs to another model")
-            sent[cache._number] = cache
-            return Handle("cache", cache._number)
+            whole, half = cache.place()
+            sent[whole._number] = whole
+            return Handle("cache", (whole._number, half))
         if not is_empty(cache):
             raise ParallelError(
                 f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own"
@@ -292,11 +310,11 @@ class Dispatcher:
             self.deployment.remember_cache(adopt(cache, self.deployment, incarnation, number, facts))
 
     def _receive_cache(self, handle: Handle, incarnation: int) -> Any:
-        number, facts = handle.payload["id"], handle.payload["facts"]
+        number, facts, half = handle.payload["id"], handle.payload["facts"], handle.payload["half"]
         known = self.deployment.known_cache(number)
         if known is not None:
             known._facts = facts or known._facts
-            return known
+            return getattr(known, half) if half else known
         made = adopt(None, self.deployment, incarnation, number, facts)
         self.deployment.remember_cache(made)
         return made

@@ -15,7 +15,6 @@ from transformers import CompileConfig, PreTrainedModel
 from parallelformers_ng.checkpoint.location import Location, check_directory
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton, prepare_conversions
-from parallelformers_ng.collectives import BACKENDS
 from parallelformers_ng.compiling import static_steps
 from parallelformers_ng.deployment import REPLICA, Deployment
 from parallelformers_ng.errors import (
@@ -28,6 +27,7 @@ from parallelformers_ng.model import enter, is_parallelized
 from parallelformers_ng.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.deadline import checked_seconds
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.startup import check_backend
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -260,8 +260,7 @@ def _group_maker(
     """Check where the workers go; starting them is left to the caller, who may have to do it again."""
     check_platform()
     world_size, kind = placement(num_gpus, device, device_ids)
-    if backend not in BACKENDS:
-        raise ParallelError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
+    check_backend(backend, kind, device_ids)
     checked_seconds(timeout, "timeout")
     checked_seconds(start_timeout, "start_timeout")
     return functools.partial(

@@ -236,12 +236,15 @@ class Replica:
         with captured.capturing(module):
             yield lambda: captured.reason
 
-    def cache(self, number: int, method: str, args: tuple, kwargs: dict, block: int) -> tuple[Any, CacheFacts]:
-        """Call a method of a cache that this rank holds. Returns its result and what became of the cache."""
+    def cache(
+        self, number: int, method: str, args: tuple, kwargs: dict, block: int, half: str = ""
+    ) -> tuple[Any, CacheFacts]:
+        """Call a method of a cache that this rank holds, or of a half. Returns its result and what became of the whole
+        cache."""
         self.caches.number_from(block)
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
-            result = self.caches.run(number, method, args, kwargs)
+            result = self.caches.run(number, method, args, kwargs, half)
         return result, facts_of(self.caches.get(number))
 
     def cache_facts(self, number: int) -> CacheFacts | None:
@@ -269,12 +272,12 @@ class Replica:
 
     def _take_cache(self, handle: Handle, used: dict[int, Cache]) -> Cache:
         if handle.kind == "new cache":
-            number, cache = handle.payload
+            (number, cache), half = handle.payload, ""
             self.caches.adopt(number, cache)
         else:
-            number = handle.payload
+            number, half = handle.payload
         used[number] = self.caches.get(number)
-        return used[number]
+        return self.caches.get(number, half)
 
     def _add_generation_hooks(self, kwargs: dict[str, Any], call: Call) -> None:
         criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])

@@ -110,3 +110,49 @@ def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
     deployment = deployment_of(llama.parallel)
     group, _ = deployment.ready(deployment.deadline_of(None))
     assert group.call("held_caches") <= 1
+
+
+def test_the_halves_of_an_encoder_decoder_cache(groups) -> None:
+    def play(model: Any) -> list[Any]:
+        inputs, step = seq2seq_inputs(), torch.tensor([[8], [9]])
+        out = model(**inputs, use_cache=True)
+        whole = out.past_key_values
+        own, cross = whole.self_attention_cache, whole.cross_attention_cache
+        seen = [own.get_seq_length(), cross.get_seq_length(), len(own), isinstance(cross, DynamicCache), own.batch_size]
+        model(**{**inputs, "decoder_input_ids": step}, past_key_values=whole)
+        seen += [own.get_seq_length(), cross.get_seq_length(), own.get_mask_sizes(1, 0)]
+        own.crop(-1)
+        seen += [own.get_seq_length(), whole.get_seq_length(), cross.get_seq_length()]
+        whole.reorder_cache(torch.tensor([1, 0]))
+        other = copy.deepcopy(own)
+        own.crop(-1)
+        seen += [other.get_seq_length(), own.get_seq_length(), cross.batch_size]
+        kept = whole.self_attention_cache
+        del whole, own, out
+        gc.collect()
+        seen.append(kept.get_seq_length())
+        return seen
+
+    with torch.no_grad():
+        want = play(t5())
+    with parallelize(t5(), group=groups(2)) as model:
+        assert play(model) == want
+        gc.collect()
+        model(**seq2seq_inputs(), use_cache=False)
+        deployment = deployment_of(model)
+        assert deployment.ready(deployment.deadline_of(None))[0].call("held_caches") == 0
+
+
+def test_a_half_goes_to_the_decoder_alone_and_comes_back(groups) -> None:
+    def play(model: Any) -> list[torch.Tensor]:
+        whole = model(**seq2seq_inputs(), use_cache=True).past_key_values
+        half, step = whole.self_attention_cache, torch.tensor([[8], [9]])
+        out = model.get_decoder()(step, past_key_values=half, use_cache=True)
+        assert out.past_key_values == half
+        assert half == whole.self_attention_cache
+        return [out.last_hidden_state, torch.tensor([half.get_seq_length(), whole.get_seq_length()])]
+
+    with torch.no_grad():
+        want = play(t5())
+    with parallelize(t5(), group=groups(2)) as model:
+        assert_same(play(model), want)

@@ -132,6 +132,15 @@ def test_flask_under_gunicorn(model_folder: Path, expected: dict[str, str], tmp_
         server.wait_until_gone(family)
 
 
+def test_flask_under_gunicorn_that_loads_before_it_forks_ends_at_once(model_folder: Path) -> None:
+    environment = {**os.environ, "MODEL": str(model_folder), "NUM_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [*GUNICORN[:-1], "--preload", GUNICORN[-1]]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode != 0
+    assert "run gunicorn without --preload" in ended.stderr
+
+
 def test_flask_when_a_worker_is_killed_and_at_sigterm(model_folder: Path, tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log", new_tokens=LONG) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.client.get, "/generate_text/w1")

@@ -18,6 +18,29 @@ __all__ = ["BACKENDS", "Arena", "Communicator", "SingleCommunicator", "connect",
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
 
+def chosen_backend(backend: str, device_type: str) -> str:
+    """The one of BACKENDS that "auto" stands for; any other stands for itself."""
+    if backend != "auto":
+        return backend
+    on_cpu = "shared_memory" if available_kernels() else "gloo"
+    return "nccl" if device_type == "cuda" else on_cpu
+
+
+def why_unserved(backend: str, device_type: str) -> str:
+    """Why a backend cannot serve devices of a type here; "" where it can."""
+    backend = chosen_backend(backend, device_type)
+    if device_type not in ("cpu", "cuda") or (backend, device_type) in (("nccl", "cpu"), ("gloo", "cuda")):
+        return (
+            f"backend {backend!r} does not serve {device_type}; NCCL is for CUDA, gloo for the CPU, and shared memory"
+            " for both"
+        )
+    if backend == "nccl" and not torch.distributed.is_nccl_available():
+        return f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another"
+    if backend == "shared_memory" and not available_kernels():
+        return "backend 'shared_memory' works here neither in C nor in Python; pass backend='gloo'"
+    return ""
+
+
 def connect(
     backend: str,
     *,
@@ -49,14 +72,9 @@ def connect(
         raise ValueError(f"connect: backend {backend!r} is not one of {', '.join(BACKENDS)}")
     if not timeout > 0:
         raise ValueError(f"connect: timeout {timeout} s is not positive")
-    if backend == "auto":
-        on_cpu = "shared_memory" if available_kernels() else "gloo"
-        backend = "nccl" if device.type == "cuda" else on_cpu
-    if device.type not in ("cpu", "cuda") or (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda")):
-        raise ValueError(
-            f"connect: backend {backend!r} does not serve {device}; NCCL is for CUDA, gloo for the CPU, and"
-            " shared memory for both"
-        )
+    backend = chosen_backend(backend, device.type)
+    if reason := why_unserved(backend, device.type):
+        raise ValueError(f"connect: {reason}")
     if world_size == 1:
         return SingleCommunicator(None if arena_fd is None else ArenaMap(arena_fd, 1))
     if backend == "shared_memory":

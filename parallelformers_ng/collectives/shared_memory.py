@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -17,8 +18,9 @@ from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, Pro
 
 try:
     from parallelformers_ng.collectives import _kernel
-except ImportError:  # installed without a compiler
+except ImportError as error:  # installed without a compiler, or a clone that hides what is installed
     _kernel = None  # type: ignore[assignment]
+    logging.getLogger("parallelformers_ng").debug("sums are computed in Python: %s", error)
 
 KernelName = Literal["auto", "c", "python"]
 

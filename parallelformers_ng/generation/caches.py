@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class CacheFacts:
         lengths: tokens held by each layer, -1 for a layer that does not count them.
         batch_size: rows, -1 before the first update.
         flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
+        halves: module and name of the classes of an encoder-decoder cache's halves.
     """
 
     module: str
@@ -36,19 +37,27 @@ class CacheFacts:
     lengths: list[int]
     batch_size: int
     flags: dict[str, Any]
+    halves: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
+HALVES = ("self_attention_cache", "cross_attention_cache")
 _FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_linear", "is_dummy")
 
 
 def facts_of(cache: Cache) -> CacheFacts:
     """Look at a cache. Lengths do not depend on the rank: each holds all positions of its own heads."""
-    layers = cache.self_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else cache.layers
-    lengths = [_length(layer) for layer in layers]
-    whole = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    batch = getattr(whole, "batch_size", -1) if layers else -1
-    flags = {name: getattr(whole, name) for name in _FLAGS if hasattr(whole, name)}
-    return CacheFacts(type(cache).__module__, type(cache).__qualname__, lengths, int(batch), flags)
+    counted, halves = cache, {}
+    if isinstance(cache, EncoderDecoderCache):
+        counted = cache.self_attention_cache
+        halves = {name: _class_of(getattr(cache, name)) for name in HALVES}
+    lengths = [_length(layer) for layer in counted.layers]
+    batch = getattr(counted, "batch_size", -1) if counted.layers else -1
+    flags = {name: getattr(counted, name) for name in _FLAGS if hasattr(counted, name)}
+    return CacheFacts(*_class_of(cache), lengths, int(batch), flags, halves)
+
+
+def _class_of(cache: Cache) -> tuple[str, str]:
+    return type(cache).__module__, type(cache).__qualname__
 
 
 def _length(layer: Any) -> int:
@@ -89,8 +98,10 @@ class CacheTable:
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, number: int) -> Cache:
-        return self._held[number]
+    def get(self, number: int, half: str = "") -> Cache:
+        """A cache that is held, or one of its HALVES."""
+        cache = self._held[number]
+        return getattr(cache, half) if half else cache
 
     def put(self, cache: Cache) -> int:
         """The id of `cache`, a new one on first sight."""
@@ -122,12 +133,24 @@ class CacheTable:
             cache: one that is held, or will be from now on.
             told: numbers of caches whose facts reach the caller anyway.
         """
-        number = self.put(cache)
-        return Handle("cache", {"id": number, "facts": None if number in told else facts_of(cache)})
+        number, half = self._whole_of(cache)
+        if not half:
+            number = self.put(cache)
+        facts = None if number in told else facts_of(self._held[number])
+        return Handle("cache", {"id": number, "facts": facts, "half": half})
 
-    def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of a cache, or copy it. Returns what it returned, a handle for a new cache."""
-        cache = self._held[number]
+    def _whole_of(self, cache: Cache) -> tuple[int, str]:
+        """Number of the cache that this one is a half of, and which. (0, "") where it is none."""
+        for number, held in self._held.items():
+            if isinstance(held, EncoderDecoderCache):
+                for name in HALVES:
+                    if getattr(held, name) is cache:
+                        return number, name
+        return 0, ""
+
+    def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = "") -> Any:
+        """Call a method of a cache, or of a half, or copy it. Returns what it returned, a handle for a new cache."""
+        cache = self.get(number, half)
         result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
         return self.handle(result) if isinstance(result, Cache) else result
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from parallelformers_ng.errors import ParallelError, StaleCacheError
-from parallelformers_ng.generation.caches import CacheFacts
+from parallelformers_ng.generation.caches import HALVES, CacheFacts
 
 if TYPE_CHECKING:
     from parallelformers_ng.generation.owner import CacheOwner
@@ -49,6 +50,10 @@ class CacheHandle(Cache):
                 " ranks may now hold different lengths; run the prompt again"
             )
         return deployment
+
+    def place(self) -> tuple[CacheHandle, str]:
+        """The handle that has a number of the workers', and which of its halves this is, "" for the whole."""
+        return self, ""
 
     def check(self) -> None:
         """Raise StaleCacheError where the workers that held the cache are gone."""
@@ -96,7 +101,7 @@ class CacheHandle(Cache):
 
 
 class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
-    """A handle for an encoder-decoder cache. Its two halves are reached through it, not alone."""
+    """A handle for an encoder-decoder cache. Its halves have handles of their own, which last as long as it does."""
 
     @property
     def is_updated(self) -> dict[int, bool]:
@@ -105,15 +110,64 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def self_attention_cache(self) -> Any:
-        raise ParallelError("the halves of this cache are with the workers; use the methods of the whole")
+        return self._half("self_attention_cache")
 
-    cross_attention_cache = self_attention_cache
+    @property
+    def cross_attention_cache(self) -> Any:
+        return self._half("cross_attention_cache")
+
+    def _half(self, name: str) -> CacheHalf:
+        cls: Any = handle_class(_named_class(*self._facts.halves[name]), CacheHalf)  # type: ignore[arg-type]
+        half = cls.__new__(cls)
+        half._whole, half._name = self, name
+        return half
+
+
+class CacheHalf(CacheHandle):
+    """A handle for one half of an encoder-decoder cache. It has no state but that of the whole, which changes with it;
+    two handles of one half are equal."""
+
+    _whole: EncoderDecoderCacheHandle
+    _name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheHalf) and (self._whole, self._name) == (other._whole, other._name)
+
+    def __hash__(self) -> int:
+        return hash((id(self._whole), self._name))
+
+    def place(self) -> tuple[CacheHandle, str]:
+        return self._whole, self._name
+
+    @property
+    def _facts(self) -> CacheFacts:  # type: ignore[override]
+        facts = self._whole._facts
+        # The whole counts its self-attention; of the cross-attention the workers are asked.
+        return (
+            facts
+            if self._name == "self_attention_cache"
+            else replace(facts, lengths=[-1] * len(facts.lengths), flags={})
+        )
+
+    def _owner(self) -> CacheOwner:
+        return self._whole._owner()
+
+    def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._owner().cache_call(self._whole, method, args, kwargs, self._name)
+
+    @property
+    def batch_size(self) -> int:
+        return (
+            self._facts.batch_size
+            if self._name == "self_attention_cache"
+            else self._remote("__getattribute__", "batch_size")
+        )
 
 
 def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
-    cls = handle_class(_cache_class(facts)) if cache is None else handle_class(type(cache))  # type: ignore[arg-type]
+    cls = handle_class(_named_class(facts.module, facts.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
     else:
@@ -123,16 +177,22 @@ def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number:
     handle._number, handle._facts = number, facts
     handle._incarnation = incarnation
     handle._deployment = weakref.ref(deployment)
-    weakref.finalize(handle, deployment.free_cache, incarnation, number).atexit = False
+    weakref.finalize(handle, _free, handle._deployment, incarnation, number).atexit = False
     return handle
 
 
+def _free(deployment: weakref.ref[CacheOwner], incarnation: int, number: int) -> None:
+    owner = deployment()  # a handle must not keep a model that was dropped
+    if owner is not None:
+        owner.free_cache(incarnation, number)
+
+
 @functools.cache
-def handle_class(cls: type[Cache]) -> type[CacheHandle]:
+def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
     """A class that is both a `CacheHandle` and a `cls`, with every public method of `cls` answered or forwarded."""
     if issubclass(cls, CacheHandle):
         return cls
-    base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else CacheHandle
+    base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else base
     bases = (base,) if base.__mro__[1:] and cls in base.__mro__ else (base, cls)
     members: dict[str, Any] = {"__module__": cls.__module__}
     for name in dir(cls):
@@ -165,20 +225,16 @@ def _forwarded(name: str, original: Any) -> Any:
     return call
 
 
-def _cache_class(facts: CacheFacts) -> type[Cache]:
-    cls = getattr(importlib.import_module(facts.module), facts.name)
+def _named_class(module: str, name: str) -> type[Cache]:
+    cls = getattr(importlib.import_module(module), name)
     assert issubclass(cls, Cache), f"{cls} is no cache"
     return cls
 
 
 def is_empty(cache: Cache) -> bool:
     """Whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
-    halves = (
-        (cache.self_attention_cache, cache.cross_attention_cache)
-        if isinstance(cache, EncoderDecoderCache)
-        else (cache,)
-    )
-    return not any(_is_filled(layer) for half in halves for layer in half.layers)
+    parts = [getattr(cache, name) for name in HALVES] if isinstance(cache, EncoderDecoderCache) else [cache]
+    return not any(_is_filled(layer) for part in parts for layer in part.layers)
 
 
 def _is_filled(layer: Any) -> bool:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.generation.caches import CACHE_BLOCK
 from parallelformers_ng.generation.handle import CacheHandle, adopt
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.interrupts import Held
 from parallelformers_ng.runtime.leaves import Handle
 
 
@@ -40,24 +41,27 @@ class CacheOwner(ABC):
     def deadline_of(self, timeout: float | None) -> float:
         """When a call must be done that begins now, on the clock of `time.monotonic`."""
 
-    def cache_call(self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of a cache on every rank."""
+    def cache_call(
+        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = ""
+    ) -> Any:
+        """Call a method of a cache, or of one of its halves, on every rank."""
         deadline = self.deadline_of(None)
         group, incarnation = self.ready(deadline)
         handle.check()  # after the group was chosen: of an older one, it is stale
         block = self.new_cache_block()
         timeout = deadline - time.monotonic()
-        try:
-            result, facts = group.call("cache", handle._number, method, args, kwargs, block, timeout=timeout)
-        except BaseException:
-            handle._torn = not (method in ("copy", "__getattribute__") or method.startswith("get_"))
-            self.free_after_failure(incarnation, [block])
-            raise
-        handle._facts = facts
-        if isinstance(result, Handle):
-            number, facts = result.payload["id"], result.payload["facts"]
-            return self.remember_cache(adopt(None, self, incarnation, number, facts))
-        return result
+        with Held():
+            try:
+                result, facts = group.call("cache", handle._number, method, args, kwargs, block, half, timeout=timeout)
+            except BaseException:
+                handle._torn = not (method in ("copy", "__getattribute__") or method.startswith("get_"))
+                self.free_after_failure(incarnation, [block])
+                raise
+            handle._facts = facts
+            if isinstance(result, Handle):
+                number, facts = result.payload["id"], result.payload["facts"]
+                return self.remember_cache(adopt(None, self, incarnation, number, facts))
+            return result
 
     def is_untouched(self, handle: CacheHandle) -> bool:
         """Whether every rank still holds the cache as it was when the caller last heard of it."""

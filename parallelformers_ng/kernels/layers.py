@@ -7,13 +7,16 @@ Sums run in another order than torch's, so results may differ in the last bits.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
 try:
     from parallelformers_ng.kernels import _decode
-except ImportError:  # installed without a compiler
+except ImportError as error:  # installed without a compiler, or a clone that hides what is installed
     _decode = None  # type: ignore[assignment]
+    logging.getLogger("parallelformers_ng").debug("decode steps are computed in torch: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 # A processor that multiplies bfloat16 itself does so, in torch, twice as fast as the kernel, which widens it to fp32.

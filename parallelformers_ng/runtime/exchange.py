@@ -13,6 +13,7 @@ from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.decoder import Restore
 from parallelformers_ng.runtime.encoder import Encoded
 from parallelformers_ng.runtime.frames import Flag, Frame, Kind, Packed, pack
+from parallelformers_ng.runtime.interrupts import LetThrough
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess
 from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS, wait
 
@@ -34,6 +35,9 @@ class WorkerGoneError(GroupError):
 class Exchange:
     """Sends requests to all workers of a group and collects their answers. Not for two threads at once.
 
+    In the main thread its methods are called in a `Held` block: handlers of signals run in the waits alone, and in the
+    caller's `on_event`. What those raise leaves an exchange that `finish` takes up again.
+
     Args:
         processes: the workers, all ready.
         key: the group's; it signs pickles and class names.
@@ -47,6 +51,8 @@ class Exchange:
         self._sequence = 0
         self._needs_reset = False
         self.in_event = False  # a caller's on_event is running
+        self.unfinished = False  # a request has begun, and some rank has not had it, or not answered it
+        self._packed: list[Packed] = []
         self._answers: dict[int, Frame] = {}
         self._looks_out = usable_cpus() > 1
         self._look_until = 0.0
@@ -68,32 +74,12 @@ class Exchange:
         """Ranks that have not answered the request."""
         return [worker.rank for worker in self._processes.workers if worker.rank not in self._answers]
 
-    def pack(self, messages: Sequence[Encoded], flags: int) -> list[Packed]:
-        """Lay out the next request. Whatever happens to it, it must be closed.
+    def run(self, messages: Sequence[Encoded], flags: int, deadline: float, on_event: OnEvent | None) -> list[Any]:
+        """Send a request and wait for the answers of all ranks.
 
         Args:
             messages: one for all ranks, or one for each.
             flags: see `Flag`.
-
-        Raises:
-            SharedMemoryError: the system has no memory for the tensors.
-        """
-        packed: list[Packed] = []
-        flags |= Flag.RESET if self._needs_reset else 0
-        try:
-            for message in messages:
-                packed.append(pack(_REQUEST, self._sequence + 1, message, flags))  # noqa: PERF401 (closed below)
-        except BaseException:
-            for frame in packed:
-                frame.close()
-            raise
-        return packed
-
-    def run(self, packed: list[Packed], deadline: float, on_event: OnEvent | None) -> list[Any]:
-        """Send a request and wait for the answers of all ranks.
-
-        Args:
-            packed: the request.
             deadline: on the clock of `time.monotonic`, in seconds.
             on_event: receives what rank 0 emits. If it raises, the request is cancelled.
 
@@ -101,12 +87,13 @@ class Exchange:
             The value of each rank.
 
         Raises:
+            SharedMemoryError: the system has no memory for the tensors. Nothing was sent.
             WorkerError, or what `on_event` raised: the exchange is complete.
             NotPortableError: an answer cannot be rebuilt here; the exchange is complete.
             WorkerGoneError, RequestTimeoutError, ProtocolError, ChannelClosedError: the group cannot go on.
         """
-        self._send(packed, deadline)
-        failure = self._collect(deadline, on_event)
+        self._pack(messages, flags)
+        failure = self._go_on(deadline, on_event)
         values, error = self._read()
         failure = failure or error
         if failure is not None:
@@ -116,44 +103,47 @@ class Exchange:
                 del failure, error  # the exception holds this frame, which must not hold the exception
         return values
 
-    def abandon(self, patience: float) -> bool:
-        """After an interrupt: have the workers leave the request, and drop their answers.
+    def finish(self, deadline: float) -> None:
+        """After an interrupt: have the workers leave the request, and drop their answers. It can be interrupted again.
 
-        Args:
-            patience: seconds that they get.
-
-        Returns:
-            Whether they did, so that the group can go on.
+        Raises:
+            RequestTimeoutError: they had not by the deadline.
+            WorkerGoneError, ProtocolError, ChannelClosedError: the group cannot go on.
         """
-        channels = [worker.channel for worker in self._processes.workers]
-        if not all(channel.sent == self._sequence and not channel.in_transit for channel in channels):
-            return False
         self._processes.arena.request_cancel(self._sequence)
-        try:
-            self._collect(time.monotonic() + patience, None)
-        except GroupError:
-            return False  # the interrupt is what the caller hears of
-        return True
+        self._go_on(deadline, None)
 
     def discard(self) -> None:
-        """Close what came with answers that were not read."""
+        """Close the request, and what came with answers that were not read. Due after each that is not unfinished."""
+        for packed in self._packed:
+            packed.close()
         for frame in self._answers.values():
             frame.discard()
-        self._answers = {}
+        self._packed, self._answers = [], {}
 
-    def _send(self, packed: list[Packed], deadline: float) -> None:
+    def _pack(self, messages: Sequence[Encoded], flags: int) -> None:
+        flags |= Flag.RESET if self._needs_reset else 0
+        for message in messages:
+            self._packed.append(pack(_REQUEST, self._sequence + 1, message, flags))
         if self._needs_reset:
             # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
             self._processes.arena.reset()
-        self._answers = {}
         self._sequence += 1
+        self.unfinished = True
+
+    def _go_on(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
+        """Do what is left to do of a request until every rank has answered it. Returns what `on_event` raised."""
         for worker in self._processes.workers:
-            try:
-                worker.channel.send_packed(packed[worker.rank % len(packed)], deadline)
-            except ChannelClosedError:
-                raise WorkerGoneError(worker.rank) from None
-        self._needs_reset = False
+            if worker.channel.sent != self._sequence:
+                try:
+                    worker.channel.send_packed(self._packed[worker.rank % len(self._packed)], deadline)
+                except ChannelClosedError:
+                    raise WorkerGoneError(worker.rank) from None
         self._look_until = min(time.monotonic() + LOOKOUT_SECONDS, deadline) if self._looks_out else 0.0
+        failure = self._collect(deadline, on_event)
+        self._needs_reset = any(frame.kind is _ERROR for frame in self._answers.values())
+        self.unfinished = False
+        return failure
 
     def _collect(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
         """Wait until every rank has answered this request. Returns what `on_event` raised."""
@@ -163,7 +153,6 @@ class Exchange:
                 rank, frame = self._next(due, deadline)
                 if frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
-                    self._needs_reset |= frame.kind is _ERROR
                 elif frame.kind is Kind.EVENT and rank == 0:
                     event = frame.decode(self._key, self._restore)
                     if on_event is not None and failure is None:
@@ -203,7 +192,8 @@ class Exchange:
     def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
         self.in_event = True
         try:
-            on_event(event)
+            with LetThrough():
+                on_event(event)
         except Exception as error:  # whatever it is, the ranks must finish before it goes on
             self._processes.arena.request_cancel(self._sequence)
             return error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import secrets
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -18,15 +21,17 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.runtime import endings, startup
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.decoder import Restore
-from parallelformers_ng.runtime.encoder import Replace, encode
+from parallelformers_ng.runtime.encoder import Encoded, Replace, encode
 from parallelformers_ng.runtime.exchange import Exchange, OnEvent, WorkerGoneError
-from parallelformers_ng.runtime.frames import Flag, Packed
+from parallelformers_ng.runtime.frames import Flag
+from parallelformers_ng.runtime.interrupts import Held, LetThrough
 from parallelformers_ng.runtime.lifetime import Lifetime
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.turns import Turns
 
 _GOODBYE_SECONDS = 2.0
-_INTERRUPT_SECONDS = 0.5  # what a worker gets to leave a request that Ctrl-C ended
+_INTERRUPT_SECONDS = 0.5  # between Ctrl-C and its KeyboardInterrupt, while workers leave the request
+_STRAGGLER_SECONDS = 10.0  # what they get in all, before the group ends
 
 
 class WorkerGroup:
@@ -73,9 +78,11 @@ class WorkerGroup:
     ) -> None:
         self.world_size = world_size
         self.device_names = startup.device_names(world_size, device, device_ids)
+        startup.check_backend(backend, device, device_ids)
         self.timeout = timeout
-        self.in_use = False  # by a model; for those who hand one group to several models in turn
+        self.user: weakref.ref[Any] | None = None  # of those whom this group serves in turn: see `in_use`
         self._turns = Turns()
+        self._patient_until = 0.0  # with workers that are still busy with a request that was interrupted; 0: none is
         self._key = secrets.token_bytes(32)
         # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
         self._replace = replace
@@ -121,6 +128,11 @@ class WorkerGroup:
                 self._lifetime.end_workers()
                 raise
             self._wait = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it serves a model. One that was dropped needs no more."""
+        return self.user is not None and self.user() is not None
 
     @property
     def owner(self) -> int:
@@ -199,7 +211,7 @@ class WorkerGroup:
         if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
-        polite = self._turns.acquire(timeout=0.0)
+        polite = not self._patient_until and self._turns.acquire(timeout=0.0)
         if not polite:
             self._processes.kill()
         if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
@@ -230,58 +242,102 @@ class WorkerGroup:
         finally:
             self._turns.release()
 
+    def settle(self, deadline: float) -> None:
+        """Wait until the workers have left a request that was interrupted. If they do not, the group ends.
+
+        Args:
+            deadline: on the clock of `time.monotonic`, in seconds. After it, nothing is decided.
+        """
+        if self._patient_until:
+            with Held():
+                try:
+                    mine = self._turns.acquire(deadline - time.monotonic())
+                    if mine and self._patient_until and not self._lifetime.is_over:
+                        self._leave_interrupted(deadline)
+                finally:
+                    self._turns.release()
+
     def _request(
         self, method: str, requests: Sequence[Any], flags: int, timeout: float | None, on_event: OnEvent | None
     ) -> list[Any]:
         self._lifetime.check_usable()
-        messages = [encode(request, self._key, self._replace) for request in requests]
+        with LetThrough():
+            messages = [encode(request, self._key, self._replace) for request in requests]
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         if self._exchange.in_event and self._turns.is_mine():
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
-        try:
-            # The turn is this thread's already where Ctrl-C struck just before it was passed on.
-            if not self._turns.acquire(limit):
-                raise RequestTimeoutError(
-                    f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
-                )
-            self._lifetime.check_usable()
-            packed = self._exchange.pack(messages, flags)
+        with Held():
             try:
-                return self._run(packed, method, limit, deadline, on_event)
+                if not self._turns.acquire(limit):
+                    raise RequestTimeoutError(
+                        f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
+                    )
+                self._lifetime.check_usable()
+                if self._patient_until:
+                    if not self._leave_interrupted(deadline):
+                        raise RequestTimeoutError(
+                            f"{method!r} had to wait for the workers to leave a request that was interrupted, and they"
+                            f" did not within {limit:.3g} s"
+                        )
+                    self._lifetime.check_usable()
+                return self._run(messages, flags, method, limit, deadline, on_event)
             finally:
-                for frame in packed:
-                    frame.close()
-        finally:
-            self._turns.release()
+                self._turns.release()
 
     def _run(
-        self, packed: list[Packed], method: str, limit: float, deadline: float, on_event: OnEvent | None
+        self,
+        messages: list[Encoded],
+        flags: int,
+        method: str,
+        limit: float,
+        deadline: float,
+        on_event: OnEvent | None,
     ) -> list[Any]:
         try:
-            return self._exchange.run(packed, deadline, on_event)
+            return self._exchange.run(messages, flags, deadline, on_event)
         except WorkerGoneError as error:
             self._lifetime.fail(self._lifetime.death_of(error.rank))
         except RequestTimeoutError:
             self._fail_timed_out(method, limit)
         except (ChannelClosedError, ProtocolError) as error:
             self._lifetime.fail(endings.as_before(error))
-        except GroupError:
-            raise  # the answers are all in, and one is an exception or cannot be rebuilt here
-        except BaseException:
-            self._abandon()
-            raise
         finally:
-            self._exchange.discard()
+            if self._exchange.unfinished and not self._lifetime.is_over:
+                self._abandon()
+            else:
+                self._exchange.discard()
 
     def _abandon(self) -> None:
-        """After Ctrl-C: have the workers leave the request. If they do not, the group ends."""
-        drained = False
+        """After Ctrl-C: have the workers leave the request. Who takes longer is waited for by the next request."""
+        begun = time.monotonic()
+        self._patient_until = begun + _STRAGGLER_SECONDS
+        left = False
         try:
-            drained = self._exchange.abandon(_INTERRUPT_SECONDS)
+            left = self._leave_interrupted(begun + _INTERRUPT_SECONDS)
         finally:
-            if not drained:
-                self._lifetime.end(endings.not_interrupted(_INTERRUPT_SECONDS))
+            if not left:
+                # Where no request comes, they must not be busy with this one for ever.
+                watch = threading.Timer(_STRAGGLER_SECONDS, self.settle, [math.inf])
+                watch.daemon = True
+                watch.start()
+
+    def _leave_interrupted(self, deadline: float) -> bool:
+        """Whether the workers have left the interrupted request, or the group has ended because they had not."""
+        patient_until = max(self._patient_until, time.monotonic() + _INTERRUPT_SECONDS)  # who looks late looks, too
+        try:
+            self._exchange.finish(min(deadline, patient_until))
+        except RequestTimeoutError:
+            if time.monotonic() < patient_until:
+                return False
+            self._lifetime.end(endings.not_interrupted(_STRAGGLER_SECONDS))
+        except WorkerGoneError as error:
+            self._lifetime.end(self._lifetime.death_of(error.rank))
+        except GroupError as error:
+            self._lifetime.end(endings.as_before(error))
+        self._exchange.discard()
+        self._patient_until = 0.0
+        return True
 
     def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
         text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"

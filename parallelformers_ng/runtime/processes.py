@@ -93,6 +93,11 @@ class WorkerProcess:
         if not self.has_ended():
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
+    def ask_where(self) -> None:
+        """Have a worker that is starting write to its standard error where in the code it is."""
+        if not self.has_ended():
+            signal.pidfd_send_signal(self.pidfd, signal.SIGUSR1)
+
     def reap(self) -> int | None:
         """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
         return self.process.wait(_REAP_SECONDS) if self.has_ended(_REAP_SECONDS) else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -128,6 +130,10 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         channel.send(Kind.ERROR, 0, failures.describe(error))
         return None
 
+    if rank:
+        # All ranks run the same code on the same values, so rank 0 warns for all. Errors are each rank's own.
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
     # Until here standard error was kept for a StartupError; from now on it is the parent's.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
 
 _FIRST_PHASE = "importing torch"
+_PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
 _LATE_SECONDS = 1.0  # to read what the workers said, where the caller was busy until the deadline
 
 
@@ -40,6 +42,24 @@ def device_names(world_size: int, device: str, device_ids: Sequence[int] | None)
     if len(ids) != world_size:
         raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
     return [f"{device}:{index}" for index in ids]
+
+
+def check_backend(backend: str, device: str, device_ids: Sequence[int] | None) -> None:
+    """Before anything is started.
+
+    Raises:
+        PlacementError: the backend does not serve these devices.
+    """
+    if backend not in collectives.BACKENDS:
+        raise PlacementError(f"backend is {backend!r}; it takes one of {', '.join(collectives.BACKENDS)}")
+    if reason := collectives.why_unserved(backend, device):
+        raise PlacementError(reason)
+    ids = list(device_ids or ())
+    if collectives.chosen_backend(backend, device) == "nccl" and len(set(ids)) < len(ids):
+        raise PlacementError(
+            f"device_ids {ids} name a device twice, which NCCL does not take; pass backend='shared_memory' for ranks"
+            " that share a device"
+        )
 
 
 def create_arena(world_size: int) -> collectives.Arena:
@@ -119,8 +139,7 @@ def launch(
 
 def _needs_rendezvous(backend: str, device_name: str) -> bool:
     """Whether the ranks meet through a file; those of shared memory meet in the arena."""
-    auto = "shared_memory" if device_name == "cpu" and collectives.available_kernels() else "process group"
-    return (auto if backend == "auto" else backend) != "shared_memory"
+    return collectives.chosen_backend(backend, device_name.partition(":")[0]) != "shared_memory"
 
 
 def await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
@@ -148,7 +167,9 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
         if not ready and rest <= 0:
             late = next(iter(waiting.values()))
             raise StartupError(
-                f"rank {late.rank} was not ready within {start_timeout:g} s; it was {phases[late.rank]}{_tail(late)}"
+                f"rank {late.rank} was not ready within {start_timeout:g} s; it was {phases[late.rank]}"
+                f"{_place(late)}. Allow more time with start_timeout=; the load of this machine is"
+                f" {os.getloadavg()[0]:.1f} on {cores.usable_cpus():g} CPUs{_tail(late)}"
             )
         for fd in ready:
             worker = waiting[fd]
@@ -165,6 +186,19 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
             else:
                 _fail_raised(worker, value, phases[worker.rank])
     _pass_on_logs(processes)
+
+
+def _place(worker: WorkerProcess) -> str:
+    """Where in the code a worker is that takes too long; "" where it does not say."""
+    before = len(worker.startup_log())
+    worker.ask_where()
+    end = time.monotonic() + _LATE_SECONDS
+    while time.monotonic() < end and not worker.has_ended():
+        found = _PLACES.findall(worker.startup_log()[before:])
+        if found:
+            return f" ({found[0][0]}, line {found[0][1]})"
+        time.sleep(0.02)
+    return ""
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:

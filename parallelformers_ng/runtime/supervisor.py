@@ -88,6 +88,7 @@ class Supervisor:
         """
         current = self._current
         current[0].check_process()
+        current[0].settle(deadline)
         if self._revive is None or current[0].alive:
             return current
         with self._changed:

@@ -24,6 +24,7 @@ from parallelformers_ng.runtime.frames import (
     pack,
     read_fixed_part,
 )
+from parallelformers_ng.runtime.interrupts import LetThrough
 from parallelformers_ng.runtime.leaves import MAX_DESCRIPTORS
 
 FOREVER = float("inf")  # the deadline of a wait that ends only with the other process
@@ -50,9 +51,10 @@ class Channel:
         restore: see `decoder.decode`.
         patient: all waits are without a deadline, which saves system calls.
 
+    An exception out of a wait, be it of the deadline or of a signal's handler, loses nothing: the next `receive` takes
+    the frame whose first part had come, and `send_packed` with the same frame sends the rest of it.
+
     Attributes:
-        in_transit: true while a frame is partly sent or taken. If that stays so after an exception, the stream
-            cannot be used again.
         sent: the sequence number of the last frame that was sent whole.
     """
 
@@ -69,8 +71,8 @@ class Channel:
         self.key = key
         self.replace = replace
         self.restore = restore
-        self.in_transit = False
         self.sent = -1
+        self._unsent: bytes | memoryview | None = None  # of a frame that was sent in part
         self._ahead = bytearray(_READ_AHEAD_BYTES)
         self._free = memoryview(self._ahead)
         self._begin = self._end = 0  # of what was read ahead and is not taken yet
@@ -129,10 +131,9 @@ class Channel:
             packed.close()
 
     def send_packed(self, packed: Packed, deadline: float = FOREVER) -> None:
-        """Send a frame. Raises what `send` raises, except for the errors of encoding."""
-        self.in_transit = True
-        rest: bytes | memoryview = packed.data
-        fds = packed.fds
+        """Send a frame, or what an interruption has left of it. Raises what `send` raises, except for the errors of
+        encoding."""
+        rest, fds = (packed.data, packed.fds) if self._unsent is None else (self._unsent, [])
         while rest:
             try:
                 if fds:
@@ -148,8 +149,9 @@ class Channel:
                 raise ChannelClosedError(f"a message could not be sent: {error.strerror}") from error
             else:
                 rest, fds = memoryview(rest)[count:], []
+                self._unsent = rest
+        self._unsent = None
         self.sent = packed.sequence
-        self.in_transit = False
 
     def recv(self, deadline: float = FOREVER) -> tuple[Kind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
@@ -164,72 +166,54 @@ class Channel:
             ProtocolError: the bytes are no frame, or announce more than the limits allow.
             RequestTimeoutError: no whole frame came before the deadline.
         """
-        fds: list[int] = []
         try:
-            while self._end - self._begin < FIXED_SIZE:
-                if not self._read_ahead():
-                    wait(self._readable, deadline, _NO_ANSWER)
-            self.in_transit = True
+            self._fill(FIXED_SIZE, deadline)
             kind, flags, sequence, header_size, tensor_size, count = read_fixed_part(
                 self._ahead, self._begin, len(self._fds)
             )
-            self._begin += FIXED_SIZE
-            fds, self._fds = self._fds[:count], self._fds[count:]
-            header = self._take(header_size, deadline) if header_size else b""
-            blob = (
-                self._take_tensors(flags, tensor_size, fds, deadline)
-                if flags & Flag.MEMFD or tensor_size
-                else _NO_TENSORS
-            )
-            if self._fds and not self.has_more:
-                raise ProtocolError(f"{len(self._fds)} more file descriptors came than a frame announces")
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
+            header_end = FIXED_SIZE + header_size
+            size = header_end + (0 if flags & Flag.MEMFD else tensor_size)
+            self._fill(size, deadline)
+            # Whole. From here on nothing waits.
+            frame = self._free[self._begin : self._begin + size]
+            if flags & Flag.MEMFD:
+                blob = map_memfd(self._fds[count - 1], tensor_size)
+            elif tensor_size:
+                blob = torch.empty(tensor_size, dtype=torch.uint8)  # torch's memory is aligned; some kernels rely on it
+                memoryview(blob.numpy())[:] = frame[header_end:]
+            else:
+                blob = _NO_TENSORS
+            if len(self._fds) > count and self._end == self._begin + size:
+                raise ProtocolError(f"{len(self._fds) - count} more file descriptors came than a frame announces")
+        except ProtocolError:
             self._close_descriptors()
             raise
-        self.in_transit = False
-        return Frame(kind, flags, sequence, header, blob, fds)
-
-    def _take_tensors(self, flags: int, size: int, fds: list[int], deadline: float) -> torch.Tensor:
+        self._begin += size
+        fds, self._fds = self._fds[:count], self._fds[count:]
         if flags & Flag.MEMFD:
-            blob = map_memfd(fds[-1], size)
             os.close(fds.pop())
-            return blob
-        blob = torch.empty(size, dtype=torch.uint8)  # torch's own memory is aligned; some kernels rely on it
-        self._take_into(memoryview(blob.numpy()), deadline)
-        return blob
+        return Frame(kind, flags, sequence, bytes(frame[FIXED_SIZE:header_end]) if header_size else b"", blob, fds)
 
-    def _take(self, size: int, deadline: float) -> bytes:
-        if size <= self._end - self._begin:
-            taken = bytes(self._free[self._begin : self._begin + size])
-            self._begin += size
-            return taken
-        buffer = bytearray(size)
-        self._take_into(memoryview(buffer), deadline)
-        return bytes(buffer)
-
-    def _take_into(self, rest: memoryview, deadline: float) -> None:
-        """Fill `rest` with what was read ahead, then from the socket: never more than belongs to this frame."""
-        count = min(len(rest), self._end - self._begin)
-        rest[:count] = self._ahead[self._begin : self._begin + count]
-        self._begin += count
-        rest = rest[count:]
-        while rest:
-            try:
-                count = self.connection.recv_into(rest)
-            except BlockingIOError:
+    def _fill(self, size: int, deadline: float) -> None:
+        """Read ahead until there are `size` bytes or more."""
+        while self._end - self._begin < size:
+            if size > len(self._ahead):
+                self._resize(size)
+            if not self._read_ahead():
                 wait(self._readable, deadline, _NO_ANSWER)
-                continue
-            except OSError as error:
-                raise _closed(error) from error
-            if not count:
-                raise ChannelClosedError("the process at the other end is gone")
-            rest = rest[count:]
+
+    def _resize(self, size: int) -> None:
+        rest = self._free[self._begin : self._end]
+        self._ahead = bytearray(size)
+        self._free = memoryview(self._ahead)
+        self._free[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
 
     def _read_ahead(self, how: int = 0) -> bool:
         """Receive what there is. Returns False where nothing has come and neither the socket nor `how` would wait."""
         if self._begin:
+            if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
+                self._resize(_READ_AHEAD_BYTES)  # after a long frame
             rest = self._end - self._begin
             if rest:
                 self._ahead[:rest] = self._ahead[self._begin : self._end]
@@ -267,7 +251,8 @@ def _closed(error: OSError) -> ChannelClosedError:
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
-    """Wait for what a poll watches. Returns the descriptors that are ready; none after an hour without any.
+    """Wait for what a poll watches, open to interrupts. Returns the descriptors that are ready; none after an hour
+    without any.
 
     Args:
         deadline: on the clock of `time.monotonic`, in seconds.
@@ -279,4 +264,5 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)
-    return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]
+    with LetThrough():
+        return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from parallelformers_ng.runtime.interrupts import LetThrough
+
 
 class Turns:
     """A lock that threads get in the order in which they asked for it.
 
-    Ctrl-C can strike between any two steps. So a turn belongs to its thread from the moment it is passed on, and who
-    was interrupted while asking looks at `is_mine`.
+    A signal can interrupt the wait, and nothing else where the caller is in a `Held` block. A turn belongs to its
+    thread from the moment it is passed on, so who was interrupted releases it all the same.
     """
 
     def __init__(self) -> None:
@@ -40,12 +42,13 @@ class Turns:
             gate.acquire()
             self._waiting.append((gate, me))
         try:
-            gate.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+            with LetThrough():
+                gate.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
         finally:
             with self._mutex:
                 if (gate, me) in self._waiting:
                     self._waiting.remove((gate, me))
-        # A turn that was granted in the very moment of giving up is a turn all the same.
+        # A turn that was granted in the very moment of giving up is a turn all the same, to be passed on.
         return self.is_mine()
 
     def release(self) -> None:

@@ -22,6 +22,7 @@ def main() -> None:
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
     watch.exit_with_parent(parent, control, lifeline)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, in case the parent asks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
     code = 1

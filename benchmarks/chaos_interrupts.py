@@ -1,0 +1,131 @@
+"""Ctrl-C at random moments of short calls, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.chaos_figures import Figure
+from parallelformers_ng import parallelize
+from parallelformers_ng.model import deployment_of
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.zoo.case import token_ids
+from tests.zoo.decoders import gpt2
+
+_LONGEST_SECONDS = 0.02  # from the order to the signal: some calls of each kind
+
+
+@dataclass
+class Found:
+    """What became of the interrupts.
+
+    Attributes:
+        interrupted: calls that were.
+        lost: how often there were other workers afterwards.
+        wrong: next answers that were wrong.
+        errors: what came in place of a KeyboardInterrupt, or of a next answer.
+        seconds: from the signal to the KeyboardInterrupt, at most.
+    """
+
+    interrupted: int = 0
+    lost: int = 0
+    wrong: int = 0
+    errors: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def figures(count: int, seed: int) -> list[Figure]:
+    """On workers of its own."""
+    found = interrupts_at_random(count, seed)
+    for error in found.errors:
+        print(f"  {error}", flush=True)
+    return [
+        Figure("order of a Ctrl-C to KeyboardInterrupt, max, s", "max", 1.0, found.seconds),
+        Figure("calls that were not interrupted", "sum", 0, [count - found.interrupted]),
+        Figure("other errors", "sum", 0, [len(found.errors)]),
+        Figure("wrong next answers", "sum", 0, [found.wrong]),
+        Figure("groups lost", "sum", 0, [found.lost]),
+    ]
+
+
+def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None) -> Found:
+    """Have SIGINT sent at random moments of calls of a model, and ask it again.
+
+    Args:
+        count: how many times.
+        seed: of the moments.
+        group: of two ranks; by default one is started.
+    """
+    ids, model, found = token_ids(rows=1), gpt2(), Found()
+    with torch.no_grad():
+        logits, tokens = model(ids).logits, _tokens(model, ids)
+    _ = parallelize(model, 2, device="cpu") if group is None else parallelize(model, group=group)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: model(ids),
+        lambda: _tokens(model, ids),
+        lambda: model(ids[:, -1:], past_key_values=model(ids[:, :-1], use_cache=True).past_key_values),
+        lambda: model(ids, use_cache=True).past_key_values.crop(1),
+        model.memory_allocated,
+    )
+    before = deployment_of(model).pids
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _striker(seed) as order:
+            for number in tqdm(range(count), "interrupts at random", disable=None):
+                ordered = time.monotonic()
+                try:
+                    order()
+                    while True:
+                        calls[number % len(calls)]()
+                except KeyboardInterrupt:
+                    found.interrupted += 1
+                except Exception as error:  # whatever it is, it is in the place of a KeyboardInterrupt
+                    found.errors.append(repr(error))
+                found.seconds.append(time.monotonic() - ordered)
+                try:
+                    right = torch.allclose(model(ids).logits, logits, atol=1e-5)
+                    found.wrong += not (right and torch.equal(_tokens(model, ids), tokens))
+                except Exception as error:  # likewise
+                    found.errors.append(f"next: {error!r}")
+                found.lost += deployment_of(model).pids != before
+                before = deployment_of(model).pids
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    model.deparallelize()
+    return found
+
+
+def _tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=3, do_sample=False)
+
+
+_STRIKER = """
+import os, random, signal, sys, time
+parent, source = int(sys.argv[1]), random.Random(int(sys.argv[2]))
+while sys.stdin.buffer.read(1):
+    time.sleep(source.uniform(0.0, float(sys.argv[3])))
+    os.kill(parent, signal.SIGINT)
+"""
+
+
+@contextlib.contextmanager
+def _striker(seed: int) -> Iterator[Callable[[], object]]:
+    """What has a SIGINT sent to this process some moments later. Another process sends it: a thread would need the
+    interpreter lock to do so, and strike mostly where that is given up."""
+    arguments = (str(os.getpid()), str(seed), str(_LONGEST_SECONDS))
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", _STRIKER, *arguments], stdin=subprocess.PIPE, bufsize=0
+    ) as process:
+        assert process.stdin is not None
+        give = process.stdin.fileno()
+        yield lambda: os.write(give, b"!")

@@ -1,0 +1,134 @@
+"""Ctrl-C in the middle of a request: it waits, microseconds mostly, for a moment at which nothing can be torn.
+
+Python runs the handler of a signal between any two steps of the main thread. What it raises there could be lost between
+a system call and the note of what that did, and the streams to the workers would be out of step for good. So within
+`Held` a stand-in takes the place of the program's handlers: it notes the signal, and calls the handler where the block
+ends, or within the next `LetThrough`. Those are around every wait and around the program's own code, at points from
+which the exchange with the workers can be taken up again.
+
+Other threads are never interrupted by signals; for them all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from signal import getsignal
+    from signal import signal as set_handler
+else:  # without the search for a member of an enum, which takes those of `signal` 20 µs
+    from _signal import getsignal
+    from _signal import signal as set_handler
+
+_RAISING = (int(signal.SIGALRM), int(signal.SIGINT))  # whose handlers usually raise: time-outs, and Ctrl-C
+
+
+class _StandIn:
+    """Stands in for the handlers of the program. Only the main thread uses it.
+
+    Attributes:
+        depth: how many `Held` blocks the main thread is in.
+        open: whether it is within a `LetThrough`.
+        struck: signals that wait.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.main_thread().ident
+        self.depth = 0
+        self.open = False
+        self.struck: list[int] = []
+        self._handlers: dict[int, Any] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.depth and not self.open:
+            self.struck.append(number)
+            return
+        # Whoever cleans up after what the handler raises must not be interrupted in turn.
+        was_open, self.open = self.open, False
+        self._handlers[number](number, frame)
+        self.open = was_open
+
+    def install(self) -> None:
+        for number in _RAISING:
+            handler = getsignal(number)
+            if callable(handler) and handler is not self:
+                self._handlers[number] = handler
+                set_handler(number, self)
+
+    def remove(self) -> None:
+        for number in _RAISING:
+            placed: Any = getsignal(number)
+            if placed is self:  # else the program has set another meanwhile
+                set_handler(number, self._handlers[number])
+
+    def pass_on(self) -> None:
+        """Call the handlers of the signals that wait."""
+        struck, self.struck = self.struck, []
+        for number in dict.fromkeys(struck):
+            self(number, sys._getframe(1))
+
+
+_stand_in = _StandIn()
+
+
+class Held:
+    """Within it, the main thread is interrupted by no handler that raises, a `LetThrough` apart."""
+
+    __slots__ = ("_is_main", "_was_open")
+
+    def __enter__(self) -> None:
+        self._is_main = threading.get_ident() == _stand_in.thread
+        if not self._is_main:
+            return
+        self._was_open = _stand_in.open
+        if not _stand_in.depth:
+            # Until the last line below the stand-in changes nothing: it calls the program's handlers at once.
+            try:
+                _stand_in.install()
+            except BaseException:
+                _stand_in.remove()
+                raise
+        _stand_in.open = False
+        _stand_in.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_main:
+            return
+        _stand_in.open = self._was_open
+        _stand_in.depth -= 1
+        try:
+            if not _stand_in.depth:
+                _stand_in.remove()
+        finally:
+            if _stand_in.struck and (_stand_in.open or not _stand_in.depth):
+                _stand_in.pass_on()
+
+
+class LetThrough:
+    """Within it, in a `Held` block, handlers run as ever. What they raise ends the block."""
+
+    __slots__ = ("_opened",)
+
+    def __enter__(self) -> None:
+        self._opened = bool(_stand_in.depth) and threading.get_ident() == _stand_in.thread and not _stand_in.open
+        if self._opened:
+            _stand_in.open = True
+            if _stand_in.struck:
+                _stand_in.pass_on()
+
+    def __exit__(self, *_: object) -> None:
+        if self._opened:
+            _stand_in.open = False
+
+
+def _renew_in_forked_child() -> None:
+    """The thread that forked is the child's main thread."""
+    _stand_in.thread = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_renew_in_forked_child)
