@@ -101,9 +101,9 @@ class Dispatcher:
         """
         end = self._deadline(how.get("timeout"))
         if not self.hooks:
-            return self._call(model, path, method, args, kwargs, end, None, how)
+            return self._call(model, path, method, args, kwargs, how, end, None)
         with self.hooks.turn(end) as hooks:
-            return self._call(model, path, method, args, kwargs, end, hooks, how)
+            return self._call(model, path, method, args, kwargs, how, end, hooks)
 
     def _call(
         self,
@@ -112,16 +112,16 @@ class Dispatcher:
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        how: dict[str, Any],
         end: float,
         hooks: Outgoing | None,
-        how: dict[str, Any],
     ) -> Any:
         # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
         group, incarnation = self.deployment.ready(end)
         with Held():  # what is noted here, and what the workers have done, must not part
-            return self._call(model, path, method, args, kwargs, how, group, incarnation, end)
+            return self._request(model, path, method, args, kwargs, how, end, hooks, group, incarnation)
 
-    def _call(
+    def _request(
         self,
         model: Any,
         path: str,
@@ -129,9 +129,10 @@ class Dispatcher:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         how: dict[str, Any],
+        end: float,
+        hooks: Outgoing | None,
         group: WorkerGroup,
         incarnation: int,
-        end: float,
     ) -> Any:
         caches: dict[int, Cache] = {}
         args, kwargs = map_caches((args, kwargs), lambda cache: self._send_cache(cache, caches))
