@@ -30,6 +30,7 @@ from parallelformers_ng.runtime.deadline import checked_seconds
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
 from parallelformers_ng.sharding.registry import select, written_policies
@@ -170,6 +171,7 @@ def parallelize(
         if make_group is not None:
             workers.close()
         raise
+    settle(loaded, sharding)
     enter(loaded, deployment, seed, steps)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
@@ -242,7 +244,7 @@ def _open(
 ) -> PreTrainedModel:
     """A model whose weights have not been read yet."""
     if isinstance(model, PreTrainedModel):
-        fill_skeleton(model, location)
+        fill_skeleton(model, location, dtype)
         return model
     return load_skeleton(
         location, model_class=model_class, dtype=dtype, trust_remote_code=trust_remote_code, options=options

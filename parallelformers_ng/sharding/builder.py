@@ -122,8 +122,7 @@ class _Builder:
                 name = dotted(path, short)
                 shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
                 storage = holders.setdefault((id(tensor), shards), name)
-                persistent = short not in module._non_persistent_buffers_set
-                target = casts.dtype_of(name, tensor) if persistent else tensor.dtype
+                target = casts.dtype_of(name, tensor, short not in module._non_persistent_buffers_set)
                 tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
                 if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
                     cuttable.add(name)
@@ -136,6 +135,7 @@ class _Builder:
             policy=", ".join(policy.__name__ for policy in selection.policies),
             source=selection.source,
             cuttable=frozenset(cuttable),
+            settings=casts.settings(),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
         The switch by which the model's layers show what a caller wants to see.
     """
     register(communicator)
+    settle(model, plan)
     recording = layers.Recording()
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)
@@ -63,6 +65,13 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
             # torch checks it against the rows held here; it only matters to gradients.
             module.padding_idx = None  # type: ignore[assignment]
     return recording
+
+
+def settle(model: nn.Module, plan: ShardPlan) -> None:
+    """Set what a cast changes of a model besides its tensors."""
+    for name, value in plan.settings.items():
+        owner, _, last = name.rpartition(".")
+        setattr(attrgetter(owner)(model) if owner else model, last, value)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
