@@ -1,4 +1,4 @@
-"""A cast gives what `from_pretrained(dtype=…)` gives: the data types, the values, and what the code believes of them."""
+"""A cast gives what `from_pretrained(dtype=…)` gives: data types, values, and what the code believes of them."""
 
 from __future__ import annotations
 

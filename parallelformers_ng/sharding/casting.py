@@ -43,12 +43,14 @@ class CastRule:
         Args:
             persistent: whether checkpoints hold it.
         """
-        if self.dtype is None or not tensor.is_floating_point():
+        if self.dtype is None:
             return tensor.dtype
         if persistent:
-            kept = next((kind for pattern, kind in self._patterns.items() if pattern.search(name)), None)
-            return kept or self._types.get(name, self.dtype)
-        return self._types.get(name, tensor.dtype)
+            for pattern, kind in self._patterns.items():
+                if pattern.search(name):
+                    return kind
+        cast = tensor.is_floating_point() and (persistent or name in self._types)
+        return self._types.get(name, self.dtype) if cast else tensor.dtype
 
     def settings(self) -> dict[str, Any]:
         """Attributes that hold a data type, by dotted name, and the one they have after the cast: those of modules, and
@@ -57,6 +59,20 @@ class CastRule:
             return {}
         named, made = dict(_data_types(self._model)), dict(_data_types(self._made))
         return {name: made[name] for name, kind in named.items() if made.get(name, kind) != kind}
+
+
+def holds_plain_weights(model: PreTrainedModel) -> bool:
+    """Whether the model's weights are plain numbers, of the names and shapes that its class has unquantized, whatever
+    they were read from: transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
+    held = dict(_tensors(model))
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in held.values()):
+        return False
+    made = _made_in(model, model.dtype)
+    wanted = (
+        {} if made is None else {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in _tensors(made)}
+    )
+    found = {name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in held.items()}
+    return found == wanted
 
 
 def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
