@@ -25,7 +25,7 @@ def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
     """
     if name.startswith(("/", "./", "../")) and not Path(name).exists():
         raise FileNotFoundError(f"no model folder or config.json at {name}")
-    if not Path(name).exists() and name in transformers.CONFIG_MAPPING:
+    if is_model_type(name):
         config: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     else:
         config = AutoConfig.from_pretrained(name, revision=revision)
@@ -33,6 +33,11 @@ def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
     with torch.device("meta"):
         model = cls._from_config(config, dtype=config.dtype) if config.dtype else cls._from_config(config)
     return model.eval()
+
+
+def is_model_type(name: str) -> bool:
+    """Whether a name stands for a type's default configuration: no file or folder is called so."""
+    return not Path(name).exists() and name in transformers.CONFIG_MAPPING
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

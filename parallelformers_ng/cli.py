@@ -31,8 +31,9 @@ def plan(options: argparse.Namespace) -> int:
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.blueprint import blueprint
 
-    found = make_plan(blueprint(options.model, options.revision), options.num_gpus, dtype=options.dtype)
-    _print(options, found.as_dict(), found.table())
+    model, custom = blueprint(options.model, options.revision), _custom(options)
+    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom)
+    _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
     return 0
 
 
@@ -51,8 +52,9 @@ def verify(options: argparse.Namespace) -> int:
     from parallelformers_ng.blueprint import blueprint
     from parallelformers_ng.coverage import verify_model
 
-    found = verify_model(blueprint(options.model, options.revision), options.num_gpus)
-    _print(options, found.as_dict(), str(found))
+    model = blueprint(options.model, options.revision)
+    found = verify_model(model, options.num_gpus, _custom(options))
+    _print(options, found.as_dict(), _of_defaults(options, model) + str(found))
     return 0 if found.equal else 1
 
 
@@ -89,6 +91,23 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _custom(options: argparse.Namespace) -> Any:
+    """The policies of `--policy`, None without."""
+    from parallelformers_ng.sharding.policy_file import policies_of_file
+
+    return None if options.policy is None else policies_of_file(options.policy)
+
+
+def _of_defaults(options: argparse.Namespace, model: Any) -> str:
+    """A first line that says so where a bare model type stands for its defaults, as no checkpoint of that name does."""
+    from parallelformers_ng.blueprint import is_model_type
+
+    if not is_model_type(options.model):
+        return ""
+    config = type(model.config).__name__
+    return f"{options.model!r} is a model type: this is its default configuration, {config}(), of no checkpoint\n"
+
+
 def _print(options: argparse.Namespace, data: Any, text: str) -> None:
     print(json.dumps(data, indent=1) if options.json else text)
 
@@ -109,9 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
+    policy = argparse.ArgumentParser(add_help=False)
+    policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
+
     command = commands.add_parser(
         "plan",
-        parents=[model, output],
+        parents=[model, policy, output],
         help="print how a model would be cut, and the bytes of each rank",
         description="Print how a model would be cut and how many bytes each rank would hold. Reads the configuration"
         " alone: no weights, no GPU.",
@@ -131,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "verify",
-        parents=[model, output],
+        parents=[model, policy, output],
         help="prove on a tiny twin that a model, cut, gives what it gives whole",
         description="Build a tiny random twin of the model (its class, head counts and layer pattern, from the"
         " configuration alone), run it whole and cut over N ranks, and compare. Prints what is cut, what stays whole"

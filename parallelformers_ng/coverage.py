@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import human_bytes
-from parallelformers_ng.sharding.proof import check, prove
-from parallelformers_ng.sharding.registry import Selection, select, written_policies
+from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.sharding.proof import check, prove, prove_custom
+from parallelformers_ng.sharding.registry import check_custom, known_policies, written_policies
 from parallelformers_ng.sharding.selection import is_covered
 
 
@@ -89,28 +91,37 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify_model(model: PreTrainedModel, num_gpus: int = 2) -> Verification:
+def verify_model(
+    model: PreTrainedModel, num_gpus: int = 2, custom_policies: type[Policy] | Sequence[type[Policy]] | None = None
+) -> Verification:
     """Prove on a tiny twin that `model`, cut over `num_gpus` ranks, gives what it gives whole.
 
     Args:
         model: the model; on the `meta` device it will do.
         num_gpus: number of ranks.
+        custom_policies: policies that come before the written ones, as in `parallelize`.
 
     Raises:
         UnsupportedModelError: the model is refused, or no twin of it runs.
-        PolicyError: a written policy does not fit it.
+        PolicyError: a custom policy does not fit it.
     """
+    base, misfits = known_policies(model, custom_policies, num_gpus)
+    tried, unproven, selection = list(misfits), "", base
+    plan = build_plan(model, num_gpus, base)
     try:
-        base = select(model)
-    except UnsupportedModelError:
-        base = Selection((), "")
-    if base.policies and is_covered(model, base.policies):
+        if custom := check_custom(custom_policies):
+            prove_custom(model, custom, num_gpus)
+        equal = True
+    except PolicyError as error:
+        tried.append(str(error))
+        equal = False
+    if equal and base.policies and not misfits and is_covered(model, base.policies):
         outcome = check(model, base, num_gpus)
-        equal, tried, unproven, selection = outcome == "", [outcome] if outcome else [], "", base
-    else:
+        equal, tried = outcome == "", [*tried, outcome] if outcome else tried
+    elif equal:
         proof = prove(model, base, num_gpus)
-        equal, tried, unproven, selection = True, proof.tried, proof.unproven, proof.selection
-    plan = build_plan(model, num_gpus, selection)
+        tried, unproven, selection = [*tried, *proof.tried], proof.unproven, proof.selection
+        plan = build_plan(model, num_gpus, selection)
     rules: dict[str, int] = {}
     for tensor in plan.stored():
         if not tensor.is_replicated:

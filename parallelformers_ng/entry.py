@@ -30,9 +30,12 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.startup import check_backend
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.casting import holds_plain_weights
+from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy
-from parallelformers_ng.sharding.registry import select, written_policies
+from parallelformers_ng.sharding.proof import prove_custom
+from parallelformers_ng.sharding.registry import check_custom, select, written_policies
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -51,6 +54,7 @@ def parallelize(
     device: str = "auto",
     device_ids: Sequence[int] | None = None,
     custom_policies: CustomPolicies = None,
+    prove: bool = True,
     verbose: Literal["simple", "detail"] | None = None,
     seed: int | None = None,
     compile: bool | CompileConfig = False,
@@ -90,6 +94,8 @@ def parallelize(
         device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
         device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
         custom_policies: a Policy class or a list of them; they come before the written ones.
+        prove: accept custom policies only if a tiny random twin of the model gives, cut by them, what it gives whole:
+            seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
         verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         compile: run the decode steps of `generate` through `torch.compile`, over caches of a fixed size; how, as
@@ -119,7 +125,7 @@ def parallelize(
         CheckpointError: a file of the checkpoint is missing or damaged; it is named.
         AlreadyParallelizedError: the model is parallelized.
         PlacementError: there are not as many devices as asked for.
-        PolicyError: a custom policy does not fit the model.
+        PolicyError: a custom policy does not fit the model, or is wrong, or cannot be proven.
         StartupError: a worker could not start. The model is as it was before.
         SharedMemoryError: the system has no memory for the shards. The model is as it was before.
         ParallelError: another argument has a value that it does not take.
@@ -152,6 +158,8 @@ def parallelize(
         if location is not None:
             loaded = _open(model, location, model_class, target, trust_remote_code, load_options)
         sharding = _make_plan(loaded, world_size, custom_policies, target)
+        if prove and custom_policies is not None:
+            prove_custom(loaded, check_custom(custom_policies), world_size)
         deployment = Deployment(
             loaded,
             sharding,
@@ -170,6 +178,9 @@ def parallelize(
         if make_group is not None:
             workers.close()
         raise
+    settle(loaded, sharding)
+    if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
+        loaded.hf_quantizer.remove_quantization_config(loaded)
     enter(loaded, deployment, seed, steps)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
@@ -242,7 +253,7 @@ def _open(
 ) -> PreTrainedModel:
     """A model whose weights have not been read yet."""
     if isinstance(model, PreTrainedModel):
-        fill_skeleton(model, location)
+        fill_skeleton(model, location, dtype)
         return model
     return load_skeleton(
         location, model_class=model_class, dtype=dtype, trust_remote_code=trust_remote_code, options=options
@@ -288,7 +299,7 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
         )
-    if getattr(model, "is_quantized", False):
+    if getattr(model, "is_quantized", False) and not holds_plain_weights(model):
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
 
 

@@ -21,11 +21,13 @@ from parallelformers_ng.remote_module import REMOTE, Remote, RemoteModule, is_re
 
 
 def _concerns_workers(module: nn.Module) -> bool:
-    """Whether the workers must know what becomes of a module: it has weights or children, or does as its mode says."""
-    code = getattr(type(module).forward, "__code__", None)
-    return bool(module._parameters or module._buffers or module._modules) or (
-        code is not None and "training" in code.co_names
-    )
+    """Whether the workers must know what becomes of a module: it or what is in it has weights, or does as its mode says.
+    The others compute here what they do on a rank, and may serve plain models too, as some families' activations do."""
+    for part in module.modules():
+        code = getattr(type(part).forward, "__code__", None)
+        if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
+            return True
+    return False
 
 
 def enter(model: nn.Module, dispatcher: Dispatcher, root: type) -> None:

@@ -88,4 +88,6 @@ def shard(
     trusted = options.pop("trust_remote_code", False)
     model = load_skeleton(Location(source, **options), dtype=dtype, trust_remote_code=trusted)
     model.config.architectures = [type(model).__name__]
-    shard_checkpoint(model, build_plan(model, num_gpus, select(model)), directory, max_shard_size, progress)
+    shard_checkpoint(
+        model, build_plan(model, num_gpus, select(model, None, num_gpus)), directory, max_shard_size, progress
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +182,17 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert printed["source"] == "written"
     assert len(printed["bytes_per_rank"]) == 2
+
+
+def test_a_plan_of_a_bare_model_type_says_that_it_is_of_its_defaults(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for command in (["plan", "gpt2"], ["verify", "gpt2"]):
+        assert main(command) == 0
+        assert capsys.readouterr().out.startswith("'gpt2' is a model type: this is its default configuration, GPT2Conf")
+    tf.GPT2Config().to_json_file(tmp_path / "config.json")
+    assert main(["plan", str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().out.startswith("GPT2LMHeadModel on 2 ranks")
 
 
 def test_verify_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

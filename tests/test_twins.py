@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import transformers as tf
 from torch import nn
 
+from parallelformers_ng import plan
 from parallelformers_ng.collectives.threads import run_ranks
+from parallelformers_ng.coverage import verify_model
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.inject import cut
@@ -16,6 +19,7 @@ from parallelformers_ng.sharding.policy import Policy, Stored
 from parallelformers_ng.sharding.registry import select
 from parallelformers_ng.sharding.selection import Selection
 from parallelformers_ng.sharding.shrink import shrink
+from parallelformers_ng.sharding.shrink_trial import shrink_by_trial
 from parallelformers_ng.sharding.trials import Trials, telling
 from parallelformers_ng.sharding.twin import Twin
 from parallelformers_ng.sharding.twin_making import make_twin
@@ -121,6 +125,67 @@ def test_a_state_space_mixer_shrinks_with_its_heads() -> None:
     small = shrink(config)
     assert small.mamba_n_heads * small.mamba_d_head == small.mamba_expand * small.hidden_size
     assert small.mamba_chunk_size == 4
+
+
+TRIED = {
+    "perceiver": (tf.PerceiverForMaskedLM, tf.PerceiverConfig()),  # the heads of 1280 latent channels must divide them
+    "cvt": (tf.CvtModel, tf.CvtConfig(num_heads=[6, 6, 6])),  # widths by stage
+    "bit": (tf.BitModel, tf.BitConfig()),  # norms over 32 groups of channels
+    "focalnet": (tf.FocalNetModel, tf.FocalNetConfig()),  # widths and levels by stage
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_settings_of_no_known_words_are_made_small_by_trial(name: str) -> None:
+    cls, config = TRIED[name]
+
+    def weigh(tried: tf.PreTrainedConfig) -> int | None:
+        try:
+            with torch.device("meta"):
+                return sum(parameter.numel() for parameter in cls(tried).parameters())
+        except ValueError:
+            return None
+
+    before = config.to_dict()
+    small = shrink_by_trial(config, weigh, 4_000_000)
+    assert small is not None
+    assert weigh(small) <= 4_000_000
+    assert config.to_dict() == before
+    heads = [key for key in before if "head" in key]
+    assert {key: small.to_dict()[key] for key in heads} == {key: before[key] for key in heads}
+
+
+def test_a_class_that_refuses_every_smaller_size_is_left_alone() -> None:
+    config = tf.LlamaConfig()
+    assert shrink_by_trial(config, lambda tried: 10**9 if tried.to_dict() == config.to_dict() else None, 10**6) is None
+    assert shrink_by_trial(config, lambda tried: None, 10**6) is None
+
+
+@pytest.mark.parametrize("name", ["perceiver", "cvt"])
+def test_a_large_model_of_such_settings_is_planned(name: str) -> None:
+    cls, config = TRIED[name]
+    with torch.device("meta"):
+        model = cls(config)
+    assert plan(model).cut_share > 0.95
+
+
+ATTENTIONS = [
+    (tf.ViTModel, tf.ViTConfig, {"image_size": 30, "patch_size": 2}),
+    (tf.HubertModel, tf.HubertConfig, {"conv_dim": (32, 32), "conv_kernel": (8, 8), "conv_stride": (4, 4)}),
+    (tf.AlbertModel, tf.AlbertConfig, {"vocab_size": 131, "embedding_size": 16}),
+]
+
+
+@pytest.mark.parametrize(("cls", "kind", "more"), ATTENTIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_configuration_that_asks_for_attentions_is_proven_with_them(
+    cls: type[tf.PreTrainedModel], kind: type[tf.PreTrainedConfig], more: dict
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
+    config = kind(**sizes, **more, attn_implementation="eager")
+    config.output_attentions = True
+    model = cls(config)
+    assert plan(model).cut_share > 0.9
+    assert verify_model(model).equal
 
 
 class Remembering(tf.LlamaForCausalLM):

@@ -112,14 +112,17 @@ def load_skeleton(
     return model
 
 
-def fill_skeleton(model: PreTrainedModel, location: Location) -> None:
+def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None) -> None:
     """Give a model on `meta` its unread weights; what the model holds for real already, it keeps.
+
+    Args:
+        dtype: data type to load in; None is the model's own.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
     """
     check_directory(location)
-    tensors = _tensors(_from_pretrained(type(model), model.config, location, model.dtype, {}))
+    tensors = _tensors(_from_pretrained(type(model), model.config, location, dtype or model.dtype, {}))
     for name, tensor in _tensors(model).items():
         if tensor.device.type != "meta":
             continue

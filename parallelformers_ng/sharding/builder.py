@@ -53,6 +53,15 @@ def build_plan(
     return builder.finish(selection, dtype)
 
 
+def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
+    """Why a policy does not fit a model, or "" where it does."""
+    try:
+        _Builder(model, world_size).apply(policy)
+    except PolicyError as error:
+        return str(error)
+    return ""
+
+
 class _Builder:
     def __init__(self, model: nn.Module, world_size: int) -> None:
         self.model = model
@@ -88,7 +97,11 @@ class _Builder:
 
     def _check_requirements(self, policy: type[Policy], path: str, block: nn.Module) -> None:
         for name, wanted in policy.requires.items():
-            value = attrgetter(name)(block)
+            try:
+                value = attrgetter(name)(block)
+            except AttributeError as error:
+                where = f"{type(block).__name__} has no attribute {name!r}"
+                raise PolicyError(f"{policy.__name__}: requires {name!r}, and {where} ({error})") from error
             if value != wanted:
                 raise PolicyError(
                     f"{policy.__name__}: {dotted(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
@@ -122,8 +135,7 @@ class _Builder:
                 name = dotted(path, short)
                 shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
                 storage = holders.setdefault((id(tensor), shards), name)
-                persistent = short not in module._non_persistent_buffers_set
-                target = casts.dtype_of(name, tensor) if persistent else tensor.dtype
+                target = casts.dtype_of(name, tensor, short not in module._non_persistent_buffers_set)
                 tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
                 if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
                     cuttable.add(name)
@@ -136,6 +148,7 @@ class _Builder:
             policy=", ".join(policy.__name__ for policy in selection.policies),
             source=selection.source,
             cuttable=frozenset(cuttable),
+            settings=casts.settings(),
         )
 
 

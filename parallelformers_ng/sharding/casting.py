@@ -1,26 +1,109 @@
-"""Which tensors a change of data type reaches."""
+"""What a change of data type does to a model: what `from_pretrained(dtype=…)` would have made of it.
+
+That is no cast. The class is built with another default type, so what its code asks for by name (the frequencies of
+rotary positions, a router's bias) stays as it is, and what it leaves to the default changes, buffers that no checkpoint
+holds among them. A copy of the class, built so without weights, says which is which.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+log = logging.getLogger("parallelformers_ng")
 
 
 class CastRule:
-    """Which floating-point tensors a cast reaches: all but those that the model class keeps in fp32 (as
-    `from_pretrained(dtype=…)` does; `PreTrainedModel._get_dtype_plan`)."""
+    """The data types of a model after a cast to `dtype`; None leaves all as they are.
+
+    What the class would not have made itself (a module put in by its user, any module that is no transformers model) is
+    cast if a checkpoint holds it.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        in_fp32: set[str] = set()
-        if dtype == torch.float16:
-            in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        if dtype in (torch.float16, torch.bfloat16):
-            in_fp32 |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        self.in_fp32 = in_fp32
+        self._model = model
+        self._made = None if dtype is None else _made_in(model, dtype)
+        made = [] if self._made is None else _tensors(self._made)
+        self._types = {name: tensor.dtype for name, tensor in made}
+        planned = self._made._get_dtype_plan(dtype) if self._made is not None and dtype is not None else {}
+        # As transformers reads them: anywhere in a name, the first that matches counts.
+        self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
 
-    def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        if self.dtype is None or not tensor.is_floating_point():
+    def dtype_of(self, name: str, tensor: torch.Tensor, persistent: bool = True) -> torch.dtype:
+        """The data type of a parameter or buffer after the cast.
+
+        Args:
+            persistent: whether checkpoints hold it.
+        """
+        if self.dtype is None:
             return tensor.dtype
-        kept = any(f".{part}." in f".{name}." for part in self.in_fp32)
-        return torch.float32 if kept else self.dtype
+        if persistent:
+            for pattern, kind in self._patterns.items():
+                if pattern.search(name):
+                    return kind
+        cast = tensor.is_floating_point() and (persistent or name in self._types)
+        return self._types.get(name, self.dtype) if cast else tensor.dtype
+
+    def settings(self) -> dict[str, Any]:
+        """Attributes that hold a data type, by dotted name, and the one they have after the cast: those of modules, and
+        of the configuration and its parts."""
+        if self._made is None:
+            return {}
+        named, made = dict(_data_types(self._model)), dict(_data_types(self._made))
+        return {name: made[name] for name, kind in named.items() if made.get(name, kind) != kind}
+
+
+def holds_plain_weights(model: PreTrainedModel) -> bool:
+    """Whether the model's weights are plain numbers, of the names and shapes that its class has unquantized, whatever
+    they were read from: transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
+    held = dict(_tensors(model))
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in held.values()):
+        return False
+    made = _made_in(model, model.dtype)
+    wanted = (
+        {} if made is None else {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in _tensors(made)}
+    )
+    found = {name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in held.items()}
+    return found == wanted
+
+
+def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
+    """The same class as `from_pretrained(dtype=dtype)` builds it, on `meta`; None where that cannot be told."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        with torch.device("meta"):
+            return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    except Exception as error:  # the modelling code decides what it can be built from
+        log.warning(
+            "%s cannot be built from its configuration alone (%s), so its buffers that no checkpoint holds keep their"
+            " data type. from_pretrained(dtype=%s) casts them where its code says so",
+            type(model).__name__,
+            f"{type(error).__name__}: {error}".partition("\n")[0],
+            dtype,
+        )
+        return None
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _data_types(model: Any) -> Iterator[tuple[str, torch.dtype | None]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.dtype):
+                yield f"{path}.{name}".removeprefix("."), value
+    yield "config.dtype", model.config.dtype
+    for part in model.config.sub_configs:
+        if getattr(model.config, part, None) is not None:
+            yield f"config.{part}.dtype", getattr(model.config, part).dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
     A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
     """
     register(communicator)
+    settle(model, plan)
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)
         if layer.kind in _CLASSES:
@@ -56,6 +58,13 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
         if isinstance(module, layers.VocabularyParallelEmbedding):
             # torch checks it against the rows held here; it only matters to gradients.
             module.padding_idx = None  # type: ignore[assignment]
+
+
+def settle(model: nn.Module, plan: ShardPlan) -> None:
+    """Set what a cast changes of a model besides its tensors."""
+    for name, value in plan.settings.items():
+        owner, _, last = name.rpartition(".")
+        setattr(attrgetter(owner)(model) if owner else model, last, value)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:

@@ -130,7 +130,10 @@ def cut_width(
     elif heads and "column" not in parts:
         units = sum(whole[part] for part in parts)
         if size % units:
-            raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
+            counted = (
+                f"its {units} heads" if len(parts) == 1 else f"{units}, the heads of its {len(parts)} parts together"
+            )
+            raise PolicyError(f"its width {size} is not a multiple of {counted}")
         widths = [size // units * whole[part] for part in parts]
     elif size % len(parts) == 0:
         widths = [size // len(parts)] * len(parts)
@@ -177,7 +180,10 @@ def cut_interleaved(
     if not head_widths:
         units = sum(counts) * groups
         if size % units:
-            raise PolicyError(f"its width {size} is not a multiple of its {units} heads")
+            counted = (
+                f"its {units} heads" if len(parts) == 1 else f"{units}, the heads of its {len(parts)} parts together"
+            )
+            raise PolicyError(f"its width {size} is not a multiple of {counted}")
         head_widths = [size // units] * len(parts)
     elif sum(count * head for count, head in zip(counts, head_widths, strict=True)) * groups != size:
         raise PolicyError(f"its width {size} is not {groups} groups of {counts} heads, {list(head_widths)} wide each")

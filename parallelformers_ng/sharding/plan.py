@@ -138,6 +138,7 @@ class ShardPlan:
         policy: names of the policies that apply.
         source: where they came from: "custom", "written", "native plan" or "inferred", joined by "+" if by parts.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
+        settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
     """
 
     model_class: str
@@ -148,6 +149,7 @@ class ShardPlan:
     policy: str
     source: str
     cuttable: frozenset[str] = field(default_factory=frozenset)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def stored(self) -> Iterator[TensorPlan]:
         """Every tensor once, tied ones under the name that holds the bytes."""

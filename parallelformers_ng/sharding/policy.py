@@ -11,9 +11,13 @@ a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.0805
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
+
+from parallelformers_ng.errors import PolicyError
 
 Unit = Literal["", "query", "key", "column"]
 """What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module
@@ -23,8 +27,24 @@ Place = int | str
 """Where a tensor is among the outputs of a module: an index in a tuple or a key in a dictionary."""
 
 
+class _Word:
+    """Says which arguments a word takes where it is given others."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        if args or kwargs:  # a copy is made without, and filled afterwards
+            signature = inspect.signature(cls)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                near = [found for name in kwargs for found in difflib.get_close_matches(name, signature.parameters, 1)]
+                hint = f" (did you mean {near[0]!r}?)" if near and near[0] not in kwargs else ""
+                takes = ", ".join(signature.parameters) or "nothing"
+                raise PolicyError(f"{cls.__name__}: {error}{hint}; it takes {takes}") from None
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class Part:
+class Part(_Word):
     """One of several projections packed in one layer whose heads differ in width: the pieces of a state-space mixer.
 
     Args:
@@ -38,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(_Word):
     """Base of all rules."""
 
 

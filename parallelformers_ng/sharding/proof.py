@@ -11,10 +11,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.policy import Policy
 from parallelformers_ng.sharding.search import Search
 from parallelformers_ng.sharding.selection import Selection
-from parallelformers_ng.sharding.trials import Choice, Trials
+from parallelformers_ng.sharding.trials import Choice, Trials, unreached
 from parallelformers_ng.sharding.twin import Twin
 from parallelformers_ng.sharding.twin_making import make_twin
 
@@ -39,6 +41,7 @@ class Proof:
 _FIRST = 2
 """Ranks for which rules are searched, as few make the quickest trials; for more, what was found has to hold again."""
 _CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
+_CUSTOM: dict[tuple[Any, ...], str] = {}
 _TWINS: dict[tuple[Any, ...], Twin] = {}
 """The latest twin alone: proofs for several world sizes follow one another."""
 
@@ -75,6 +78,39 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
     """
     trials = Trials(_twin(model), selection, world_size)
     return "" if trials.hold([], selection.vocabulary, selection.leftovers) else trials.last
+
+
+def prove_custom(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> None:
+    """Refuse a caller's policies by which a twin gives other values than whole, or that no twin shows to be right.
+
+    Raises:
+        PolicyError: names the policies, what was wrong and the next step.
+    """
+    key = (*_identity(model), world_size, policies, str([policy.plan for policy in policies]))
+    if key not in _CUSTOM:
+        _CUSTOM[key] = _doubt(model, policies, world_size)
+    if _CUSTOM[key]:
+        names = ", ".join(policy.__name__ for policy in policies)
+        raise PolicyError(f"{names} on {world_size} ranks: {_CUSTOM[key]}; prove=False uses it unproven")
+
+
+def _doubt(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> str:
+    """Why the policies are not to be trusted, in words; "" where a twin proves them."""
+    try:
+        twin = _twin(model)
+    except UnsupportedModelError as error:
+        return f"it cannot be proven: {error}"
+    trials = Trials(twin, Selection(policies, "custom", vocabulary=False, leftovers=False), world_size)
+    hint = "look for projections that share a layer (fused=) and for what the forward reads (scaled=)"
+    if not trials.hold([], False):
+        return (
+            f"a tiny twin of {type(model).__name__} gives, cut by it, other values than whole ({trials.last}); {hint}"
+        )
+    prompt = trials.prompt()
+    if prompt is not None and not trials.same_tokens([], False, *prompt):
+        return f"a tiny twin of {type(model).__name__} generates, cut by it, other tokens ({trials.last}); {hint}"
+    untried = unreached(build_plan(twin.model, world_size, trials.base), twin)
+    return f"it cannot be proven: the twin's inputs do not reach what {untried[0]} cuts" if untried else ""
 
 
 def _find(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:

@@ -4,6 +4,7 @@ encoder beside a decoder) find the policies of all their parts by themselves."""
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -13,10 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.sharding.builder import misfit
 from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.sharding.policy_check import check_policy
 from parallelformers_ng.sharding.selection import Selection, block_names, is_block, is_covered
 
-__all__ = ["Selection", "is_block", "repeated_blocks", "select", "written_policies"]
+log = logging.getLogger("parallelformers_ng")
+
+__all__ = ["Selection", "is_block", "known_policies", "repeated_blocks", "select", "written_policies"]
 
 
 def select(
@@ -31,10 +36,34 @@ def select(
         world_size: number of ranks that a proof is made for; None looks at the written policies alone.
 
     Raises:
-        PolicyError: `custom` is not a Policy class or a list of them, or names a block that the model lacks.
+        PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that
+            the model lacks.
         UnsupportedModelError: no policy fits.
     """
-    customs = _check_custom(custom)
+    selection, misfits = known_policies(model, custom, world_size)
+    if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):
+        return selection
+    beside = "".join(f"; {misfit}" for misfit in misfits)
+    if world_size is None or not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"no policy knows {type(model).__name__}: none of its repeated blocks"
+            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies{beside}."
+            " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
+        )
+    from parallelformers_ng.sharding.proof import prove  # needs the whole of sharding, and only unwritten models do
+
+    try:
+        return prove(model, selection, world_size).selection
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}{beside}") from error
+
+
+def known_policies(
+    model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
+) -> tuple[Selection, list[str]]:
+    """The caller's and the written policies for a model, and why others of the written ones do not fit its
+    configuration, which is not asked where `world_size` is None."""
+    customs = check_custom(custom)
     class_names = {name for module in model.modules() for name in block_names(module)}
     for policy in customs:
         if not class_names & set(policy.blocks()):
@@ -45,20 +74,12 @@ def select(
     taken = {name for policy in customs for name in policy.blocks()}
     written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
     written = [p for p in written if not p.holds or any(is_block(module, p) for module in model.modules())]
-    policies = (*customs, *written)
+    misfits = {} if world_size is None else {p: why for p in written if (why := misfit(model, p, world_size))}
+    for why in misfits.values():
+        log.info("%s; its blocks are cut as the twin proof allows", why)
+    written = [p for p in written if p not in misfits]
     sources = (["custom"] if customs else []) + (["written"] if written else [])
-    selection = Selection(policies, "+".join(sources))
-    if policies and (world_size is None or is_covered(model, policies)):
-        return selection
-    if world_size is None or not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"no policy knows {type(model).__name__}: none of its repeated blocks"
-            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies."
-            " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
-        )
-    from parallelformers_ng.sharding.proof import prove  # needs the whole of sharding, and only unwritten models do
-
-    return prove(model, selection, world_size).selection
+    return Selection((*customs, *written), "+".join(sources)), list(misfits.values())
 
 
 @cache
@@ -90,13 +111,19 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(type(child).__name__ for items in lists for child in items.children()))
 
 
-def _check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
+def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
+    """The caller's policies, one or several, as a tuple.
+
+    Raises:
+        PolicyError: one is no Policy class, or says what no rule can mean.
+    """
     if custom is None:
         return ()
     listed: list[Any] = list(custom) if isinstance(custom, (list, tuple, set)) else [custom]
     for policy in listed:
         if not (isinstance(policy, type) and issubclass(policy, Policy)):
             raise PolicyError(f"custom_policies takes Policy classes, alone or in a list, not {policy!r}")
+        check_policy(policy)
         if not policy.blocks() or not policy.plan:
             raise PolicyError(f"{policy.__name__}: both `block` and `plan` must be set")
     return tuple(listed)

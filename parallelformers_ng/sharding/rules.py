@@ -63,7 +63,10 @@ def apply_rule(draft: Draft, rule: Rule, target: str, heads: list[HeadShare]) ->
     elif isinstance(rule, Stored):
         _stored(draft, target, module)
     elif isinstance(rule, Gather):
-        size = draft.modules[f"{target}.{rule.layer}"].weight.shape[0]
+        layer = draft.modules.get(f"{target}.{rule.layer}")
+        if layer is None or not hasattr(layer, "weight"):
+            raise PolicyError(f"{draft.who}: there is no layer {rule.layer!r} with a weight beneath it")
+        size = layer.weight.shape[0]
         widths = tuple(_width(held) for held in draft.ranges(size, "column", 1, []))
         draft.layer(target, "gathered_column", [{"gathered_sizes": widths}] * draft.world_size)
     elif isinstance(rule, Renewed):
@@ -92,6 +95,10 @@ def _column(draft: Draft, rule: Column, path: str, module: Any, heads: list[Head
     widths = [_width(held) for held in ranges]
     if getattr(module, "groups", 1) > 1 and not _is_depthwise(module):
         draft.layer(path, "grouped_column", [{"pieces": _pieces(module, held)} for held in ranges])
+    if rule.gather_inputs and not heads:
+        raise PolicyError(
+            f"{draft.who}: gathers inputs that are counted in heads, but no rule above it says Heads(...)"
+        )
     if rule.gather_inputs:
         own = draft.ranges(module.weight.shape[1 - dim], rule.unit, 1, heads)
         sizes = tuple(0 if share.idle else _width(held) for share, held in zip(heads, own, strict=True))

@@ -81,7 +81,7 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
             _shrink_images(part)
         if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
             put(part, "num_filters", min(count, _FILTERS))
-        mains = {setting(part, main) for main in _MAIN}
+        mains = {width for main in _MAIN if isinstance(width := setting(part, main), int)}
         by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
         for name, value in list(own_settings(part)):
             if by_coefficient and name.endswith("_channels"):

@@ -116,6 +116,15 @@ def telling(twin: Twin, plan: ShardPlan) -> list[Probe]:
     return [probe for probe in twin.probes if probe.path not in twin.lone or probe.path not in parts_only]
 
 
+def unreached(plan: ShardPlan, twin: Twin) -> list[str]:
+    """The rules of which no cut tensor has a part in the outputs, so that a trial says nothing about them."""
+    reached: dict[str, bool] = {}
+    for tensor in plan.stored():
+        if not tensor.is_replicated and not tensor.is_buffer:
+            reached[tensor.rule] = reached.get(tensor.rule, False) or tensor.name in twin.gradients
+    return [rule for rule, seen in reached.items() if not seen]
+
+
 def _outputs(share: nn.Module, probes: Sequence[Probe]) -> list[list[torch.Tensor]]:
     return [run(share.get_submodule(probe.path), probe.inputs) for probe in probes]
 

@@ -17,6 +17,7 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.kinds import absent_kinds
 from parallelformers_ng.sharding.observation import observe, observe_lone_layers
 from parallelformers_ng.sharding.shrink import Shrinking, shrink
+from parallelformers_ng.sharding.shrink_trial import shrink_by_trial
 from parallelformers_ng.sharding.twin import Twin
 
 _COMFORTABLE = 8_000_000
@@ -129,6 +130,25 @@ def _models(
             seen.add(shape)
             yield model
         waiting = too_large
+        if not seen and (tried := _by_trial(cls, config, layers)) is not None:
+            model = build_tiny(cls, tried, attention, seed, largest)
+            if model is not None:
+                yield model
+
+
+def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int) -> PreTrainedConfig | None:
+    """A small copy of a configuration whose settings say in no known words how large the model is, or of which less
+    can be changed than is usual."""
+
+    def weigh(tried: PreTrainedConfig) -> int | None:
+        skeleton = _skeleton(cls, tried)
+        return None if skeleton is None else sum(parameter.numel() for parameter in skeleton.parameters())
+
+    for shrinking in (Shrinking(layers=layers), _SHRINKS[-1]):
+        small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2)
+        if small is not None:
+            return small
+    return shrink_by_trial(config, weigh, _COMFORTABLE // 2)
 
 
 def build_tiny(

@@ -1,0 +1,161 @@
+"""Reads a policy before anything is cut by it. What is misspelt, or of a type that a rule does not take, would else end
+in an error of Python's deep below, or in none: a text in the place of a tuple is a tuple of its letters."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding import policy as words
+from parallelformers_ng.sharding.policy import Column, HeadNorms, Heads, Policy, Renewed, Rule
+
+_ATTRIBUTES = {
+    "block": "a class name, or a tuple of them",
+    "plan": "a dictionary of rules by path: {'mlp.up_proj': Column(), …}",
+    "optional": "a tuple of paths; of one: ('crossattention',)",
+    "holds": "a tuple of paths; of one: ('mlp.gate_proj',)",
+    "requires": "a dictionary of values by attribute path: {'config.quantized': False}",
+}
+
+
+def check_policy(policy: type[Policy]) -> None:
+    """Refuse a policy that cannot mean what it says, whatever model it is for.
+
+    Raises:
+        PolicyError: names the policy, the rule, the value and what is allowed.
+    """
+    who = policy.__name__
+    _check_attributes(policy, who)
+    for path, rule in policy.plan.items():
+        where = f"{who}: rule {path!r}"
+        if isinstance(rule, type) and issubclass(rule, Rule):
+            raise PolicyError(f"{where} is the class {rule.__name__}; write {rule.__name__}(…), with parentheses")
+        if not isinstance(rule, Rule):
+            raise PolicyError(f"{where} is {rule!r}; it takes one of {', '.join(sorted(_rules()))}")
+        _check_fields(where, rule)
+        _check_counting(where, rule)
+        _check_paths(where, path, rule, policy)
+
+
+def _check_attributes(policy: type[Policy], who: str) -> None:
+    for cls in policy.__mro__[: policy.__mro__.index(Policy)]:
+        for name, value in vars(cls).items():
+            if name in _ATTRIBUTES or name.startswith("_"):
+                continue
+            what = "a method" if callable(value) or isinstance(value, (classmethod, staticmethod, property)) else "set"
+            raise PolicyError(
+                f"{who}: {name} is {what} in {cls.__name__}; a policy has {', '.join(_ATTRIBUTES)} and nothing else"
+                f"{_near(name, _ATTRIBUTES)}"
+            )
+    for name, allowed in _ATTRIBUTES.items():
+        value = getattr(policy, name)
+        if name in ("plan", "requires"):
+            right = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        else:
+            right = isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value)
+        if not (right or (name == "block" and isinstance(value, str))):
+            raise PolicyError(f"{who}: {name} is {value!r}; it takes {allowed}")
+
+
+def _check_fields(where: str, rule: Any) -> None:
+    """Refuse a value of another type than its field is declared with; `Part`s within are read alike."""
+    hints = get_type_hints(type(rule))
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        for inner in value if isinstance(value, tuple) else ():
+            if isinstance(inner, words.Part):
+                _check_fields(f"{where}: {field.name}", inner)
+        if not _fits(value, hints[field.name]):
+            choices = [choice for choice in _choices(hints[field.name]) if choice]
+            wrong = next((item for item in value if item not in choices), "") if isinstance(value, tuple) else value
+            takes = list(_described(hints[field.name]))
+            single = isinstance(value, str) and not choices and any(kind.startswith("a tuple") for kind in takes)
+            of_one = f"; of one: ({value!r},)" if single else ""
+            raise PolicyError(
+                f"{where}: {field.name} is {value!r}; {type(rule).__name__} takes there {' or '.join(takes)}"
+                f"{_near(wrong, choices)}{of_one}"
+            )
+
+
+def _check_counting(where: str, rule: Rule) -> None:
+    """Refuse what no layer can be counted in."""
+    fused, interleaved = getattr(rule, "fused", 1), getattr(rule, "interleaved", ())
+    if fused == () or (isinstance(fused, int) and fused < 1):
+        raise PolicyError(f"{where}: fused is {fused!r}; it takes the number of parts, 1 or more, or their units")
+    if interleaved and fused != 1:
+        raise PolicyError(f"{where}: fused and interleaved are both set; parts lie side by side or within each group")
+    unit = getattr(rule, "unit", "")
+    if unit and (interleaved or isinstance(fused, tuple)):
+        name = "interleaved" if interleaved else "fused"
+        raise PolicyError(f"{where}: unit is {unit!r}, and {name} names a unit for each part; leave unit out")
+    if isinstance(rule, HeadNorms) and unit not in ("query", "key"):
+        raise PolicyError(f"{where}: HeadNorms' unit is {unit!r}; it takes 'query' or 'key'")
+    if isinstance(rule, Column) and rule.gather and rule.widths:
+        raise PolicyError(f"{where}: widths are those of outputs that stay cut, and gather puts them together")
+
+
+def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> None:
+    """Refuse a rule that points to another one which is not there."""
+    heads = [name for name, other in policy.plan.items() if isinstance(other, Heads)]
+    above = getattr(rule, "heads", None)
+    if above is not None and above not in heads:
+        raise PolicyError(f"{where}: heads is {above!r}, and no rule there says Heads(…){_near(above, heads)}")
+    if isinstance(rule, Renewed):
+        carried = f"{path}.{rule.attention}".removeprefix(".")
+        if carried not in heads:
+            raise PolicyError(f"{where}: no rule {carried!r} says Heads(…){_near(carried, heads)}")
+
+
+@cache
+def _rules() -> dict[str, type[Rule]]:
+    found = vars(words).values()
+    return {rule.__name__: rule for rule in found if isinstance(rule, type) and issubclass(rule, Rule) and rule != Rule}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type as rules declare them: Literal, Union, tuple, or a class."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if arguments[-1] is Ellipsis:
+            return all(_fits(item, arguments[0]) for item in value)
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    return type(value) is bool if hint is bool else isinstance(value, hint) and type(value) is not bool
+
+
+def _described(hint: Any) -> Iterator[str]:
+    """What fits a declared type, in words, one after another."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        yield from (repr(choice) for choice in arguments if choice)
+    elif origin in (Union, types.UnionType):
+        yield from dict.fromkeys(kind for argument in arguments for kind in _described(argument))
+    elif origin is tuple:
+        items = [" or ".join(_described(item)) for item in arguments if item is not Ellipsis]
+        yield f"a tuple, each item {items[0]}" if arguments[-1] is Ellipsis else f"({', '.join(items)})"
+    else:
+        plain = {int: "a number", str: "a name", bool: "True or False", types.NoneType: "None"}
+        yield plain.get(hint, f"a {getattr(hint, '__name__', hint)}")
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        for argument in get_args(hint):
+            yield from _choices(argument)
+
+
+def _near(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1) if isinstance(name, str) else []
+    return f" (did you mean {near[0]!r}?)" if near else ""

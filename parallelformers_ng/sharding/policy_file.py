@@ -1,0 +1,29 @@
+"""Policies of a file that is not part of a package, for the command line."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.policy import Policy
+
+
+def policies_of_file(path: str) -> list[type[Policy]]:
+    """Every policy that a Python file defines, in its order; one that it imports is not its own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PolicyError: the file cannot be run, or defines no policy.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file of policies at {path}")
+    try:
+        defined = runpy.run_path(path, run_name="policies")
+    except Exception as error:  # whatever the file does
+        raise PolicyError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    found = [value for value in defined.values() if isinstance(value, type) and issubclass(value, Policy)]
+    own = [policy for policy in found if policy.__module__ == "policies"]
+    if not own:
+        raise PolicyError(f"{path} defines no policy: a class of its own that inherits from Policy (POLICY.md)")
+    return own

@@ -1,0 +1,161 @@
+"""A cast gives what `from_pretrained(dtype=…)` gives: data types, values, and what the code believes of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from parallelformers_ng import parallelize, plan
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.zoo.build import largest_difference, randomise
+
+SIZES = {"vocab_size": 131, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+ENCODER_DECODER = {
+    "vocab_size": 131, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32,
+}  # fmt: skip
+IDS = torch.arange(3, 10)[None]
+
+
+def openai_gpt() -> tf.PreTrainedModel:
+    """Masks by a float buffer that no checkpoint holds."""
+    return tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(vocab_size=131, n_embd=32, n_layer=2, n_head=4, n_positions=32))
+
+
+def m2m_100() -> tf.PreTrainedModel:
+    """Adds positions from a buffer that no checkpoint holds, of the default type."""
+    return tf.M2M100ForConditionalGeneration(tf.M2M100Config(**ENCODER_DECODER))
+
+
+def t5() -> tf.PreTrainedModel:
+    """Keeps `wo` in fp32 where the rest is fp16, and not where it is bf16."""
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=131, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    )
+
+
+def llama() -> tf.PreTrainedModel:
+    """Keeps its rotary frequencies in fp32, whatever the rest is."""
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2))
+
+
+def deepseek() -> tf.PreTrainedModel:
+    """Keeps a router's bias, a buffer of its checkpoints, in fp32."""
+    return tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(
+            **SIZES, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4, n_group=2, topk_group=1,
+            num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8,
+            qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+        )
+    )  # fmt: skip
+
+
+def deberta() -> tf.PreTrainedModel:
+    """Makes two of its parameters fp32 by name."""
+    return tf.DebertaModel(tf.DebertaConfig(**SIZES, intermediate_size=48))
+
+
+FAMILIES = [openai_gpt, m2m_100, t5, llama, deepseek, deberta]
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+def saved(make: Callable[[], tf.PreTrainedModel], directory: Path) -> tf.PreTrainedModel:
+    model = randomise(make()).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_ranks_hold_the_types_that_from_pretrained_gives(
+    make: Callable[[], tf.PreTrainedModel], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = saved(make, tmp_path)
+    want = type(model).from_pretrained(tmp_path, dtype=dtype)
+    made = plan(model, dtype=dtype)
+    assert {n: t.dtype for n, t in made.tensors.items()} == {n: t.dtype for n, t in tensors(want).items()}
+
+
+@pytest.mark.parametrize("make", [openai_gpt, m2m_100, t5, llama], ids=lambda make: make.__name__)
+def test_a_cast_model_is_what_from_pretrained_gives(
+    make: Callable[[], tf.PreTrainedModel], groups: Callable[[int], WorkerGroup], tmp_path: Path
+) -> None:
+    model = saved(make, tmp_path)
+    want = type(model).from_pretrained(tmp_path, dtype=torch.float16)
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :4]} if model.config.is_encoder_decoder else {})
+    parallelize(model, group=groups(2), fp16=True)
+    got = model(**inputs).logits
+    assert got.dtype == torch.float16
+    with torch.no_grad():
+        assert largest_difference(got.float(), want(**inputs).logits.float()) < 0.02
+    assert model.config.dtype == want.config.dtype == torch.float16
+    model.deparallelize()
+    assert all(torch.equal(tensor, tensors(want)[name]) for name, tensor in tensors(model).items())
+
+
+def test_weights_of_a_model_on_meta_are_cast(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    want = saved(m2m_100, tmp_path)
+    with torch.device("meta"):
+        model = type(want)(copy.deepcopy(want.config)).eval()
+    parallelize(model, group=groups(2), weights=tmp_path, fp16=True)
+    assert model(input_ids=IDS, decoder_input_ids=IDS).logits.dtype == torch.float16
+    assert {tensor.dtype for tensor in tensors(model).values()} == {torch.float16}
+    model.deparallelize()
+
+
+def test_what_modules_believe_of_their_type_is_cast(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+    """PaliGemma notes its text model's type when it is built."""
+    text = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 8, "projection_dim": 32}
+    config = tf.PaliGemmaConfig(text_config={"model_type": "gemma", **text}, vision_config=vision, image_token_index=5)
+    model = tf.PaliGemmaForConditionalGeneration(config).eval()
+    before = plan(model).settings
+    made = plan(model, dtype="bfloat16").settings
+    assert not before
+    assert made["model.text_config_dtype"] == made["config.text_config.dtype"] == torch.bfloat16
+    parallelize(model, group=groups(2), dtype="bfloat16")
+    assert model.model.text_config_dtype == model.config.text_config.dtype == torch.bfloat16
+    model.deparallelize()
+
+
+class Scaled(nn.Linear):
+    """What a user puts in the place of a layer: a buffer in checkpoints, and one that is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("scale", torch.ones(width))
+        self.register_buffer("table", torch.ones(width), persistent=False)
+
+
+def test_modules_of_the_users_own_are_cast_where_checkpoints_hold_them() -> None:
+    model = llama()
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), Scaled(48))
+    made = plan(model, dtype=torch.float16)
+    types = {name.rpartition(".")[2]: t.dtype for name, t in made.tensors.items() if "act_fn" in name}
+    assert types == {"weight": torch.float16, "bias": torch.float16, "scale": torch.float16, "table": torch.float32}
+
+
+class Told(tf.LlamaForCausalLM):
+    """Cannot be built from its configuration alone."""
+
+    def __init__(self, config: tf.LlamaConfig, answer: int) -> None:
+        super().__init__(config)
+
+
+def test_a_class_that_cannot_be_built_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "parallelformers_ng"):
+        made = plan(Told(llama().config, answer=42), dtype=torch.float16)
+    assert "Told cannot be built from its configuration alone" in caplog.text
+    assert made.tensors["lm_head.weight"].dtype == torch.float16
+    assert made.tensors["model.rotary_emb.inv_freq"].dtype == torch.float32

@@ -1,0 +1,205 @@
+"""Mistakes in a policy are said: what it cannot mean when it is read, what is wrong by a proof on a twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from parallelformers_ng import Column, Gather, HeadNorms, Heads, Part, Policy, Renewed, Row, Slice, parallelize, plan
+from parallelformers_ng.cli import main
+from parallelformers_ng.coverage import verify_model
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding.policy_check import check_policy
+from parallelformers_ng.sharding.registry import written_policies
+from tests.zoo.build import build, largest_difference
+
+HEADS = Heads("num_heads", scaled=("embed_dim", "split_size"))
+RIGHT = {
+    "attn": HEADS, "attn.c_attn": Column(fused=3), "attn.c_proj": Row(), "mlp.c_fc": Column(), "mlp.c_proj": Row(),
+}  # fmt: skip
+
+
+def gpt2(**options: Any) -> tf.PreTrainedModel:
+    config = tf.GPT2Config(vocab_size=131, n_embd=48, n_layer=2, n_head=6, n_positions=32, **options)
+    return build(tf.GPT2LMHeadModel, config)
+
+
+def policy(**attributes: Any) -> type[Policy]:
+    return type("Mine", (Policy,), {"block": "GPT2Block", "plan": RIGHT, **attributes})
+
+
+def with_rule(path: str, rule: Any) -> dict[str, Any]:
+    return {"plan": {**RIGHT, path: rule}}
+
+
+MISTAKES = [
+    (with_rule("attn", Heads("num_heads", scaled="embed_dim")), r"scaled is 'embed_dim'.* tuple.*\('embed_dim',\)"),
+    (with_rule("attn", Heads("num_heads", scaled=["embed_dim"])), r"scaled is \['embed_dim'\].* tuple"),
+    (with_rule("attn", Heads(4)), r"rule 'attn': query is 4; Heads takes there a name"),
+    (with_rule("attn", Heads("num_heads", layer="xlnet_attn")), r"layer is 'xlnet_attn'.*mean 'xlnet_attention'"),
+    (with_rule("attn", Heads("num_heads", weights=1.5)), r"weights is 1\.5"),
+    (with_rule("attn", Heads("num_heads", more_weights=((2, "1"),))), r"more_weights is \(\(2, '1'\),\)"),
+    (with_rule("attn", Heads("num_heads", key="config.none")), r"GPT2Attention has no attribute 'config.none'"),
+    (with_rule("mlp", Heads("config.num_heads")), r"GPT2MLP has no attribute 'config.num_heads'"),
+    (with_rule("attn.c_attn", Column), r"rule 'attn.c_attn' is the class Column; write Column\(…\), with parentheses"),
+    (with_rule("attn.c_attn", "Column"), r"rule 'attn.c_attn' is 'Column'; it takes one of Column, Experts"),
+    (with_rule("attn.c_attn", None), r"rule 'attn.c_attn' is None"),
+    (with_rule("attn.c_attn", Column("keys")), r"unit is 'keys'.*did you mean 'key'"),
+    (with_rule("attn.c_attn", Column(fused="three")), r"fused is 'three'; Column takes there a number or a tuple"),
+    (with_rule("attn.c_attn", Column(fused=True)), r"fused is True"),
+    (with_rule("attn.c_attn", Column(fused=0)), r"fused is 0; it takes the number of parts, 1 or more"),
+    (with_rule("attn.c_attn", Column(fused=())), r"fused is \(\)"),
+    (with_rule("attn.c_attn", Column(fused=5)), r"width 144 is not a multiple of 30, the heads of its 5 parts"),
+    (with_rule("attn.c_attn", Column(fused=("query", "keys"))), r"fused is .*did you mean 'key'"),
+    (with_rule("attn.c_attn", Column("key", fused=("query", "key"))), r"unit is 'key', and fused names a unit"),
+    (with_rule("attn.c_attn", Column(fused=3, interleaved=("query", "key"))), r"fused and interleaved are both set"),
+    (with_rule("attn.c_attn", Column(fused=(Part("query", 1.5),))), r"fused: width is 1\.5; Part takes there"),
+    (with_rule("attn.c_attn", Column(fused=3, heads="atn")), r"heads is 'atn'.*did you mean 'attn'"),
+    (with_rule("attn.c_attn", Column(fused=3, gather="yes")), r"gather is 'yes'; Column takes there True or False"),
+    (with_rule("attn.c_attn", Column(gather=True, widths=("embed_dim",))), r"gather puts them together"),
+    (with_rule("mlp.c_fc", Column(gather_inputs=True)), r"no rule above it says Heads"),
+    (with_rule("mlp", Gather("c_fcc")), r"no layer 'c_fcc'"),
+    (with_rule("attn.q_norm", HeadNorms("column")), r"unit is 'column'; it takes 'query' or 'key'"),
+    (with_rule("ln_1.weight", Slice("0")), r"dim is '0'; Slice takes there a number"),
+    (with_rule("attn", Renewed("self")), r"no rule 'attn.self' says Heads"),
+    ({"plan": list(RIGHT.items())}, r"plan is \[.*it takes a dictionary"),
+    ({"plan": {1: Column()}}, r"plan is \{1: "),
+    ({"plan": {}, "plans": RIGHT}, r"plans is set in Mine.*did you mean 'plan'"),
+    ({"cut": lambda self: None}, r"cut is a method in Mine"),
+    ({"block": 3}, r"block is 3; it takes a class name"),
+    ({"optional": "crossattention"}, r"optional is 'crossattention'; it takes a tuple of paths"),
+    ({"holds": "mlp"}, r"holds is 'mlp'"),
+    ({"requires": ("attn",)}, r"requires is \('attn',\); it takes a dictionary"),
+    ({"requires": {"attn.nothing": 1}}, r"requires 'attn.nothing', and GPT2Block has no attribute"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attributes", "words"), MISTAKES, ids=lambda value: value[:40] if type(value) is str else "")
+def test_a_mistake_is_an_error_in_words(attributes: dict[str, Any], words: str) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)^Mine: .*" + words):
+        plan(gpt2(), custom_policies=policy(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda: Column(unitt="key"), r"Column: .*'unitt' \(did you mean 'unit'\?\); it takes unit, fused"),
+        (lambda: Row("key", 1, None, True, 5), r"Row: too many positional arguments; it takes unit"),
+        (lambda: Heads(key="num_heads"), r"Heads: missing a required argument: 'query'"),
+        (lambda: Part("query"), r"Part: missing a required argument: 'width'"),
+        (lambda: Column("key", unit="key"), r"Column: multiple values for argument 'unit'"),
+    ],
+)
+def test_a_word_says_which_arguments_it_takes(write: Callable[[], object], words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        write()
+
+
+def test_no_written_policy_has_a_mistake() -> None:
+    for written in written_policies():
+        check_policy(written)
+
+
+class Mine(Policy):
+    block = "GPT2Block"
+    plan = RIGHT
+
+
+class Forgotten(Mine):
+    """`fused=3` is not there: each rank holds a stretch of q, k and v side by side, and takes it for its own three."""
+
+    plan = {**RIGHT, "attn.c_attn": Column()}
+
+
+class Doubled(Mine):
+    """Sums what was summed."""
+
+    plan = {**RIGHT, "attn.c_proj": Row(reduce=False), "mlp.c_fc": Column()}
+
+
+@pytest.mark.parametrize("wrong", [Forgotten, Doubled])
+def test_a_policy_that_gives_other_numbers_is_refused(
+    wrong: type[Policy], groups: Callable[[int], WorkerGroup]
+) -> None:
+    model = gpt2()
+    with pytest.raises(PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other values than whole.*prove=False"):
+        parallelize(model, group=groups(2), custom_policies=wrong)
+    with torch.no_grad():  # the model is as it was
+        want = model(torch.arange(5)[None]).logits
+    assert not verify_model(model, 2, wrong).equal
+    parallelize(model, group=groups(2), custom_policies=wrong, prove=False)
+    assert largest_difference(model(torch.arange(5)[None]).logits, want) > 0.1
+    model.deparallelize()
+
+
+def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallelformers_ng.sharding import proof
+
+    made: list[str] = []
+    real = proof._doubt
+    monkeypatch.setattr(proof, "_doubt", lambda *given: made.append("proof") or real(*given))
+    monkeypatch.setattr(proof, "_CUSTOM", {})
+    ids = torch.arange(3, 9)[None]
+    for _ in range(2):
+        model = gpt2()
+        with torch.no_grad():
+            want = model(ids).logits
+        parallelize(model, group=groups(2), custom_policies=Mine)
+        assert largest_difference(model(ids).logits, want) <= 1e-4
+        model.deparallelize()
+    assert made == ["proof"]
+    parallelize(gpt2(activation_function="relu"), group=groups(2), custom_policies=Mine).deparallelize()
+    assert made == ["proof", "proof"]
+
+
+def test_a_policy_that_no_twin_proves_is_refused(groups: Callable[[int], WorkerGroup]) -> None:
+    model = gpt2()
+    model.transformer.h[0].add_module("extra", torch.nn.ModuleDict({"up": torch.nn.Linear(48, 96)}))
+
+    class Extra(Policy):
+        block = "ModuleDict"
+        plan = {"up": Column()}
+
+    with pytest.raises(PolicyError, match=r"Extra on 2 ranks: .*prove=False"):
+        parallelize(model, group=groups(2), custom_policies=Extra)
+
+
+FILE = """
+from parallelformers_ng import Column, Heads, Policy, Row
+
+class Mine(Policy):
+    block = "GPT2Block"
+    plan = {
+        "attn": Heads("num_heads", scaled=("embed_dim", "split_size")),
+        "attn.c_attn": Column(fused=FUSED),
+        "attn.c_proj": Row(),
+        "mlp.c_fc": Column(),
+        "mlp.c_proj": Row(),
+    }
+"""
+
+
+def test_policies_of_a_file_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, config = tmp_path / "mine.py", tmp_path / "config.json"
+    gpt2().config.to_json_file(config)
+    for fused, status in ((3, 0), (1, 1)):
+        file.write_text(FILE.replace("FUSED", str(fused)))
+        assert main(["verify", str(config), "--policy", str(file)]) == status
+    assert "NOT equal; policy: custom" in capsys.readouterr().out
+    assert main(["plan", str(config), "--policy", str(file)]) == 0
+    assert "Mine" in capsys.readouterr().out
+    for text, words in (
+        ("import nothing_there", "cannot be read: ModuleNotFoundError"),
+        ("x = 1", "defines no policy"),
+    ):
+        file.write_text(text)
+        assert main(["verify", str(config), "--policy", str(file)]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["verify", str(config), "--policy", str(tmp_path / "none.py")]) == 2
+    assert "no file of policies" in capsys.readouterr().err
