@@ -74,7 +74,7 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
         lambda: model(ids),
         lambda: _tokens(model, ids),
         lambda: model(ids[:, -1:], past_key_values=model(ids[:, :-1], use_cache=True).past_key_values),
-        lambda: model(ids, use_cache=True).past_key_values.crop(1),
+        lambda: model(ids, use_cache=True).past_key_values.crop(-1),
         model.memory_allocated,
     )
     before = deployment_of(model).pids
@@ -91,6 +91,8 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
                     found.interrupted += 1
                 except Exception as error:  # whatever it is, it is in the place of a KeyboardInterrupt
                     found.errors.append(repr(error))
+                    with contextlib.suppress(KeyboardInterrupt):  # which is still to come
+                        time.sleep(10 * _LONGEST_SECONDS)
                 found.seconds.append(time.monotonic() - ordered)
                 try:
                     right = torch.allclose(model(ids).logits, logits, atol=1e-5)

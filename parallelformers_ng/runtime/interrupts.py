@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -55,16 +56,20 @@ class _StandIn:
 
     def install(self) -> None:
         for number in _RAISING:
-            handler = getsignal(number)
-            if callable(handler) and handler is not self:
+            handler: Any = getsignal(number)
+            if handler is self:  # what its removal raised came before it was done
+                continue
+            if callable(handler):
                 self._handlers[number] = handler
                 set_handler(number, self)
+            elif number in self._handlers:
+                del self._handlers[number]
 
     def remove(self) -> None:
-        for number in _RAISING:
-            placed: Any = getsignal(number)
-            if placed is self:  # else the program has set another meanwhile
-                set_handler(number, self._handlers[number])
+        for number, handler in self._handlers.items():
+            placed: Any = set_handler(number, handler)
+            if placed is not self:  # the program has set another meanwhile
+                set_handler(number, placed)
 
     def pass_on(self) -> None:
         """Call the handlers of the signals that wait."""
@@ -79,34 +84,36 @@ _stand_in = _StandIn()
 class Held:
     """Within it, the main thread is interrupted by no handler that raises, a `LetThrough` apart."""
 
-    __slots__ = ("_is_main", "_was_open")
+    __slots__ = ("_was_open",)
 
     def __enter__(self) -> None:
-        self._is_main = threading.get_ident() == _stand_in.thread
-        if not self._is_main:
+        stand_in = _stand_in
+        if get_ident() != stand_in.thread:
+            self._was_open: bool | None = None
             return
-        self._was_open = _stand_in.open
-        if not _stand_in.depth:
+        self._was_open = stand_in.open
+        if not stand_in.depth:
             # Until the last line below the stand-in changes nothing: it calls the program's handlers at once.
             try:
-                _stand_in.install()
+                stand_in.install()
             except BaseException:
-                _stand_in.remove()
+                stand_in.remove()
                 raise
-        _stand_in.open = False
-        _stand_in.depth += 1
+        stand_in.open = False
+        stand_in.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_main:
+        if self._was_open is None:
             return
-        _stand_in.open = self._was_open
-        _stand_in.depth -= 1
+        stand_in = _stand_in
+        stand_in.open = self._was_open
+        stand_in.depth -= 1
         try:
-            if not _stand_in.depth:
-                _stand_in.remove()
+            if not stand_in.depth:
+                stand_in.remove()
         finally:
-            if _stand_in.struck and (_stand_in.open or not _stand_in.depth):
-                _stand_in.pass_on()
+            if stand_in.struck and (stand_in.open or not stand_in.depth):
+                stand_in.pass_on()
 
 
 class LetThrough:
@@ -115,7 +122,7 @@ class LetThrough:
     __slots__ = ("_opened",)
 
     def __enter__(self) -> None:
-        self._opened = bool(_stand_in.depth) and threading.get_ident() == _stand_in.thread and not _stand_in.open
+        self._opened = bool(_stand_in.depth) and get_ident() == _stand_in.thread and not _stand_in.open
         if self._opened:
             _stand_in.open = True
             if _stand_in.struck:
