@@ -16,12 +16,16 @@ import pytest
 import torch
 
 from benchmarks.chaos_interrupts import interrupts_at_random
+from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError
+from parallelformers_ng.model import deployment_of
 from parallelformers_ng.runtime import interrupts
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import Kind, pack
 from parallelformers_ng.runtime.interrupts import Held, LetThrough
 from parallelformers_ng.runtime.transport import Channel
+from tests.zoo.case import token_ids
+from tests.zoo.decoders import gpt2
 
 
 class Alarm(Exception):
@@ -187,3 +191,22 @@ def test_a_short_storm_of_interrupts(groups):
     found = interrupts_at_random(40, seed=1, group=groups(2))
     assert (found.lost, found.wrong, found.errors) == (0, 0, [])
     assert found.interrupted == 40
+
+
+def test_a_handle_that_goes_takes_no_step_in_which_an_interrupt_is_lost(groups):
+    """What is raised in a finalizer is printed and dropped."""
+    model = parallelize(gpt2(), group=groups(2))
+    steps = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        steps.append(frame.f_code.co_qualname)
+
+    cache = model(token_ids(rows=1), use_cache=True).past_key_values
+    before = sys.gettrace()
+    sys.settrace(trace)
+    del cache
+    sys.settrace(before)
+    assert not steps
+    model(token_ids(rows=1), use_cache=False)
+    assert deployment_of(model).ready(float("inf"))[0].call("held_caches") == 0
+    model.deparallelize()

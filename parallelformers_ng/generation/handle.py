@@ -177,14 +177,7 @@ def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number:
     handle._number, handle._facts = number, facts
     handle._incarnation = incarnation
     handle._deployment = weakref.ref(deployment)
-    weakref.finalize(handle, _free, handle._deployment, incarnation, number).atexit = False
     return handle
-
-
-def _free(deployment: weakref.ref[CacheOwner], incarnation: int, number: int) -> None:
-    owner = deployment()  # a handle must not keep a model that was dropped
-    if owner is not None:
-        owner.free_cache(incarnation, number)
 
 
 @functools.cache

@@ -19,11 +19,21 @@ from parallelformers_ng.runtime.interrupts import Held
 from parallelformers_ng.runtime.leaves import Handle
 
 
+class _Place(weakref.ref[CacheHandle]):
+    """A handle, as long as it lasts, and where its cache is."""
+
+    __slots__ = ("incarnation", "number")
+
+    incarnation: int
+    number: int
+
+
 class CacheOwner(ABC):
     """Whoever sends requests to a group that is replaced when it dies, and its caches with it."""
 
     def __init__(self) -> None:
-        self._caches: weakref.WeakValueDictionary[int, CacheHandle] = weakref.WeakValueDictionary()
+        self._caches: dict[int, _Place] = {}
+        self._gone: deque[_Place] = deque()  # places whose handles are gone
         self._freed: deque[tuple[int, int]] = deque()
         self._cache_numbers = itertools.count(-1, -1)  # of caches that the caller made
         self._cache_blocks = itertools.count(CACHE_BLOCK, CACHE_BLOCK)  # of those that a request makes
@@ -82,19 +92,22 @@ class CacheOwner(ABC):
         return next(self._cache_numbers)
 
     def remember_cache(self, handle: CacheHandle) -> CacheHandle:
-        self._caches[handle._number] = handle
+        # What is called when a handle goes is no Python code: Ctrl-C would strike in it, and be lost.
+        place = self._caches[handle._number] = _Place(handle, self._gone.append)
+        place.incarnation, place.number = handle._incarnation, handle._number
         return handle
 
     def known_cache(self, number: int) -> CacheHandle | None:
-        return self._caches.get(number)
-
-    def free_cache(self, incarnation: int, number: int) -> None:
-        """Called when a handle is gone, possibly by the garbage collector: only note it, the next call tells the
-        ranks."""
-        self._freed.append((incarnation, number))
+        place = self._caches.get(number)
+        return None if place is None else place()
 
     def take_freed(self) -> list[int]:
         """Ids to free with the request that is about to be sent."""
+        while self._gone:
+            place = self._gone.popleft()
+            if self._caches.get(place.number) is place:
+                del self._caches[place.number]
+            self._freed.append((place.incarnation, place.number))
         freed = []
         while self._freed:
             incarnation, number = self._freed.popleft()
@@ -115,5 +128,5 @@ class CacheOwner(ABC):
             if isinstance(cache, CacheHandle):
                 cache._doubtful = True
             else:
-                self.free_cache(incarnation, number)
+                self._freed.append((incarnation, number))
         self._freed.extend((incarnation, number) for number in numbers)
