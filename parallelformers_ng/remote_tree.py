@@ -21,8 +21,8 @@ from parallelformers_ng.remote_module import REMOTE, Remote, RemoteModule, is_re
 
 
 def _concerns_workers(module: nn.Module) -> bool:
-    """Whether the workers must know what becomes of a module: it or what is in it has weights, or does as its mode says.
-    The others compute here what they do on a rank, and may serve plain models too, as some families' activations do."""
+    """Whether the workers must know what becomes of a module: it or what is in it has weights, or does as its mode
+    says. The others compute here what they do on a rank, and may serve plain models too, as some activations do."""
     for part in module.modules():
         code = getattr(type(part).forward, "__code__", None)
         if part._parameters or part._buffers or (code is not None and "training" in code.co_names):

@@ -143,7 +143,7 @@ def test_settings_of_no_known_words_are_made_small_by_trial(name: str) -> None:
         try:
             with torch.device("meta"):
                 return sum(parameter.numel() for parameter in cls(tried).parameters())
-        except ValueError:
+        except Exception:  # as any modelling code may
             return None
 
     before = config.to_dict()

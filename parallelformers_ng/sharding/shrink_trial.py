@@ -1,5 +1,5 @@
-"""Makes a configuration small without knowing what its settings mean: a number that can be halved, so that the class can
-still be built and weighs less, is halved."""
+"""Makes a configuration small without knowing what its settings mean: a number is halved where the class can be built
+from what that gives, and weighs less."""
 
 from __future__ import annotations
 
