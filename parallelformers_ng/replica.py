@@ -83,7 +83,7 @@ class Replica:
         np.random.seed(0)
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
-            install(model)
+            install(model, {layer.path for layer in self.plan.layers if layer.kind == "stored"})
         inject(model, self.plan, self.rank, self.communicator)
         self.model = model
         self.hooks = Mounted(model, self.device, lambda cache: self.caches.handle(handed_out(cache)))

@@ -13,6 +13,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError
+from parallelformers_ng.hooks.crossing import Sent
 from parallelformers_ng.runtime.decoder import decode
 from parallelformers_ng.runtime.encoder import encode
 from parallelformers_ng.runtime.frames import Kind, pack
@@ -113,6 +114,13 @@ def test_a_pickle_with_another_key_is_not_read(tmp_path):
     assert not (tmp_path / "sprung").exists()
     with pytest.raises(ProtocolError, match="before there was a key"):
         decode(encoded.header, joined(encoded), [], None)
+
+
+def test_hooks_with_another_key_are_not_read():
+    """Their bytes are code, so they travel as a pickle does."""
+    encoded = encode(Sent(b"code", []), b"other key")
+    with pytest.raises(ProtocolError, match="signature of a pickle"):
+        decode(encoded.header, joined(encoded), [], KEY)
 
 
 def test_mutated_frames_are_protocol_errors_and_leak_nothing():

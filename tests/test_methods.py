@@ -86,9 +86,11 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "register_forward_hook": lambda m: callable(m.register_forward_hook),  # a file of their own: test_hooks.py
     "register_forward_pre_hook": lambda m: callable(m.register_forward_pre_hook),
     "register_backward_hook": lambda m: None,
+    "register_for_auto_class": lambda m: callable(m.register_for_auto_class),  # would mark the class for good
     "register_full_backward_hook": lambda m: None,
     "register_full_backward_pre_hook": lambda m: None,
     "requires_grad_": lambda m: [p.requires_grad for p in m.requires_grad_(False).parameters()],
+    "smart_apply": lambda m: callable(m.smart_apply),
     "retrieve_modules_from_names": lambda m: len(m.retrieve_modules_from_names(["layers"])),
     "save_pretrained": lambda m: None,  # test_saving.py
     "from_pretrained": lambda m: callable(m.from_pretrained),

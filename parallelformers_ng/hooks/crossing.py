@@ -65,6 +65,10 @@ class Sent:
     tensors: list[torch.Tensor]
     parts: int = 0
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With this it travels as a pickle, which is signed, and not field by field: `data` is code."""
+        vars(self).update(state)
+
 
 @dataclass(frozen=True)
 class Kept:

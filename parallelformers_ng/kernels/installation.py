@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 
 import torch
@@ -14,18 +15,19 @@ from parallelformers_ng.kernels.recognition import ATTENTIONS, LAYERS, is_decode
 from parallelformers_ng.kernels.self_check import agrees
 
 
-def install(model: nn.Module) -> int:
+def install(model: nn.Module, left: Collection[str] = ()) -> int:
     """Change the classes of what the kernels can serve, where the kernels are there and torch has one thread.
 
     Args:
         model: its tensors may still be missing.
+        left: paths of modules that stay as they are, whose parameters must be read as attributes.
 
     Returns:
         How many modules were changed.
     """
     if _decode is None or torch.get_num_threads() > 1:
         return 0
-    return _change(model)
+    return _change(model, left)
 
 
 def forget(model: nn.Module) -> None:
@@ -35,14 +37,16 @@ def forget(model: nn.Module) -> None:
             module.forget()
 
 
-def _change(model: nn.Module, checked: bool = False) -> int:
+def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False) -> int:
     """
     Args:
         checked: whether decoder layers are known to be computed as the installed transformers computes them.
     """
     changed = 0
-    for module in model.modules():
+    for path, module in model.named_modules():
         cls: type = type(module)
+        if path in left:
+            continue
         if cls is nn.Linear:
             module.__class__ = StreamingLinear
         elif is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
