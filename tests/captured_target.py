@@ -11,7 +11,7 @@ from parallelformers_ng.replica import Replica
 from tests.operator_recorder import OperatorRecorder
 
 # The kernels in C are no operators, and no part of what runs on a GPU.
-replica_module.install = lambda model: 0  # type: ignore[assignment]
+replica_module.install = lambda model, left=(): 0  # type: ignore[assignment]
 replica_module.install_attention = lambda: None  # type: ignore[assignment]
 
 
