@@ -41,6 +41,9 @@ _CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
 }
 
 
+_COPY_OF = "_parallelformers_ng_copy_of"
+
+
 def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
     """Turn `model` into rank `rank`'s share of it: parallel layers, local attributes, no weights yet.
 
@@ -74,15 +77,18 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
     *path, last = name.split(".")
     for part in path:
         if part == "config":
-            setattr(owner, part, copy.copy(getattr(owner, part)))
+            whole = getattr(owner, part)
+            setattr(owner, part, copy.copy(whole))
+            vars(getattr(owner, part)).setdefault(_COPY_OF, whole)
         owner = getattr(owner, part)
     setattr(owner, last, value)
 
 
 def set_config(model: nn.Module, name: str, value: Any) -> None:
-    """Change the dotted attribute `name` of the model's configuration, also in the copies that some modules were given.
+    """Change the dotted attribute `name` of the model's configuration, also in the copies that `set_attribute` made.
 
-    A copy whose value differs was given a value of its own, which stays.
+    A copy whose value differs was given a value of its own, which stays; so does a configuration that the model itself
+    copied (T5's encoder has one), as it does where nothing is cut.
     """
     *path, last = name.split(".")
     owner: Any = model.config
@@ -92,7 +98,7 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
     setattr(owner, last, value)
     for module in model.modules():
         config = module.__dict__.get("config")
-        if type(config) is type(owner) and config is not owner and getattr(config, last, None) == before:
+        if getattr(config, _COPY_OF, None) is owner and getattr(config, last, None) == before:
             setattr(config, last, value)
 
 
