@@ -100,26 +100,11 @@ class Dispatcher:
             GroupError: see its subclasses.
         """
         end = self._deadline(how.get("timeout"))
-        if not self.hooks:
-            return self._call(model, path, method, args, kwargs, how, end, None)
-        with self.hooks.turn(end) as hooks:
-            return self._call(model, path, method, args, kwargs, how, end, hooks)
-
-    def _call(
-        self,
-        model: Any,
-        path: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        how: dict[str, Any],
-        end: float,
-        hooks: Outgoing | None,
-    ) -> Any:
-        # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
-        group, incarnation = self.deployment.ready(end)
-        with Held():  # what is noted here, and what the workers have done, must not part
-            return self._request(model, path, method, args, kwargs, how, end, hooks, group, incarnation)
+        with self.hooks.turn(end) if self.hooks else contextlib.nullcontext() as hooks:
+            # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
+            group, incarnation = self.deployment.ready(end)
+            with Held():  # what is noted here, and what the workers have done, must not part
+                return self._request(model, path, method, args, kwargs, how, end, hooks, group, incarnation)
 
     def _request(
         self,

@@ -196,11 +196,6 @@ def public_methods(cls: type) -> list[str]:
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
 
-def reason(name: str) -> str:
-    """Why a method is refused; "it …"."""
-    return REFUSED[name]
-
-
 def table() -> str:
     """All of it, for people."""
     rows = [

@@ -16,7 +16,7 @@ from parallelformers_ng.checkpoint.saving import write_pretrained
 from parallelformers_ng.dispatch import Dispatcher
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.marks import own_loop
-from parallelformers_ng.methods import generates, place_of, public_methods, reason
+from parallelformers_ng.methods import REFUSED, generates, place_of, public_methods
 from parallelformers_ng.remote_module import REMOTE, Remote, RemoteModule, is_remote, lock, refusal, remote_of, unlock
 
 
@@ -136,7 +136,7 @@ def _refused(name: str, original: Callable) -> Callable:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_remote(self):
             return original(self, *args, **kwargs)
-        raise ParallelError(refusal(self, f"{name}()", f"it {reason(name)}"))
+        raise ParallelError(refusal(self, f"{name}()", f"it {REFUSED[name]}"))
 
     return refuse
 
