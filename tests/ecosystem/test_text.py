@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gradio
+import gradio_client
 import outlines
 import pytest
 import torch
 from datasets import Dataset
 from langchain_core.prompts import PromptTemplate
 from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
-from transformers import pipeline
+from transformers import TextIteratorStreamer, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 PROMPTS = ["The capital of France is", "Water boils at"]
@@ -65,7 +69,38 @@ def test_langchain_streams(language_model, generating) -> None:
     assert got == want
 
 
-def test_gradio(language_model, generating) -> None:
+def test_gradio_serves_streamed_text(language_model) -> None:
+    """The tokens that a served interface streams, asked for by three clients at once."""
+
+    def ask(model: Any) -> list[list[str]]:
+        def stream(prompt: str) -> Iterator[str]:
+            streamer = TextIteratorStreamer(language_model.tokenizer, skip_prompt=True)
+            inputs = language_model.tokenizer(prompt, return_tensors="pt")
+            with ThreadPoolExecutor() as pool:
+                done = pool.submit(model.generate, **inputs, streamer=streamer, **HOW)
+                yield from itertools.accumulate(streamer)
+                done.result()
+
+        demo = gradio.Interface(stream, "text", "text", api_name="stream", concurrency_limit=3)
+        _, url, _ = demo.launch(prevent_thread_lock=True, quiet=True)
+        try:
+            clients = [gradio_client.Client(url, verbose=False) for _ in range(3)]
+            jobs = [client.submit(PROMPTS[0], api_name="/stream") for client in clients]
+            for job in jobs:
+                job.result()
+            return [job.outputs() for job in jobs]
+        finally:
+            demo.close()
+
+    got, want = language_model.both(ask)
+    assert got == want
+    assert len(want[0]) > 2  # it did stream
+
+
+@pytest.mark.xfail(
+    raises=AttributeError, strict=True, reason="gradio names pipelines that transformers 5 has no more, for any model"
+)
+def test_gradio_from_pipeline(language_model, generating) -> None:
     got, want = language_model.both(lambda model: gradio.Interface.from_pipeline(generating(model))(PROMPTS[0]))
     assert got == want
 
