@@ -20,7 +20,7 @@ class Call:
         unsure: the plan cannot tell whether the method gives a whole result; the ranks compare theirs.
         rng: state of the caller's CPU generator, a uint8 vector.
         autocast: data type of the caller's `torch.autocast`, None outside one.
-        config: attributes of the configuration that changed since the last call, dotted name → value.
+        configs: attributes of configurations that changed since the last call, dotted name → value.
         generation_config: the generation configuration, where it changed since the last call.
         own_generation_config: that of a model within the model, which is to generate.
         cache_block: where the ids of caches that this call makes begin.
@@ -39,7 +39,7 @@ class Call:
     unsure: bool = False
     rng: torch.Tensor | None = None
     autocast: torch.dtype | None = None
-    config: dict[str, Any] = field(default_factory=dict)
+    configs: dict[str, Any] = field(default_factory=dict)
     generation_config: Any = None
     own_generation_config: Any = None
     cache_block: int = 0

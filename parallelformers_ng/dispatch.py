@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.compiling import StaticSteps, static_generation
 from parallelformers_ng.deployment import Deployment
-from parallelformers_ng.edits import AttributeWatch, EditWatch
+from parallelformers_ng.edits import AttributeWatch, EditWatch, owners_of_configurations
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import map_caches, map_handles
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
@@ -60,8 +61,9 @@ class Dispatcher:
         self, model: Any, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
     ) -> None:
         self.deployment = deployment
-        self._config = EditWatch(model.config)
-        self._generation_config = EditWatch(getattr(model, "generation_config", None))
+        self._with_config = owners_of_configurations(model)
+        self._configs = EditWatch(self._configurations(model))
+        self._generation_config = EditWatch({"": getattr(model, "generation_config", None)})
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._steps = steps
@@ -83,6 +85,14 @@ class Dispatcher:
                     " first"
                 )
         self._attributes.note(path, name, value)
+        if name == "config" and path not in self._with_config:
+            self._with_config.append(path)
+
+    def _configurations(self, model: nn.Module) -> dict[str, Any]:
+        return {
+            f"{path}.config" if path else "config": (model.get_submodule(path) if path else model).config
+            for path in self._with_config
+        }
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
@@ -126,9 +136,9 @@ class Dispatcher:
             hooks.check_apart_from(watch)
         rng, store_rng = self._random_stream(how.get("seed"))
         streamer = how.get("streamer")
-        config, config_arrived = self._config.changes(model.config, incarnation)
+        configs, configs_arrived = self._configs.changes(self._configurations(model), incarnation)
         generation_config = getattr(model, "generation_config", None)
-        edits, generation_config_arrived = self._generation_config.changes(generation_config, incarnation)
+        edits, generation_config_arrived = self._generation_config.changes({"": generation_config}, incarnation)
         attributes, attributes_arrived = self._attributes.changes(incarnation)
         call = Call(
             path,
@@ -137,7 +147,7 @@ class Dispatcher:
             kwargs,
             rng=rng,
             autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            config=config,
+            configs=configs,
             generation_config=generation_config if edits else None,
             own_generation_config=how.get("own_generation_config"),
             cache_block=self.deployment.new_cache_block(),
@@ -152,7 +162,7 @@ class Dispatcher:
         on_event = None if streamer is None else deliver_to(streamer)
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
-            config_arrived()
+            configs_arrived()
             generation_config_arrived()
             attributes_arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage

@@ -8,26 +8,32 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 
 class Snapshot:
-    """The attributes of a configuration, and of those within it, as they were.
+    """The attributes of configurations, and of those within them, as they were.
 
     Args:
-        config: any object whose state is its attributes; None has none.
+        configs: dotted name → any object whose state is its attributes; None has none.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, configs: dict[str, Any]) -> None:
+        self._roots = list(configs.items())
         self._parts = [
             (prefix, part, {name: _kept(value) for name, value in vars(part).items()})
-            for prefix, part in _parts(config, "")
+            for root, config in configs.items()
+            for prefix, part in _parts(config, f"{root}.")
         ]
 
-    def still_holds(self, config: Any) -> bool:
-        """True where `config` is the same object and nothing in it has changed. Costs microseconds: dicts compare the
+    def still_holds(self, configs: dict[str, Any]) -> bool:
+        """True where these are the same objects and nothing in them has changed. Costs microseconds: dicts compare the
         values that are the same objects by identity."""
-        if not self._parts:
-            return config is None
-        return self._parts[0][1] is config and all(vars(part) == values for _, part, values in self._parts)
+        return (
+            len(configs) == len(self._roots)
+            and all(configs.get(root) is config for root, config in self._roots)
+            and all(vars(part) == values for _, part, values in self._parts)
+        )
 
     def values(self) -> dict[str, Any]:
         """Dotted name → value, of everything but the configurations within."""
@@ -41,13 +47,13 @@ class Snapshot:
 
 
 class EditWatch:
-    """Tells what the replicas do not know yet of a configuration."""
+    """Tells what the replicas do not know yet of some configurations: dotted name → configuration."""
 
-    def __init__(self, config: Any) -> None:
-        self._built = Snapshot(config)  # what every new incarnation of the workers begins with
+    def __init__(self, configs: dict[str, Any]) -> None:
+        self._built = Snapshot(configs)  # what every new incarnation of the workers begins with
         self._known = (0, self._built)
 
-    def changes(self, config: Any, incarnation: int) -> tuple[dict[str, Any], Callable[[], None]]:
+    def changes(self, configs: dict[str, Any], incarnation: int) -> tuple[dict[str, Any], Callable[[], None]]:
         """Attributes that differ from what the replicas of this incarnation have: dotted name → value.
 
         The second result is to be called once they have them. A request that fails on its way has taught them nothing.
@@ -55,15 +61,27 @@ class EditWatch:
         known_incarnation, known = self._known
         if known_incarnation != incarnation:
             known = self._built
-        if known.still_holds(config):
+        if known.still_holds(configs):
             return {}, _nothing
-        current = Snapshot(config)
+        current = Snapshot(configs)
         before, now = known.values(), current.values()
 
         def arrived() -> None:
             self._known = (incarnation, current)
 
         return {name: value for name, value in now.items() if name not in before or before[name] != value}, arrived
+
+
+def owners_of_configurations(model: nn.Module) -> list[str]:
+    """Paths of the modules that lead to all configurations of a model: the model's own, "", and that of every module
+    with a copy of it (T5's encoder has one)."""
+    found, paths = {id(part) for _, part in _parts(model.config, "")}, [""]
+    for path, module in model.named_modules():
+        config = vars(module).get("config")
+        if hasattr(config, "to_dict") and id(config) not in found:
+            found |= {id(part) for _, part in _parts(config, "")}
+            paths.append(path)
+    return paths
 
 
 class AttributeWatch:

@@ -261,8 +261,8 @@ class Replica:
         self.caches.number_from(call.cache_block)
         if call.hooks is not None or self.hooks:
             self.hooks.mount(call.hooks, call.cache_block)
-        if call.config:
-            self._update_config(call.config)
+        if call.configs:
+            self._update_configs(call.configs)
         if call.attributes:
             self._set_attributes(call.attributes)
         if call.generation_config is not None:
@@ -289,7 +289,7 @@ class Replica:
         """What the caller gets for a part of an output of which this rank has its own heads'."""
         return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), told=told)
 
-    def _update_config(self, changed: dict[str, Any]) -> None:
+    def _update_configs(self, changed: dict[str, Any]) -> None:
         for name, value in changed.items():
             set_config(self.model, name, value)
         if self.captured is not None:

@@ -169,6 +169,33 @@ def test_config_edits_are_honoured(groups) -> None:
             assert_same(got.hidden_states, whole(**text_inputs()).hidden_states)
 
 
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_edits_of_a_configuration_that_the_model_copied_are_honoured(groups, part) -> None:
+    whole, inputs = FAMILIES["t5"](), seq2seq_inputs()
+    with parallelize(FAMILIES["t5"](), group=groups(2)) as model:
+        assert model.get_submodule(part).config is not model.config
+        model(**inputs)
+        for each in (whole, model):
+            each.get_submodule(part).config.output_hidden_states = True
+        got = model(**inputs)
+        want = whole(**inputs)
+        assert want[f"{part}_hidden_states"] is not None
+        assert_same(got[f"{part}_hidden_states"], want[f"{part}_hidden_states"])
+
+
+def test_edits_of_a_configuration_that_a_part_was_given_later_are_honoured(groups) -> None:
+    whole = decoder("Llama")
+    with parallelize(decoder("Llama"), group=groups(2)) as model:
+        for each in (whole, model):
+            each.model.config = copy.deepcopy(each.config)
+        assert_same(model(**text_inputs()), whole(**text_inputs()))
+        for each in (whole, model):
+            each.model.config.output_hidden_states = True
+        want = whole(**text_inputs()).hidden_states
+        assert want is not None
+        assert_same(model(**text_inputs()).hidden_states, want)
+
+
 def test_the_end_of_it(groups) -> None:
     model = decoder("Llama", tied=True)
     with torch.no_grad():

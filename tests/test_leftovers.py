@@ -79,9 +79,18 @@ def test_whatever_is_left_gives_cut_what_it_gives_whole(world_size: int) -> None
     for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(x)):
         for mine, want in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-9)
-    assert {name for name in made.replicated if whole.get_parameter(name).ndim > 1} == {
-        "memory.weight_ih_l0", "memory.weight_hh_l0",
-    }  # fmt: skip
+    assert not [name for name in made.replicated if whole.get_parameter(name).ndim > 1]
+
+
+def test_a_recurrent_layer_is_held_in_parts_only_where_much_lies_whole() -> None:
+    """A decoder may read it whole for every token."""
+
+    def cut_share(width: int) -> float:
+        parts = nn.ModuleDict({"large": nn.Linear(512, 512), "memory": nn.LSTM(width, width)})
+        return build_plan(parts, 2, Selection((), "")).cut_share
+
+    assert cut_share(256) == 1.0
+    assert 0.5 < cut_share(64) < 1.0
 
 
 def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
@@ -124,20 +133,71 @@ def test_all_of_a_large_module_counts_as_cuttable() -> None:
     assert made.whole_share == 1.0
 
 
-class Remembering(tf.GPT2LMHeadModel):
-    """With recurrent layers, which cannot be cut."""
+def test_ranks_with_more_heads_have_less_of_the_rest_where_they_would_have_far_too_much() -> None:
+    with torch.device("meta"):
+        whole = tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                vocab_size=512, hidden_size=640, num_hidden_layers=2, num_attention_heads=10, intermediate_size=1024
+            )
+        )
+    made = plan(whole, 8)
+    even = made.bytes_whole / 8
+    assert max(made.bytes_per_rank) <= 1.2 * even
+    up = made.tensors["model.layers.0.mlp.up_proj.weight"]
+    rows = [shard.shape(up.shape)[0] for shard in up.shards]
+    assert sum(rows) == 1024
+    assert max(rows[:2]) < min(rows[2:])
+    assert all(count % 16 == 0 for count in rows)
+
+
+@pytest.mark.parametrize(("heads", "world_size"), [(4, 3), (5, 4)])
+def test_uneven_shares_of_the_rest_give_what_is_given_whole(heads: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=128, hidden_size=160, head_dim=32, num_hidden_layers=2, num_attention_heads=heads,
+        intermediate_size=128,
+    )  # fmt: skip
+    whole = randomise(tf.LlamaForCausalLM(config)).eval().double()
+    made = plan(whole, world_size)
+    up = made.tensors["model.layers.1.mlp.up_proj.weight"]
+    rows = [shard.shape(up.shape)[0] for shard in up.shards]
+    assert max(rows) - min(rows) >= 16
+    ids = torch.tensor([[5, 9, 17, 31]])
+    want = whole(ids).logits
+    for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(ids).logits):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_with_no_forward_is_held_in_parts(groups: Any) -> None:
+    """Its methods still run, as they do whole."""
+    from parallelformers_ng import parallelize
+
+    config = tf.GlmImageVQVAEConfig(embed_dim=32, latent_channels=32, num_embeddings=50)
+    whole = randomise(tf.GlmImageVQVAE(config)).eval()
+    states = torch.randn(1, 32, 4, 4)
+    with torch.no_grad():
+        want = whole.encode(states)
+    with parallelize(copy.deepcopy(whole), group=groups(2)) as parallel:
+        got = parallel.encode(states)
+        assert parallel.shard_plan.whole_share < 0.1
+    assert torch.equal(got.image_tokens, want.image_tokens)
+    torch.testing.assert_close(got.quantized_last_hidden_state, want.quantized_last_hidden_state)
+
+
+class Scaled(tf.GPT2LMHeadModel):
+    """With a long vector, which is not cut."""
 
     def __init__(self, config: tf.GPT2Config) -> None:
         super().__init__(config)
-        self.memory = nn.LSTM(config.n_embd, config.n_embd)
+        self.scales = nn.Parameter(torch.ones(20_000))
 
 
 def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
     config = tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)
     with caplog.at_level(logging.WARNING, "parallelformers_ng"):
-        made = plan(Remembering(config), 2)
-        assert "of the bytes of Remembering stay whole on every rank" in caplog.text
-        assert "memory.weight_ih_l0" in caplog.text
+        made = plan(Scaled(config), 2)
+        assert "of the bytes of Scaled stay whole on every rank" in caplog.text
+        assert "scales" in caplog.text
         assert f"warning: {made.warning}" in str(made)
         caplog.clear()
         assert plan(tf.GPT2LMHeadModel(config), 2).warning == ""
@@ -147,7 +207,7 @@ def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_and_when_it_is_parallelized(caplog: pytest.LogCaptureFixture, groups: Any) -> None:
     from parallelformers_ng import parallelize
 
-    whole = Remembering(tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)).eval()
+    whole = Scaled(tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)).eval()
     randomise(whole)
     ids = torch.tensor([[5, 9, 77, 31]])
     with torch.no_grad():

@@ -132,6 +132,7 @@ TRIED = {
     "cvt": (tf.CvtModel, tf.CvtConfig(num_heads=[6, 6, 6])),  # widths by stage
     "bit": (tf.BitModel, tf.BitConfig()),  # norms over 32 groups of channels
     "focalnet": (tf.FocalNetModel, tf.FocalNetConfig()),  # widths and levels by stage
+    "pp_ocrv5_server_rec": (tf.PPOCRV5ServerRecModel, tf.PPOCRV5ServerRecConfig()),  # one stage's must fit the next's
 }
 
 
@@ -161,7 +162,7 @@ def test_a_class_that_refuses_every_smaller_size_is_left_alone() -> None:
     assert shrink_by_trial(config, lambda tried: None, 10**6) is None
 
 
-@pytest.mark.parametrize("name", ["perceiver", "cvt"])
+@pytest.mark.parametrize("name", ["perceiver", "cvt", "pp_ocrv5_server_rec"])
 def test_a_large_model_of_such_settings_is_planned(name: str) -> None:
     cls, config = TRIED[name]
     with torch.device("meta"):

@@ -15,13 +15,16 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.leftovers import cut_leftovers
-from parallelformers_ng.sharding.partition import HeadShare, share_heads
+from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Heads, Policy
 from parallelformers_ng.sharding.rules import apply_rule, count_heads
 from parallelformers_ng.sharding.selection import Selection, is_block
 from parallelformers_ng.sharding.structure import dotted
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
+
+_ABOUT_THE_SAME = 1.05
+"""The most of a tensor's bytes on one rank, against the least, where its width is shared out evenly."""
 
 
 def build_plan(
@@ -43,14 +46,30 @@ def build_plan(
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer it matches.
     """
-    builder = _Builder(model, world_size)
-    for policy in selection.policies:
-        builder.apply(policy)
-    if selection.vocabulary:
-        builder.cut_vocabulary()
-    if selection.leftovers:
-        cut_leftovers(builder.draft, exhaustive)
-    return builder.finish(selection, dtype)
+
+    def build(shares: Sequence[float] = ()) -> ShardPlan:
+        builder = _Builder(model, world_size, shares)
+        for policy in selection.policies:
+            builder.apply(policy)
+        if selection.vocabulary:
+            builder.cut_vocabulary()
+        if selection.leftovers:
+            cut_leftovers(builder.draft, exhaustive)
+        return builder.finish(selection, dtype)
+
+    even = build()
+    shares = even_out(even.bytes_per_rank, _flexible_bytes(even))
+    return min(even, build(shares), key=lambda made: max(made.bytes_per_rank)) if shares else even
+
+
+def _flexible_bytes(plan: ShardPlan) -> int:
+    """Bytes of the tensors of which all ranks have about the same: those that are not counted in heads, mostly."""
+    found = 0
+    for tensor in plan.stored():
+        held = [tensor.bytes_on(rank) for rank in range(plan.world_size)]
+        if not tensor.is_replicated and max(held) <= _ABOUT_THE_SAME * min(held):
+            found += tensor.bytes_whole
+    return found
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
@@ -63,10 +82,10 @@ def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, world_size: int) -> None:
+    def __init__(self, model: nn.Module, world_size: int, shares: Sequence[float] = ()) -> None:
         self.model = model
         self.world_size = world_size
-        self.draft = Draft(model, world_size)
+        self.draft = Draft(model, world_size, shares)
         self.blocks: list[str] = []
 
     def apply(self, policy: type[Policy]) -> None:

@@ -19,6 +19,7 @@ class Draft:
 
     Attributes:
         world_size: number of ranks.
+        shares: what part each rank is to have of what is not counted in heads, as for `spread`.
         modules: dotted path → module.
         cuts: tensor name → one shard per rank, and the rule that made them.
         layers: what the injector will do, each once.
@@ -26,8 +27,9 @@ class Draft:
         counter: the module that counts the heads for it; None where none does.
     """
 
-    def __init__(self, model: nn.Module, world_size: int) -> None:
+    def __init__(self, model: nn.Module, world_size: int, shares: Sequence[float] = ()) -> None:
         self.world_size = world_size
+        self.shares = shares
         self.model = model
         self.modules = dict(model.named_modules())
         self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
@@ -58,7 +60,7 @@ class Draft:
 
     def vocabulary(self, path: str, kind: LayerKind, size: int, tensors: Sequence[str], rule: str = "") -> None:
         """Cut an embedding or a head of `size` by rows of the vocabulary."""
-        ranges = cut_width(size, ["column"], [], self.world_size)
+        ranges = cut_width(size, ["column"], [], self.world_size, shares=self.shares)
         for name in tensors:
             self.cut(name, [Shard(0, held) for held in ranges], rule)
         bounds = [held[0] if held else (0, 0) for held in ranges]
@@ -79,7 +81,7 @@ class Draft:
         if not heads and any(part in ("query", "key") for part in units):
             raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
         try:
-            return cut_width(size, units, heads, self.world_size, widths)
+            return cut_width(size, units, heads, self.world_size, widths, self.shares)
         except PolicyError as error:
             raise PolicyError(f"{self.who}: {error}") from None
 

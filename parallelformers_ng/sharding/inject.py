@@ -85,20 +85,16 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def set_config(model: nn.Module, name: str, value: Any) -> None:
-    """Change the dotted attribute `name` of the model's configuration, also in the copies that `set_attribute` made.
+    """Change `name`, dotted from the model on, of a configuration, also in the copies that `set_attribute` made of it.
 
-    A copy whose value differs was given a value of its own, which stays; so does a configuration that the model itself
-    copied (T5's encoder has one), as it does where nothing is cut.
+    A copy whose value differs was given a value of its own, which stays.
     """
-    *path, last = name.split(".")
-    owner: Any = model.config
-    for part in path:
-        owner = getattr(owner, part)
-    before = getattr(owner, last, None)
-    setattr(owner, last, value)
-    for module in model.modules():
-        config = module.__dict__.get("config")
-        if getattr(config, _COPY_OF, None) is owner and getattr(config, last, None) == before:
+    owner, _, last = name.rpartition(".")
+    held = attrgetter(owner)(model)
+    whole = getattr(held, _COPY_OF, held)
+    before = getattr(whole, last, None)
+    for config in (whole, *(module.__dict__.get("config") for module in model.modules())):
+        if (config is whole or getattr(config, _COPY_OF, None) is whole) and getattr(config, last, None) == before:
             setattr(config, last, value)
 
 

@@ -169,13 +169,22 @@ class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
 
 
 class Stored(ParallelLayer):
-    """A module with parameters that are spread over the ranks and put together whenever they are read.
+    """A module with parameters and buffers that are spread over the ranks and put together whenever they are read.
 
     Attributes:
-        stored: parameter name → its dimension that is spread, and how much of it each rank holds.
+        stored: name → its dimension that is spread, and how much of it each rank holds.
     """
 
     stored: Mapping[str, tuple[int, Sequence[int]]]
+
+    @property
+    def _flat_weights(self) -> list[torch.Tensor]:
+        """What torch's recurrent layers take for their parameters; they keep a list of them besides."""
+        return [getattr(self, name) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[torch.Tensor]) -> None:
+        """The list that torch makes is left aside: it has the parts."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # where torch looks up parameters

@@ -22,8 +22,11 @@ from parallelformers_ng.sharding.structure import Place, dotted, places, uses
 
 _ENOUGH = 0.02
 """So much more than an even share of all bytes may lie on a rank because it is whole."""
-_WORTH = 0.002
+_WORTH = 0.0015
 """A kind of parameter that makes up less than this share of all bytes is not worth its exchanges."""
+_MUCH = 0.15
+"""Only where as much more lies on a rank are recurrent layers held in parts: one that a decoder runs is read whole for
+every token."""
 _GIVES_WHOLE = {
     "gathered_column", "row", "reduced", "stored", "vocabulary_embedding", "vocabulary_head", "quantized_embedding",
 }  # fmt: skip
@@ -38,6 +41,7 @@ class _Leftover:
     name: str
     shape: tuple[int, ...]
     bytes: int
+    is_recurrent: bool
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
@@ -52,9 +56,11 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     uneven = _regions_that_differ(draft, where)
     for kind in sorted(kinds, key=lambda kind: -sum(leftover.bytes for leftover in kind)):
         size = sum(leftover.bytes for leftover in kind)
-        enough = whole * (draft.world_size - 1) <= _ENOUGH * total
-        if not exhaustive and (enough or size < _WORTH * total):
+        excess = whole * (draft.world_size - 1) / max(1, total)
+        if not exhaustive and (excess <= _ENOUGH or size < _WORTH * total):
             break
+        if not exhaustive and kind[0].is_recurrent and excess <= _MUCH:
+            continue
         for leftover in kind:
             gets_whole = not uneven & set(_instances_above(leftover.path, draft, where))
             whole -= leftover.bytes if _cut(draft, leftover, gets_whole) else 0
@@ -74,10 +80,11 @@ def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftov
             if dotted(path, name) in draft.cuts:
                 continue
             whole += size
-            if parameter.ndim < 2 or used[id(parameter)] > 1 or isinstance(module, nn.RNNBase):
-                continue  # torch's recurrent layers keep a list of their weights besides
-            kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), name)
-            kinds.setdefault(kind, []).append(_Leftover(path, name, tuple(parameter.shape), size))
+            if parameter.ndim < 2 or used[id(parameter)] > 1:
+                continue
+            kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), re.sub(r"\d+", "*", name))
+            recurrent = isinstance(module, nn.RNNBase)
+            kinds.setdefault(kind, []).append(_Leftover(path, name, tuple(parameter.shape), size, recurrent))
     return list(kinds.values()), whole, total
 
 

@@ -10,19 +10,52 @@ from itertools import groupby, pairwise
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Unit
 
+_TOO_MUCH = 1.15
+"""Even shares that a rank may hold before it gets less than others of what is not counted in heads."""
+
 Range = tuple[int, int]
 """A half-open interval `[start, stop)` along one dimension."""
 
 
-def spread(count: int, world_size: int) -> list[Range]:
+def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
     """Cut `count` items into consecutive ranges, one per rank, as evenly as they go, longer ones first.
+
+    Args:
+        shares: what part of the whole each rank is to have, 1 in all; none where all are to have the same.
 
     >>> spread(12, 5)
     [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
+    >>> spread(96, 3, (0.2, 0.4, 0.4))
+    [(0, 16), (16, 64), (64, 96)]
     """
+    if shares:
+        granule = math.gcd(count, 16)  # whole cache lines
+        bounds = [round(count * sum(shares[:rank]) / granule) * granule for rank in range(world_size + 1)]
+        return list(pairwise(bounds))
     share, rest = divmod(count, world_size)
     starts = [rank * share + min(rank, rest) for rank in range(world_size + 1)]
     return list(pairwise(starts))
+
+
+def even_out(loads: Sequence[int], flexible: int) -> list[float]:
+    """What part each rank is to have of what can be shared out freely, so that no rank has far too much in all.
+
+    A rank with more heads than others is given less of the rest only where it would hold over `_TOO_MUCH` of an even
+    share: the ranks wait for each other within every layer, so that even layers are faster than even ranks.
+
+    Args:
+        loads: bytes on each rank while all share that evenly.
+        flexible: how many of them, in all, can be shared out freely.
+
+    Returns:
+        One number per rank, 1 in all; none where all may have the same.
+    """
+    most = _TOO_MUCH * sum(loads) / len(loads)
+    if max(loads) <= most or not flexible:
+        return []
+    each = flexible / len(loads)
+    wanted = [max(each / 10, each - max(0.0, load - most)) for load in loads]
+    return [share / sum(wanted) for share in wanted]
 
 
 def spread_aligned(width: int, world_size: int, granule: int = 8) -> list[Range]:
@@ -107,6 +140,7 @@ def cut_width(
     heads: Sequence[HeadShare],
     world_size: int,
     head_widths: Sequence[int] = (),
+    shares: Sequence[float] = (),
 ) -> list[tuple[Range, ...]]:
     """Cut a dimension of `size`, packed from `parts`, for every rank.
 
@@ -115,6 +149,7 @@ def cut_width(
         parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
         heads: the head shares of the surrounding attention, empty where there is none.
         head_widths: columns of one head in each part; none where all heads are equally wide.
+        shares: what part of the columns each rank is to have, as for `spread`.
 
     Returns:
         For each rank the ranges it holds, in order.
@@ -144,7 +179,7 @@ def cut_width(
     offset = 0
     for part, width in zip(parts, widths, strict=True):
         if part == "column":
-            for rank, (start, stop) in enumerate(spread(width, world_size)):
+            for rank, (start, stop) in enumerate(spread(width, world_size, shares)):
                 per_rank[rank].append((offset + start, offset + stop))
         else:
             if width % whole[part]:

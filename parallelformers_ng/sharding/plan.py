@@ -136,7 +136,7 @@ class ShardPlan:
         layers: what the injector does, in order.
         blocks: paths of the modules that the policies apply to; what lies beneath one may hold only part of a result.
         policy: names of the policies that apply.
-        source: where they came from: "custom", "written", "native plan" or "inferred", joined by "+" if by parts.
+        source: where they came from, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
     """

@@ -197,8 +197,14 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class Stored(Rule):
-    """Hold some rows of an embedding, and put all of them together whenever its weight is read: for a table that the
-    forward does more with than look up rows (a codebook it searches, positions it interpolates)."""
+    """Hold some rows of a module's tensors, and put all of them together whenever they are read: for a table that the
+    forward does more with than look up rows (a codebook it searches, positions it interpolates).
+
+    Args:
+        names: its parameters and buffers, none of which the forward may write to.
+    """
+
+    names: tuple[str, ...] = ("weight",)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def select(
     try:
         return prove(model, selection, world_size).selection
     except UnsupportedModelError as error:
+        if type(model).forward is nn.Module.forward:  # it has methods alone, which nobody knows how to call
+            return Selection((), "held in parts", vocabulary=False)
         raise UnsupportedModelError(f"{error}{beside}") from error
 
 

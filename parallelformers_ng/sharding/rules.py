@@ -61,7 +61,8 @@ def apply_rule(draft: Draft, rule: Rule, target: str, heads: list[HeadShare]) ->
     elif isinstance(rule, Vocabulary):
         _vocabulary(draft, target, module)
     elif isinstance(rule, Stored):
-        _stored(draft, target, module)
+        for name in rule.names:
+            store(draft, target, name, 0)
     elif isinstance(rule, Gather):
         layer = draft.modules.get(f"{target}.{rule.layer}")
         if layer is None or not hasattr(layer, "weight"):
@@ -217,17 +218,13 @@ def _vocabulary(draft: Draft, path: str, module: Any) -> None:
     draft.vocabulary(path, kind, module.weight.shape[0], [f"{path}.weight"])
 
 
-def _stored(draft: Draft, path: str, module: nn.Module) -> None:
-    if not isinstance(module, nn.Embedding):
-        raise PolicyError(_cannot_cut(draft.who, module, "its rows (an Embedding can)"))
-    store(draft, path, "weight", 0)
-
-
 def store(draft: Draft, path: str, name: str, dim: int) -> None:
-    """Spread a module's parameter over the ranks along `dim`, to be put together when it is read."""
-    parameter = draft.modules[path]._parameters[name]
-    assert parameter is not None
-    ranges = draft.ranges(parameter.shape[dim], "column", 1, [])
+    """Spread a module's parameter or buffer over the ranks along `dim`, to be put together when it is read."""
+    module = draft.modules[path]
+    tensor = {**module._parameters, **module._buffers}.get(name)
+    if tensor is None:
+        raise PolicyError(f"{draft.who}: {type(module).__name__} has no parameter or buffer {name!r}")
+    ranges = draft.ranges(tensor.shape[dim], "column", 1, [])
     draft.cut(dotted(path, name), [Shard(dim, held) for held in ranges])
     known = draft.layers.get(f"{path}:stored")
     sizes = tuple(_width(held) for held in ranges)

@@ -33,6 +33,7 @@ class SampleInputs:
         made: dict[str, Any] = {}
         if "pixel_values" in wanted and "spatial_shapes" in self.names:  # patches of images of any shape, with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
+        wanted = wanted | {"noise", "noise_sequence"}  # which a forward would draw
         for name in sorted(wanted & self.names):
             value = self.value(name, image, rows)
             if value is not None:
@@ -96,6 +97,8 @@ class SampleInputs:
             return torch.zeros(rows, _FRAMES, dtype=torch.bool)
         if name == "noise":
             return self.randn(rows, self.patches())
+        if name == "noise_sequence":
+            return self.randn(rows, _FRAMES, int(self.find("model_in_channels", default=1)))
         if name in ("past_values", "past_observed_mask", "future_values", "past_time_features", "future_time_features"):
             return self.series(name, rows)
         if name == "bbox":

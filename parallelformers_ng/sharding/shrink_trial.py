@@ -1,11 +1,11 @@
-"""Makes a configuration small without knowing what its settings mean: a number is halved where the class can be built
-from what that gives, and weighs less."""
+"""Makes a configuration small without knowing what its settings mean: a number is halved where the model can be built
+and run with what that gives, and weighs less."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,6 +14,8 @@ from parallelformers_ng.sharding.settings import own_settings, parts_of, put
 
 _KEPT = re.compile(r"head|vocab|token|_id$|_ids$")
 """Counts of heads are what a proof is about, and vocabularies go with the ids in them."""
+_WIDTH = 16
+"""Numbers from here on are taken for widths at first."""
 _GAIN = 0.98
 """A step must leave at most this share of the weights; a smaller one is not worth another proportion."""
 
@@ -23,11 +25,12 @@ def shrink_by_trial(
 ) -> PreTrainedConfig | None:
     """A small copy of `config`, or None where it cannot be made as small.
 
-    Numbers that are equal are halved together, and all numbers of a list, so that widths that agree go on agreeing.
+    Numbers that are equal are halved together, and all numbers of a list, so that widths that agree go on agreeing;
+    before that, all numbers that look like widths, which also agree in sums and products.
 
     Args:
         config: a configuration, small or not.
-        weigh: how many parameters its model has; None where the class refuses it.
+        weigh: how many parameters its model has; None where the class refuses it, or its forward does.
         enough: parameters.
     """
     small = copy.deepcopy(config)
@@ -35,8 +38,8 @@ def shrink_by_trial(
     progress = True
     while weight is not None and weight > enough and progress:
         progress = False
-        for value in list(_values(small)):
-            tried = _halved(small, value)
+        for chosen, least in _choices(small):
+            tried = _halved(small, chosen, least)
             lighter = weigh(tried)
             if lighter is not None and lighter <= _GAIN * weight:
                 small, weight, progress = tried, lighter, True
@@ -45,27 +48,30 @@ def shrink_by_trial(
     return small if weight is not None and weight <= enough else None
 
 
-def _values(config: PreTrainedConfig) -> Iterator[Any]:
-    """Every number and list of numbers that can be halved, each once, largest first."""
-    found = {_frozen(value) for part in parts_of(config) for name, value in own_settings(part) if _is_open(name, value)}
-    yield from sorted(found, key=lambda value: max(value) if isinstance(value, tuple) else value, reverse=True)
+Chosen = Callable[[tuple[int, ...]], bool]
 
 
-def _is_open(name: str, value: Any) -> bool:
-    numbers = value if isinstance(value, (list, tuple)) else [value]
-    counts = bool(numbers) and all(type(number) is int and number > 0 for number in numbers)
-    return counts and max(numbers) > 1 and not _KEPT.search(name)
+def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
+    """Which settings to halve, by their numbers, and from which number on; what promises most first."""
+    found = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
+    values = sorted(filter(None, found), key=max, reverse=True)
+    return [(lambda numbers: max(numbers) >= _WIDTH, _WIDTH), *((value.__eq__, 2) for value in values)]
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _numbers(name: str, value: Any) -> tuple[int, ...]:
+    """The numbers that a setting has; none where it has others, or none that is to be halved."""
+    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    counts = all(type(number) is int and number > 0 for number in numbers)
+    return numbers if counts and max(numbers, default=1) > 1 and not _KEPT.search(name) else ()
 
 
-def _halved(config: PreTrainedConfig, value: Any) -> PreTrainedConfig:
+def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
+    """A copy in which the numbers of `chosen` settings are halved, those of `least` and more."""
     tried = copy.deepcopy(config)
     for part in parts_of(tried):
         for name, held in list(own_settings(part)):
-            if _is_open(name, held) and _frozen(held) == value:
-                half = [max(1, number // 2) for number in held] if isinstance(held, (list, tuple)) else held // 2
-                put(part, name, type(held)(half))
+            numbers = _numbers(name, held)
+            if numbers and chosen(numbers):
+                half = [number // 2 if number >= least else number for number in numbers]
+                put(part, name, type(held)(half) if isinstance(held, (list, tuple)) else half[0])
     return tried

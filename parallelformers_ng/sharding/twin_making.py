@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import time
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.kinds import absent_kinds
 from parallelformers_ng.sharding.observation import observe, observe_lone_layers
+from parallelformers_ng.sharding.probe import candidates
 from parallelformers_ng.sharding.shrink import Shrinking, shrink
 from parallelformers_ng.sharding.shrink_trial import shrink_by_trial
 from parallelformers_ng.sharding.twin import Twin
@@ -140,15 +142,31 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int)
     """A small copy of a configuration whose settings say in no known words how large the model is, or of which less
     can be changed than is usual."""
 
+    whole = _skeleton(cls, config)
+    telling = whole is not None and _runs_on_meta(whole)
+
     def weigh(tried: PreTrainedConfig) -> int | None:
         skeleton = _skeleton(cls, tried)
-        return None if skeleton is None else sum(parameter.numel() for parameter in skeleton.parameters())
+        if skeleton is None or (telling and not _runs_on_meta(skeleton)):
+            return None
+        return sum(parameter.numel() for parameter in skeleton.parameters())
 
     for shrinking in (Shrinking(layers=layers), _SHRINKS[-1]):
         small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2)
         if small is not None:
             return small
     return shrink_by_trial(config, weigh, _COMFORTABLE // 2)
+
+
+def _runs_on_meta(skeleton: PreTrainedModel) -> bool:
+    """Whether the shapes of a model without weights fit one another. One that looks at values does not run so."""
+    with torch.inference_mode(), torch.device("meta"):
+        for arguments in candidates(skeleton):
+            on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
+            with contextlib.suppress(Exception):  # the modelling code decides what it refuses
+                skeleton(**on_meta)
+                return True
+    return False
 
 
 def build_tiny(
