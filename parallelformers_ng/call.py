@@ -20,9 +20,8 @@ class Call:
         unsure: the plan cannot tell whether the method gives a whole result; the ranks compare theirs.
         rng: state of the caller's CPU generator, a uint8 vector.
         autocast: data type of the caller's `torch.autocast`, None outside one.
-        configs: attributes of configurations that changed since the last call, dotted name → value.
-        generation_config: the generation configuration, where it changed since the last call.
-        own_generation_config: that of a model within the model, which is to generate.
+        configs: attributes of configurations, also of how to generate, that changed since the last call: dotted name →
+            value.
         cache_block: where the ids of caches that this call makes begin.
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
@@ -40,8 +39,6 @@ class Call:
     rng: torch.Tensor | None = None
     autocast: torch.dtype | None = None
     configs: dict[str, Any] = field(default_factory=dict)
-    generation_config: Any = None
-    own_generation_config: Any = None
     cache_block: int = 0
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False

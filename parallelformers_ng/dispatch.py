@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.call import Answer, Call
 from parallelformers_ng.compiling import StaticSteps, static_generation
 from parallelformers_ng.deployment import Deployment
-from parallelformers_ng.edits import AttributeWatch, EditWatch, owners_of_configurations
+from parallelformers_ng.edits import CONFIGURATIONS, AttributeWatch, EditWatch, owners_of_configurations
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import map_caches, map_handles
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
@@ -61,9 +61,8 @@ class Dispatcher:
         self, model: Any, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
     ) -> None:
         self.deployment = deployment
-        self._with_config = owners_of_configurations(model)
+        self._owners = owners_of_configurations(model)
         self._configs = EditWatch(self._configurations(model))
-        self._generation_config = EditWatch({"": getattr(model, "generation_config", None)})
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._steps = steps
@@ -79,19 +78,19 @@ class Dispatcher:
             ParallelError: the ranks have values of their own for it.
         """
         for layer in self.deployment.plan.layers:
-            if layer.path == path and name in layer.attributes[0]:
+            if layer.path == path and any(f"{each}.".startswith(f"{name}.") for each in layer.attributes[0]):
                 raise ParallelError(
                     f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
                     " first"
                 )
         self._attributes.note(path, name, value)
-        if name == "config" and path not in self._with_config:
-            self._with_config.append(path)
+        if name in CONFIGURATIONS and (path, name) not in self._owners:
+            self._owners.append((path, name))
 
     def _configurations(self, model: nn.Module) -> dict[str, Any]:
         return {
-            f"{path}.config" if path else "config": (model.get_submodule(path) if path else model).config
-            for path in self._with_config
+            f"{path}.{name}" if path else name: getattr(model.get_submodule(path) if path else model, name)
+            for path, name in self._owners
         }
 
     def call(
@@ -102,8 +101,7 @@ class Dispatcher:
         Args:
             path: dotted path of the module, "" for the model.
             method: its method.
-            how: `seed`, `timeout`, `streamer` of this call; `captured`, `unsure`,
-                `own_generation_config`, as in `Call`.
+            how: `seed`, `timeout`, `streamer` of this call; `captured`, `unsure`, as in `Call`.
 
         Raises:
             NotPortableError: an argument cannot cross by value; nothing was run.
@@ -137,8 +135,6 @@ class Dispatcher:
         rng, store_rng = self._random_stream(how.get("seed"))
         streamer = how.get("streamer")
         configs, configs_arrived = self._configs.changes(self._configurations(model), incarnation)
-        generation_config = getattr(model, "generation_config", None)
-        edits, generation_config_arrived = self._generation_config.changes({"": generation_config}, incarnation)
         attributes, attributes_arrived = self._attributes.changes(incarnation)
         call = Call(
             path,
@@ -148,8 +144,6 @@ class Dispatcher:
             rng=rng,
             autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             configs=configs,
-            generation_config=generation_config if edits else None,
-            own_generation_config=how.get("own_generation_config"),
             cache_block=self.deployment.new_cache_block(),
             freed_caches=self.deployment.take_freed(),
             streams=streamer is not None,
@@ -163,7 +157,6 @@ class Dispatcher:
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
             configs_arrived()
-            generation_config_arrived()
             attributes_arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
             watch.restore(answer.states)
@@ -219,9 +212,7 @@ class Dispatcher:
             )
         streamer = merged.pop("streamer", None)
         sent = merged
-        if path:
-            how["own_generation_config"] = getattr(module, "generation_config", None)
-        elif self._steps is not None:
+        if not path and self._steps is not None:
             sent, reason = static_generation(module, merged, self._steps)
             if self.hooks:
                 sent, reason = merged, "its modules have forward hooks"

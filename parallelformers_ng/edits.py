@@ -72,16 +72,22 @@ class EditWatch:
         return {name: value for name, value in now.items() if name not in before or before[name] != value}, arrived
 
 
-def owners_of_configurations(model: nn.Module) -> list[str]:
-    """Paths of the modules that lead to all configurations of a model: the model's own, "", and that of every module
-    with a copy of it (T5's encoder has one)."""
-    found, paths = {id(part) for _, part in _parts(model.config, "")}, [""]
+CONFIGURATIONS = ("config", "generation_config")
+"""Attributes of modules that are configurations."""
+
+
+def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
+    """By which modules and attributes all configurations of a model are reached: the model's own first, then those that
+    other modules have for themselves (T5's encoder a copy, a language model within another how it generates)."""
+    found: set[int] = set()
+    owners = []
     for path, module in model.named_modules():
-        config = vars(module).get("config")
-        if hasattr(config, "to_dict") and id(config) not in found:
-            found |= {id(part) for _, part in _parts(config, "")}
-            paths.append(path)
-    return paths
+        for name in CONFIGURATIONS:
+            config = vars(module).get(name)
+            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in found):
+                found |= {id(part) for _, part in _parts(config, "")}
+                owners.append((path, name))
+    return owners
 
 
 class AttributeWatch:

@@ -102,7 +102,7 @@ class RemoteModule(nn.Module):
             raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
         before = vars(self).get(name, _ABSENT)
         known = before is not _ABSENT or isinstance(getattr(type(self), name, None), property)
-        if known and before is not value and not name.startswith("_") and name not in _WATCHED:
+        if known and before is not value and not name.startswith("_"):
             remote = remote_of(self)
             remote.dispatcher.set_attribute(remote.path, name, value)
         super().__setattr__(name, value)
@@ -222,10 +222,6 @@ def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], tor
     asked = _Asked()
     move(asked)
     return asked.conversion
-
-
-_WATCHED = frozenset({"config", "generation_config"})
-"""Attributes whose changes the dispatcher finds out by itself."""
 
 
 def remote_of(module: nn.Module) -> Remote:

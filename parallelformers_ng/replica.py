@@ -261,14 +261,8 @@ class Replica:
         self.caches.number_from(call.cache_block)
         if call.hooks is not None or self.hooks:
             self.hooks.mount(call.hooks, call.cache_block)
-        if call.configs:
-            self._update_configs(call.configs)
-        if call.attributes:
-            self._set_attributes(call.attributes)
-        if call.generation_config is not None:
-            self.model.generation_config = call.generation_config
-        if call.own_generation_config is not None:
-            self.model.get_submodule(call.path).generation_config = call.own_generation_config
+        if call.attributes or call.configs:
+            self._take_changes(call.attributes, call.configs)
 
     def _take_cache(self, handle: Handle, used: dict[int, Cache]) -> Cache:
         if handle.kind == "new cache":
@@ -289,18 +283,17 @@ class Replica:
         """What the caller gets for a part of an output of which this rank has its own heads'."""
         return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), told=told)
 
-    def _update_configs(self, changed: dict[str, Any]) -> None:
-        for name, value in changed.items():
-            set_config(self.model, name, value)
-        if self.captured is not None:
-            self.captured.forget()  # what was recorded went by the configuration as it was
-
-    def _set_attributes(self, attributes: dict[tuple[str, str], Any]) -> None:
+    def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
+        """What the caller set of modules, then what it changed of configurations, of which it may have set some."""
         for (path, name), value in attributes.items():
             setattr(self.model.get_submodule(path), name, value)
-        forget(self.model)
-        if self.captured is not None:
-            self.captured.forget()
+        for name, value in configs.items():
+            set_config(self.model, name, value)
+        if attributes:
+            forget(self.model)
+        names = [*(name for _, name in attributes), *configs]
+        if self.captured is not None and not all("generation_config" in name for name in names):
+            self.captured.forget()  # what was recorded went by what has changed
 
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)

@@ -20,8 +20,9 @@ from parallelformers_ng.errors import NotParallelizedError, ParallelError, Polic
 from parallelformers_ng.model import deployment_of, is_parallelized
 from tests.test_generate import FAMILIES, Pair, assert_same
 from tests.zoo.build import largest_difference
-from tests.zoo.case import seq2seq_inputs, text_inputs
+from tests.zoo.case import image_inputs, seq2seq_inputs, text_inputs, token_ids
 from tests.zoo.decoders import decoder
+from tests.zoo.readers import blip
 from tests.zoo.vision_audio import CASES as VISION_AUDIO
 
 
@@ -194,6 +195,29 @@ def test_edits_of_a_configuration_that_a_part_was_given_later_are_honoured(group
         want = whole(**text_inputs()).hidden_states
         assert want is not None
         assert_same(model(**text_inputs()).hidden_states, want)
+
+
+def test_edits_of_how_a_model_within_the_model_generates_are_honoured(groups) -> None:
+    whole, inputs = blip(), {**image_inputs(), "input_ids": token_ids()}
+    with parallelize(blip(), group=groups(2)) as model:
+        lengths = []
+        for length in (9, 12):
+            for each in (whole, model):
+                each.text_decoder.generation_config.max_length = length
+                each.text_decoder.generation_config.eos_token_id = None
+            want = whole.generate(**inputs)
+            assert torch.equal(model.generate(**inputs), want)
+            lengths.append(want.shape[1])
+        assert lengths[0] != lengths[1]
+
+
+def test_a_configuration_that_is_replaced_leaves_those_of_the_parts_as_they_are(groups) -> None:
+    whole = decoder("Llama")
+    with parallelize(decoder("Llama"), group=groups(2)) as model:
+        for each in (whole, model):
+            each.config = copy.deepcopy(each.config)
+            each.config.output_hidden_states = True
+        assert_same(model(**text_inputs()), whole(**text_inputs()))
 
 
 def test_the_end_of_it(groups) -> None:
