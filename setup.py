@@ -1,6 +1,8 @@
-"""The one thing pyproject.toml cannot say: the C kernels are optional, without a compiler the install goes on."""
+"""What pyproject.toml cannot say: the C kernels are optional, without a compiler the install goes on; and contributors
+meet `policies/` at the top of the tree, but it is installed inside the package, so that no top-level name `policies`
+ever lands in a site-packages."""
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 
 def _headers(folder: str, *names: str) -> list[str]:
@@ -8,6 +10,8 @@ def _headers(folder: str, *names: str) -> list[str]:
 
 
 setup(
+    packages=[*find_packages(include=["parallelformers_ng*"]), "parallelformers_ng.policies"],
+    package_dir={"parallelformers_ng.policies": "policies"},
     ext_modules=[
         Extension(
             "parallelformers_ng.collectives._kernel",

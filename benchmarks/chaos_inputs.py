@@ -14,7 +14,7 @@ from tqdm import tqdm
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import GroupError, ParallelError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.zoo.decoders import gpt2
 
 WIDTH, VOCABULARY, POSITIONS = 48, 131, 64  # of the tiny model

@@ -81,7 +81,7 @@ def _be_a_parent(folder: str, backend: str, announce: int) -> None:
 _REPL = """
 import torch; torch.set_num_threads(1)
 from parallelformers_ng import parallelize
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 inputs = text_inputs(); model = gpt2(); want = model.generate(**inputs, max_new_tokens=8, do_sample=False)

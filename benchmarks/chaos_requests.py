@@ -19,7 +19,7 @@ from benchmarks import soak
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError, RestartLimitError, WorkerError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 

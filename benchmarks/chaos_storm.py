@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2

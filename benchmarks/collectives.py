@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelformers_ng.collectives import Arena, connect, create_rendezvous, rendezvous_path
+from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.collectives.connect import connect
+from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
 
 SIZES = {8 * 1024: 400, 64 * 1024: 300, 256 * 1024: 100, 4 * 1024 * 1024: 10}

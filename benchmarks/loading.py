@@ -199,7 +199,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="loading-") as folder:
         directory = Path(folder)
         report["bytes"] = make_checkpoint(directory, options.layers)
-        from parallelformers_ng.saving import shard
+        from parallelformers_ng.model.saving import shard
 
         shard(folder, directory / "cut", options.ranks, progress=False)
         for temperature in {"warm", "cold"}.intersection(options.only):

@@ -83,7 +83,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 def shard(options: argparse.Namespace) -> dict[str, Any]:
     """What the command `shard` does: a checkpoint is cut in this process, which never holds it. Memory alone."""
-    from parallelformers_ng.saving import shard as cut
+    from parallelformers_ng.model.saving import shard as cut
 
     memory = Memory([os.getpid()])
     cut(options.directory, Path(options.directory) / "cut by command", options.ranks, progress=False)

@@ -25,7 +25,7 @@ from typing import Any
 
 from parallelformers_ng.runtime.cores import placement, usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS
+from parallelformers_ng.wire.transport import LOOKOUT_SECONDS
 
 _TURNS = 10
 _WARM_UP = 50

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from benchmarks import measure
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
-from parallelformers_ng.memory import proportional_set_size
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.worker.memory import proportional_set_size
 
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 

@@ -12,9 +12,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallelformers_ng.entry import parallelize, plan, start_group
+    from parallelformers_ng.api import parallelize, plan, start_group
+    from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.runtime.deadline import deadline
-    from parallelformers_ng.saving import save_sharded
     from parallelformers_ng.sharding.policy import (
         Column,
         Experts,
@@ -41,10 +41,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "deadline": "runtime.deadline",
-    "parallelize": "entry",
-    "plan": "entry",
-    "save_sharded": "saving",
-    "start_group": "entry",
+    "parallelize": "api",
+    "plan": "api",
+    "save_sharded": "model.saving",
+    "start_group": "api",
 }
 
 

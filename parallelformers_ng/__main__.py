@@ -2,7 +2,7 @@
 
 import sys
 
-from parallelformers_ng.cli import main
+from parallelformers_ng.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import parallelformers_ng.replica as replica_module
-from parallelformers_ng.generation.recorder import Recorder
-from parallelformers_ng.replica import Replica
+import parallelformers_ng.worker.runner as runner_module
+from parallelformers_ng.cuda_graphs.recorder import Recorder
+from parallelformers_ng.worker.runner import ModelRunner
 from tests.operator_recorder import OperatorRecorder
 
 # The kernels in C are no operators, and no part of what runs on a GPU.
-replica_module.install = lambda model, left=(): 0  # type: ignore[assignment]
-replica_module.install_attention = lambda: None  # type: ignore[assignment]
+runner_module.install = lambda model, left=(): 0  # type: ignore[assignment]
+runner_module.install_attention = lambda: None  # type: ignore[assignment]
 
 
-class RecordedReplica(Replica):
+class RecordedRunner(ModelRunner):
     """Counts what was recorded, and makes some of what goes wrong go wrong."""
 
     def __init__(self, *args: Any) -> None:

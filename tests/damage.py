@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
 
-from parallelformers_ng.saving import shard
+from parallelformers_ng.model.saving import shard
 
 
 def save_intact(model: Any, folder: Path) -> dict[str, Path]:

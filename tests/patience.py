@@ -14,7 +14,7 @@ import time
 import psutil
 from transformers import PreTrainedModel
 
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 
 PROMPTLY = 20.0  # seconds; well below the minute that groups in the tests give a request
 RESTART_SECONDS = 90.0  # far above what it takes, for machines that are busy with other tests

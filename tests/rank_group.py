@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.collectives import Arena
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
 

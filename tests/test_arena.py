@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from parallelformers_ng.collectives import Arena, SingleCommunicator, connect, open_store
-from parallelformers_ng.collectives.arena import available_memory
-from parallelformers_ng.collectives.communicator import sum_in_rank_order
-from parallelformers_ng.collectives.layout import ArenaMap
+from parallelformers_ng.collectives.arena import Arena, available_memory
+from parallelformers_ng.collectives.arena_map import ArenaMap
+from parallelformers_ng.collectives.communicator import SingleCommunicator, sum_in_rank_order
+from parallelformers_ng.collectives.connect import connect
+from parallelformers_ng.collectives.process_group import open_store
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
 from parallelformers_ng.errors import GroupError, ProtocolError
 from tests.rank_group import SLOT_BYTES

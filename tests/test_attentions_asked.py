@@ -15,6 +15,7 @@ from transformers import BertConfig, BertModel, CompileConfig
 from transformers.cache_utils import Cache
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import ParallelError
@@ -22,7 +23,6 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.own_heads import OwnHeads, own_part
-from parallelformers_ng.sharding.registry import select
 from tests.test_generate import assert_same
 from tests.zoo.build import build
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from parallelformers_ng import parallelize, plan
 from parallelformers_ng.errors import NotParallelizedError, ParallelError, PolicyError
-from parallelformers_ng.model import deployment_of, is_parallelized
+from parallelformers_ng.model.parallelized import deployment_of, is_parallelized
 from tests.test_generate import FAMILIES, Pair, assert_same
 from tests.zoo.build import largest_difference
 from tests.zoo.case import image_inputs, seq2seq_inputs, text_inputs, token_ids

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallelformers_ng import bench, cli
+from parallelformers_ng.cli import bench
+from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.errors import ParallelError
 
 TINY = LlamaConfig(

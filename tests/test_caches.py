@@ -14,7 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.test_generate import Pair, assert_same
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs

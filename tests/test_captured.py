@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from parallelformers_ng import entry, parallelize
-from parallelformers_ng.compiling import CAPTURED
+from parallelformers_ng.cuda_graphs.modes import CAPTURED
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs, token_ids
 from tests.zoo.decoders import GEMMA3, decoder, gpt2
@@ -33,7 +33,7 @@ def recorded_groups() -> Iterator[Callable[[int], WorkerGroup]]:
     def get(world_size: int) -> WorkerGroup:
         if world_size not in running:
             running[world_size] = WorkerGroup(
-                world_size, target="tests.captured_target:RecordedReplica", threads=1, timeout=60
+                world_size, target="tests.captured_target:RecordedRunner", threads=1, timeout=60
             )
         return running[world_size]
 

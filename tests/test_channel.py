@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.runtime.encoder import encode
-from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
-from parallelformers_ng.runtime.leaves import FileDescriptor
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.wire.encoder import encode
+from parallelformers_ng.wire.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
+from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.transport import Channel
 
 KEY = b"k" * 32
 

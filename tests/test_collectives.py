@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from parallelformers_ng.collectives import connect, create_rendezvous, rendezvous_path
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.connect import connect
+from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 from parallelformers_ng.collectives.traced import register
 from parallelformers_ng.errors import CollectiveAbortedError

@@ -11,7 +11,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.compiling import StaticSteps, compile_config, static_generation
+from parallelformers_ng.cuda_graphs.modes import StaticSteps, compile_config, static_generation
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs

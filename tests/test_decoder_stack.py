@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
 from parallelformers_ng.collectives.shared_memory import available_kernels
 from parallelformers_ng.collectives.threads import run_ranks
@@ -22,7 +23,6 @@ from parallelformers_ng.kernels import layer_halves
 from parallelformers_ng.kernels.decoder_stack import DecoderStack
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.registry import select
 from tests.rank_group import KERNELS, RankGroup
 from tests.step_models import (
     FAMILIES,

@@ -63,7 +63,7 @@ def test_subcommands_that_are_named_exist() -> None:
     }
     assert named
     for name in sorted(named):
-        command = [sys.executable, "-m", "parallelformers_ng.cli", name, "--help"]
+        command = [sys.executable, "-m", "parallelformers_ng.cli.commands", name, "--help"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

@@ -24,7 +24,7 @@ from parallelformers_ng.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.patience import PROMPTLY, await_incarnation, kill
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2

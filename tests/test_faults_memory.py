@@ -12,7 +12,7 @@ import torch
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import WorkerDiedError, WorkerError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.cgroup import memory_limit
 from tests.patience import PROMPTLY
 from tests.zoo.case import text_inputs

@@ -20,7 +20,7 @@ import os, signal, sys, threading, time
 import torch
 torch.set_num_threads(1)
 from parallelformers_ng import parallelize
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 inputs = text_inputs()
@@ -108,7 +108,7 @@ def test_standard_input_with_a_request_in_flight_in_a_daemon_thread_ends_quietly
 KILLED = {
     "start": "print('now', flush=True)\n" + START,
     "hand-over": (
-        "from parallelformers_ng import deployment\n"
+        "from parallelformers_ng.model import deployment\n"
         "hand_over = deployment.hand_over\n"
         "def slowly(*args): print('now', flush=True); hand_over(*args); time.sleep(60)\n"
         "deployment.hand_over = slowly\n" + START

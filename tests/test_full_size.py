@@ -6,9 +6,9 @@ import pytest
 import transformers as tf
 from torch import nn
 
-from parallelformers_ng.sharding.kinds import absent_kinds
+from parallelformers_ng.autopolicy.kinds import absent_kinds
+from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.sharding.structure import places
-from parallelformers_ng.sharding.twin_making import make_twin
 from tests.zoo.full_size import measure
 
 MIXTURES = ["nllb-moe", "jetmoe", "step3p7", "ernie4_5_vl_moe", "switch_transformers"]

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import NotPortableError
-from parallelformers_ng.methods import generates
+from parallelformers_ng.model.methods import generates
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.test_generate import Locked
 from tests.zoo.case import text_inputs

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.generation.recorder import CudaRecorder
+from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import GEMMA3, decoder, falcon, gpt2

@@ -100,7 +100,7 @@ def test_what_every_rank_would_warn_of_is_printed_once():
     assert done.stdout == "begin\n1\n"
 
 
-@pytest.mark.parametrize("module", ["parallelformers_ng", "parallelformers_ng.cli"])
+@pytest.mark.parametrize("module", ["parallelformers_ng", "parallelformers_ng.cli.commands"])
 def test_the_version_on_the_command_line(module):
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=120)
     assert done.stdout == f"parallelformers-ng {__version__}\n", done.stderr

@@ -13,7 +13,7 @@ from torch import nn
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model import is_parallelized
+from parallelformers_ng.model.parallelized import is_parallelized
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import decoder, gpt2
 from tests.zoo.seq2seq import t5

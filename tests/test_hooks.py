@@ -18,7 +18,7 @@ from transformers import CompileConfig, LogitsProcessor
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model import dispatcher_of
+from parallelformers_ng.model.parallelized import dispatcher_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.test_generate import assert_same
 from tests.zoo.case import seq2seq_inputs, text_inputs, token_ids

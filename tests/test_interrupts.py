@@ -18,12 +18,12 @@ import torch
 from benchmarks.chaos_interrupts import interrupts_at_random
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError
-from parallelformers_ng.model import deployment_of
-from parallelformers_ng.runtime import interrupts
-from parallelformers_ng.runtime.encoder import encode
-from parallelformers_ng.runtime.frames import Kind, pack
-from parallelformers_ng.runtime.interrupts import Held, LetThrough
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.wire import interrupts
+from parallelformers_ng.wire.encoder import encode
+from parallelformers_ng.wire.frames import Kind, pack
+from parallelformers_ng.wire.interrupts import Held, LetThrough
+from parallelformers_ng.wire.transport import Channel
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 

@@ -16,17 +16,17 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.files import SafetensorsFile, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location
 from parallelformers_ng.checkpoint.reading import read, read_shard
 from parallelformers_ng.checkpoint.source import Checkpoint, load_skeleton
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import Shard
-from parallelformers_ng.sharding.registry import select
 from tests.patience import await_incarnation
 from tests.zoo.build import largest_difference
 from tests.zoo.families import CASES

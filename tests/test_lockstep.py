@@ -12,7 +12,7 @@ from transformers import StoppingCriteria
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import DivergedError
-from parallelformers_ng.model import deployment_of
+from parallelformers_ng.model.parallelized import deployment_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 

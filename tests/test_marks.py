@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, LogitsProcessor, pipeline
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model import is_parallelized
+from parallelformers_ng.model.parallelized import is_parallelized
 from tests.test_behaviour import word_tokenizer
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import decoder, gpt2

@@ -18,10 +18,10 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallelformers_ng.errors import NotPortableError
-from parallelformers_ng.runtime.encoder import encode
-from parallelformers_ng.runtime.frames import INLINE_TENSOR_BYTES, Kind
-from parallelformers_ng.runtime.leaves import DTYPE_NAMES, TENSOR_DTYPES, FileDescriptor, Handle
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.wire.encoder import encode
+from parallelformers_ng.wire.frames import INLINE_TENSOR_BYTES, Kind
+from parallelformers_ng.wire.leaves import DTYPE_NAMES, TENSOR_DTYPES, FileDescriptor, Handle
+from parallelformers_ng.wire.transport import Channel
 
 KEY = b"k" * 32
 Point = namedtuple("Point", "x y")

@@ -14,11 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError
 from parallelformers_ng.hooks.crossing import Sent
-from parallelformers_ng.runtime.decoder import decode
-from parallelformers_ng.runtime.encoder import encode
-from parallelformers_ng.runtime.frames import Kind, pack
-from parallelformers_ng.runtime.leaves import Handle
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.wire.decoder import decode
+from parallelformers_ng.wire.encoder import encode
+from parallelformers_ng.wire.frames import Kind, pack
+from parallelformers_ng.wire.leaves import Handle
+from parallelformers_ng.wire.transport import Channel
 
 KEY = b"k" * 32
 Point = namedtuple("Point", "x y")

@@ -16,8 +16,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import AlreadyParallelizedError, ParallelError
-from parallelformers_ng.methods import FORWARDED, LOCAL, REFUSED, table
-from parallelformers_ng.remote_module import is_remote
+from parallelformers_ng.model.methods import FORWARDED, LOCAL, REFUSED, table
+from parallelformers_ng.model.remote_module import is_remote
 from tests.test_generate import Pair, assert_same
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs

@@ -11,8 +11,8 @@ import torch
 import transformers as tf
 
 from parallelformers_ng import Column, Policy, parallelize, plan
+from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.collectives.threads import run_ranks
-from parallelformers_ng.coverage import verify_model
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.inject import cut

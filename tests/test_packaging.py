@@ -24,7 +24,7 @@ if __name__ == "__main__":
     from parallelformers_ng.sharding.registry import written_policies
     from parallelformers_ng.runtime.group import WorkerGroup
     print(parallelformers_ng.__file__, gpt2.__file__, len(written_policies()), sep="\\n")
-    with WorkerGroup(1, target="parallelformers_ng.replica:Replica", threads=1) as group:
+    with WorkerGroup(1, target="parallelformers_ng.worker.runner:ModelRunner", threads=1) as group:
         print(group.call("held_caches"))
 """
 
@@ -71,7 +71,9 @@ def use(folder: Path, *path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_wheel_has_the_policies_once(installed: Path) -> None:
+def test_a_wheel_has_all_modules_and_the_policies_once(installed: Path) -> None:
+    modules = {path.relative_to(ROOT) for path in (ROOT / "parallelformers_ng").rglob("*.py")}
+    assert {module for module in modules if not (installed / module).exists()} == set()
     names = sorted(path.relative_to(installed).parts[0] for path in installed.glob("*/"))
     assert [name for name in names if not name.endswith(".dist-info")] == ["parallelformers_ng"]
     policies = {path.name for path in (installed / "parallelformers_ng" / "policies").glob("*.py")}

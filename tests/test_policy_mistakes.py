@@ -11,8 +11,8 @@ import torch
 import transformers as tf
 
 from parallelformers_ng import Column, Gather, HeadNorms, Heads, Part, Policy, Renewed, Row, Slice, parallelize, plan
-from parallelformers_ng.cli import main
-from parallelformers_ng.coverage import verify_model
+from parallelformers_ng.cli.commands import main
+from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.policy_check import check_policy
@@ -139,7 +139,7 @@ def test_a_policy_that_gives_other_numbers_is_refused(
 
 
 def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    from parallelformers_ng.sharding import proof
+    from parallelformers_ng.autopolicy import proof
 
     made: list[str] = []
     real = proof._doubt

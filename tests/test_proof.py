@@ -10,21 +10,21 @@ import torch
 import transformers as tf
 from torch import nn
 
-from parallelformers_ng.cli import main
+from parallelformers_ng.autopolicy.lone_layers import lone_layers
+from parallelformers_ng.autopolicy.proposal import Proposal
+from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
+from parallelformers_ng.autopolicy.trials import Trials
+from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.cli.commands import main
+from parallelformers_ng.cli.coverage import policy_sources, verify_model
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
-from parallelformers_ng.coverage import policy_sources, verify_model
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.calls import is_only_called
-from parallelformers_ng.sharding.lone_layers import lone_layers
 from parallelformers_ng.sharding.policy import Column, Heads, Row
-from parallelformers_ng.sharding.proposal import Proposal
-from parallelformers_ng.sharding.registry import select
 from parallelformers_ng.sharding.selection import Selection
-from parallelformers_ng.sharding.shrink import Shrinking, shrink
-from parallelformers_ng.sharding.trials import Trials
-from parallelformers_ng.sharding.twin_making import make_twin
 
 QUERIES = {"self_attn.q_proj": Column(), "self_attn.o_proj": Row(), "self_attn.k_proj": Column("key")}
 

@@ -12,16 +12,16 @@ import torch
 from transformers import StaticCache
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.collectives import SingleCommunicator
+from parallelformers_ng.collectives.communicator import SingleCommunicator
 from parallelformers_ng.collectives.gloo import GlooCommunicator
 from parallelformers_ng.collectives.staged import StagedCommunicator
-from parallelformers_ng.compiling import CAPTURED, NO_DEVICE, static_generation
+from parallelformers_ng.cuda_graphs.modes import CAPTURED, NO_DEVICE, static_generation
+from parallelformers_ng.cuda_graphs.recorder import Watch
+from parallelformers_ng.cuda_graphs.static_caches import KeptCache, bucket_of, handed_out, unkept_layer
+from parallelformers_ng.cuda_graphs.step_arguments import StepArguments, Uncapturable
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.kept import KeptCache, bucket_of, handed_out, unkept_layer
-from parallelformers_ng.generation.recorder import Watch
-from parallelformers_ng.generation.step_arguments import StepArguments, Uncapturable
-from parallelformers_ng.replica import Replica
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker.runner import ModelRunner
 from tests.operator_recorder import OperatorRecorder
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder
@@ -92,7 +92,7 @@ def test_recordings_go_before_the_connections_that_they_use() -> None:
 
 def test_sums_through_host_memory_are_in_no_graph() -> None:
     host: Any = SingleCommunicator()
-    replica = Replica(0, 1, torch.device("cuda"), StagedCommunicator(host), None)
+    replica = ModelRunner(0, 1, torch.device("cuda"), StagedCommunicator(host), None)
     assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
 
 

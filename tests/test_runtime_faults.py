@@ -23,9 +23,9 @@ from parallelformers_ng.errors import (
     WorkerDiedError,
     WrongProcessError,
 )
-from parallelformers_ng.runtime.encoder import Encoded, encode
-from parallelformers_ng.runtime.frames import Kind, pack
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.wire.encoder import Encoded, encode
+from parallelformers_ng.wire.frames import Kind, pack
 from tests.patience import PROMPTLY, kill
 
 

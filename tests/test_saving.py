@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from parallelformers_ng import cli, parallelize, save_sharded
+from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.location import Location
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_shard
@@ -22,7 +23,6 @@ from parallelformers_ng.checkpoint.source import Checkpoint, load_skeleton
 from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.registry import select
 from tests.damage import DAMAGE, damaged, flip_weight, save_intact
 from tests.zoo.families import CASES
 
@@ -138,7 +138,7 @@ def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, mon
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("parallelformers_ng.saving.write_index", interrupted)
+            patch.setattr("parallelformers_ng.model.saving.write_index", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 save_sharded(model, target)
         assert {file.name: file.read_bytes() for file in target.iterdir()} == before
@@ -275,7 +275,7 @@ def test_an_interrupted_save_pretrained_leaves_the_previous_one(
                 raise OSError(28, "No space left on device")
             return write_safetensors(path, *rest)
 
-        monkeypatch.setattr("parallelformers_ng.checkpoint.saving.write_safetensors", full)
+        monkeypatch.setattr("parallelformers_ng.checkpoint.pretrained.write_safetensors", full)
         with pytest.raises(OSError, match="No space"):
             model.save_pretrained(tmp_path, max_shard_size="30KB")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.partition import count_once, cut_interleaved, cut_width, group_runs, share_heads
-from parallelformers_ng.sharding.registry import select
 from tests.zoo.build import largest_difference
 from tests.zoo.decoders import bloom
 from tests.zoo.families import ALL, Case

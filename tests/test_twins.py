@@ -10,19 +10,19 @@ import transformers as tf
 from torch import nn
 
 from parallelformers_ng import plan
+from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.autopolicy.shrink import shrink
+from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
+from parallelformers_ng.autopolicy.trials import Trials, telling
+from parallelformers_ng.autopolicy.twin import Twin
+from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.collectives.threads import run_ranks
-from parallelformers_ng.coverage import verify_model
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.policy import Policy, Stored
-from parallelformers_ng.sharding.registry import select
 from parallelformers_ng.sharding.selection import Selection
-from parallelformers_ng.sharding.shrink import shrink
-from parallelformers_ng.sharding.shrink_trial import shrink_by_trial
-from parallelformers_ng.sharding.trials import Trials, telling
-from parallelformers_ng.sharding.twin import Twin
-from parallelformers_ng.sharding.twin_making import make_twin
 
 
 def unnamed(method: Callable) -> Callable:

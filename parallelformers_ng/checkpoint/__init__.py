@@ -1,0 +1,1 @@
+"""Weights as files: where they are found, read in parts, held by the parent and written again."""

@@ -7,8 +7,8 @@ import fcntl
 import os
 from types import TracebackType
 
-from parallelformers_ng.collectives import layout
-from parallelformers_ng.collectives.layout import ArenaMap
+from parallelformers_ng.collectives import arena_map
+from parallelformers_ng.collectives.arena_map import ArenaMap
 from parallelformers_ng.errors import UnsupportedPlatformError
 
 DEFAULT_SLOT_BYTES = 256 * 1024
@@ -49,15 +49,15 @@ class Arena:
             OSError: the memory cannot be had (ENOSPC), or no file descriptor is left (EMFILE).
             UnsupportedPlatformError: the system has no memfd.
         """
-        if not 1 <= world_size <= layout.MAX_WORLD_SIZE:
-            raise ValueError(f"Arena: world_size {world_size} is not between 1 and {layout.MAX_WORLD_SIZE}")
-        if slot_bytes < layout.SLOT_ALIGNMENT or slot_bytes % layout.SLOT_ALIGNMENT:
-            raise ValueError(f"Arena: slot_bytes {slot_bytes} is not a positive multiple of {layout.SLOT_ALIGNMENT}")
+        if not 1 <= world_size <= arena_map.MAX_WORLD_SIZE:
+            raise ValueError(f"Arena: world_size {world_size} is not between 1 and {arena_map.MAX_WORLD_SIZE}")
+        if slot_bytes < arena_map.SLOT_ALIGNMENT or slot_bytes % arena_map.SLOT_ALIGNMENT:
+            raise ValueError(f"Arena: slot_bytes {slot_bytes} is not a positive multiple of {arena_map.SLOT_ALIGNMENT}")
         if one_shot_bytes < 0:
             raise ValueError(f"Arena: one_shot_bytes {one_shot_bytes} is negative")
         if not hasattr(os, "memfd_create"):
             raise UnsupportedPlatformError("Arena: this system has no memfd_create; the workers need Linux")
-        nbytes, available = layout.arena_bytes(world_size, slot_bytes), available_memory()
+        nbytes, available = arena_map.arena_bytes(world_size, slot_bytes), available_memory()
         if nbytes > available:
             message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
@@ -68,7 +68,7 @@ class Arena:
             # Sealed, nobody who holds the descriptor can take the memory away below the others.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             may_spin = int((cpus or len(os.sched_getaffinity(0))) >= world_size)
-            header = (layout.MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
+            header = (arena_map.MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
             os.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in header), 0)
             return cls(fd, world_size)
         except BaseException:
@@ -82,7 +82,7 @@ class Arena:
 
     def abort(self, reason: str = "the group is ending") -> None:
         """Makes all ranks that wait in a collective raise CollectiveAbortedError, and all later collectives as well."""
-        self._map.abort(layout.PARENT, reason)
+        self._map.abort(arena_map.PARENT, reason)
 
     def reset(self) -> None:
         """Makes the arena as new. Legal only while every rank is outside collectives; every rank then calls `reset`."""

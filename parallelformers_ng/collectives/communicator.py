@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from parallelformers_ng.collectives.layout import ArenaMap
+from parallelformers_ng.collectives.arena_map import ArenaMap
 
 
 class Communicator(ABC):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallelformers_ng.collectives.arena_map import ArenaMap
 from parallelformers_ng.collectives.communicator import summable_in_place
-from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.collectives.process_group import ProcessGroupCommunicator
 
 WATCH_SECONDS = 0.02

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallelformers_ng.collectives.arena_map import ArenaMap
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.errors import CollectiveAbortedError, GroupError
 
 

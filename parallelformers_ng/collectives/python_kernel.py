@@ -14,9 +14,9 @@ import time
 import torch
 from torch import Tensor
 
-from parallelformers_ng.collectives import layout
+from parallelformers_ng.collectives import arena_map
+from parallelformers_ng.collectives.arena_map import ArenaMap
 from parallelformers_ng.collectives.communicator import sum_in_rank_order
-from parallelformers_ng.collectives.layout import ArenaMap
 
 DONE, ABORTED, TIMED_OUT, DIVERGED = 0, 1, 2, 3
 ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER = 1, 2, 3, 4
@@ -64,8 +64,8 @@ class PythonKernel:
         self._timeout = timeout
         self._spins = SPINS if arena.may_spin else 0
         self._slot_bytes = arena.slot_bytes
-        self._one_shot_bytes = arena.words[layout.ONE_SHOT_BYTES_WORD]
-        start = layout.slots_offset(world_size)
+        self._one_shot_bytes = arena.words[arena_map.ONE_SHOT_BYTES_WORD]
+        start = arena_map.slots_offset(world_size)
         slots = torch.frombuffer(arena.memory, dtype=torch.uint8, offset=start, count=2 * world_size * self._slot_bytes)
         self._slots = slots.view(world_size, 2, self._slot_bytes)
 
@@ -110,7 +110,7 @@ class PythonKernel:
 
     def broadcast(self, address: int, nbytes: int, src: int) -> int:
         data = _bytes_at(address, nbytes)
-        signature = _sign(BROADCAST, nbytes * layout.MAX_WORLD_SIZE + src)
+        signature = _sign(BROADCAST, nbytes * arena_map.MAX_WORLD_SIZE + src)
         try:
             for start in range(0, max(nbytes, 1), self._slot_bytes):
                 step = self._next_step()
@@ -166,11 +166,11 @@ class PythonKernel:
     def _exchange(self, step: int, signature: int) -> None:
         """Publishes `step`, waits until all peers have, and compares what they are doing with what this rank does."""
         arena, words = self._arena, self._arena.words
-        line, parity = arena.line(self._rank), layout.SIGNATURE_WORD + (step & 1)
+        line, parity = arena.line(self._rank), arena_map.SIGNATURE_WORD + (step & 1)
         words[line + parity] = signature
-        words[line + layout.COUNTER_WORD] = step
+        words[line + arena_map.COUNTER_WORD] = step
         for peer in range(self._world_size):
-            self._wait_until(arena.line(peer) + layout.COUNTER_WORD, step)
+            self._wait_until(arena.line(peer) + arena_map.COUNTER_WORD, step)
         for peer in range(self._world_size):
             if words[arena.line(peer) + parity] != signature:
                 raise _Stopped(DIVERGED)

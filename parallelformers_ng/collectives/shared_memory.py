@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives import python_kernel
+from parallelformers_ng.collectives.arena_map import ArenaMap
 from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable_in_place
-from parallelformers_ng.collectives.layout import ArenaMap
 from parallelformers_ng.collectives.python_kernel import ABORTED, DONE, KINDS, TIMED_OUT, PythonKernel
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError, UnsupportedPlatformError
 

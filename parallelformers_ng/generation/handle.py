@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -14,8 +14,21 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from parallelformers_ng.errors import ParallelError, StaleCacheError
 from parallelformers_ng.generation.caches import HALVES, CacheFacts
 
-if TYPE_CHECKING:
-    from parallelformers_ng.generation.owner import CacheOwner
+
+class Book(Protocol):
+    """Where a handle is entered: see `book.CacheBook`."""
+
+    @property
+    def workers(self) -> Any:
+        """Whose caches these are."""
+
+    def call(
+        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = ""
+    ) -> Any:
+        """Call a method of a cache, or of one of its halves, on every rank."""
+
+    def is_untouched(self, handle: CacheHandle) -> bool:
+        """Whether every rank still holds the cache as it was when the caller last heard of it."""
 
 
 class CacheHandle(Cache):
@@ -27,40 +40,44 @@ class CacheHandle(Cache):
     cache, since each rank may then hold another length.
     """
 
-    _number: int
-    _incarnation: int
-    _facts: CacheFacts
-    _deployment: weakref.ref[CacheOwner]
-    _doubtful = False  # a request that had it failed; the ranks are asked before the next use
-    _torn = False
+    number: int
+    incarnation: int
+    facts: CacheFacts
+    doubtful = False
+    """A request that had it failed; the ranks are asked before the next use."""
+    torn = False
+    """Ranks may hold different lengths of it."""
+    _book: weakref.ref[Book]
 
-    def _owner(self) -> CacheOwner:
-        deployment = self._deployment()
-        if deployment is None or deployment.incarnation != self._incarnation:
+    def check(self) -> Book:
+        """The book that it is entered in.
+
+        Raises:
+            StaleCacheError: the workers that held the cache are gone, or their parts of it differ.
+        """
+        book = self._book()
+        workers = None if book is None else book.workers
+        if book is None or workers is None or workers.incarnation != self.incarnation:
             raise StaleCacheError(
                 f"this {type(self).__name__} was held by workers that are gone (restarted or stopped);"
                 " run the prompt again"
             )
-        if self._doubtful:
-            self._torn = not deployment.is_untouched(self)
-            self._doubtful = False
-        if self._torn:
+        if self.doubtful:
+            self.torn = not book.is_untouched(self)
+            self.doubtful = False
+        if self.torn:
             raise StaleCacheError(
                 f"a request failed or was interrupted while it was writing to this {type(self).__name__}, of which the"
                 " ranks may now hold different lengths; run the prompt again"
             )
-        return deployment
+        return book
 
     def place(self) -> tuple[CacheHandle, str]:
         """The handle that has a number of the workers', and which of its halves this is, "" for the whole."""
         return self, ""
 
-    def check(self) -> None:
-        """Raise StaleCacheError where the workers that held the cache are gone."""
-        self._owner()
-
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._owner().cache_call(self, method, args, kwargs)
+        return self.check().call(self, method, args, kwargs)
 
     @property
     def layers(self) -> Any:
@@ -71,10 +88,10 @@ class CacheHandle(Cache):
         )
 
     def __len__(self) -> int:
-        return len(self._facts.lengths)
+        return len(self.facts.lengths)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={max([0, *self._facts.lengths])})"
+        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={max([0, *self.facts.lengths])})"
 
     def __copy__(self) -> Any:
         return self._remote("copy")
@@ -86,18 +103,18 @@ class CacheHandle(Cache):
         raise ParallelError(f"a {type(self).__name__} cannot be pickled: its tensors are with the workers")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        self._owner()
-        counted = [length for length in self._facts.lengths if length >= 0]
+        self.check()
+        counted = [length for length in self.facts.lengths if length >= 0]
         if not counted:
-            return self._remote("get_seq_length", layer_idx) if self._facts.lengths else 0
-        if layer_idx >= len(self._facts.lengths):
+            return self._remote("get_seq_length", layer_idx) if self.facts.lengths else 0
+        if layer_idx >= len(self.facts.lengths):
             return 0
-        length = self._facts.lengths[layer_idx]
+        length = self.facts.lengths[layer_idx]
         return counted[0] if length < 0 and layer_idx == 0 else length
 
     @property
     def batch_size(self) -> int:
-        return self._facts.batch_size
+        return self.facts.batch_size
 
 
 class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
@@ -117,7 +134,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
         return self._half("cross_attention_cache")
 
     def _half(self, name: str) -> CacheHalf:
-        cls: Any = handle_class(_named_class(*self._facts.halves[name]), CacheHalf)  # type: ignore[arg-type]
+        cls: Any = handle_class(_named_class(*self.facts.halves[name]), CacheHalf)  # type: ignore[arg-type]
         half = cls.__new__(cls)
         half._whole, half._name = self, name
         return half
@@ -140,8 +157,8 @@ class CacheHalf(CacheHandle):
         return self._whole, self._name
 
     @property
-    def _facts(self) -> CacheFacts:  # type: ignore[override]
-        facts = self._whole._facts
+    def facts(self) -> CacheFacts:  # type: ignore[override]
+        facts = self._whole.facts
         # The whole counts its self-attention; of the cross-attention the workers are asked.
         return (
             facts
@@ -149,22 +166,22 @@ class CacheHalf(CacheHandle):
             else replace(facts, lengths=[-1] * len(facts.lengths), flags={})
         )
 
-    def _owner(self) -> CacheOwner:
-        return self._whole._owner()
+    def check(self) -> Book:
+        return self._whole.check()
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._owner().cache_call(self._whole, method, args, kwargs, self._name)
+        return self.check().call(self._whole, method, args, kwargs, self._name)
 
     @property
     def batch_size(self) -> int:
         return (
-            self._facts.batch_size
+            self.facts.batch_size
             if self._name == "self_attention_cache"
             else self._remote("__getattribute__", "batch_size")
         )
 
 
-def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
+def adopt(cache: Cache | None, book: Book, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
     cls = handle_class(_named_class(facts.module, facts.name) if cache is None else type(cache))  # type: ignore[arg-type]
@@ -174,9 +191,8 @@ def adopt(cache: Cache | None, deployment: CacheOwner, incarnation: int, number:
         handle = cache
         cache.__dict__.clear()
         cache.__class__ = cls
-    handle._number, handle._facts = number, facts
-    handle._incarnation = incarnation
-    handle._deployment = weakref.ref(deployment)
+    handle.number, handle.incarnation, handle.facts = number, incarnation, facts
+    handle._book = weakref.ref(book)
     return handle
 
 
@@ -202,9 +218,9 @@ def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> typ
 
 def _flag(name: str) -> property:
     def read(self: CacheHandle) -> Any:
-        self._owner()
-        if name in self._facts.flags:
-            return self._facts.flags[name]
+        self.check()
+        if name in self.facts.flags:
+            return self.facts.flags[name]
         return self._remote("__getattribute__", name)
 
     return property(read)

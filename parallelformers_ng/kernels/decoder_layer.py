@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf
-from parallelformers_ng.kernels.layers import may_serve
+from parallelformers_ng.kernels.streaming_linear import may_serve
 
 
 class FusedDecoderLayer(nn.Module):

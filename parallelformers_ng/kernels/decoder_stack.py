@@ -16,7 +16,7 @@ from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicato
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, is_step
 from parallelformers_ng.kernels.held import Held
 from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step
-from parallelformers_ng.kernels.layers import _decode, may_serve
+from parallelformers_ng.kernels.streaming_linear import _decode, may_serve
 
 
 class DecoderStack(nn.ModuleList):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from parallelformers_ng.generation.growing import extended
-from parallelformers_ng.kernels.attention import fits_mask, is_usual, mask_arguments
+from parallelformers_ng.kernels.cached_attention import fits_mask, is_usual, mask_arguments
 from parallelformers_ng.kernels.held import Held
-from parallelformers_ng.kernels.layers import KINDS, MOST_ROWS, FusedRMSNorm, StreamingLinear, _decode
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.kernels.streaming_linear import KINDS, MOST_ROWS, FusedRMSNorm, StreamingLinear, _decode
 from parallelformers_ng.sharding.layers import HeadParallel, RowParallel, parallel_class
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})

@@ -10,12 +10,12 @@ from typing import Any
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.decoder import Restore
-from parallelformers_ng.runtime.encoder import Encoded
-from parallelformers_ng.runtime.frames import Flag, Frame, Kind, Packed, pack
-from parallelformers_ng.runtime.interrupts import LetThrough
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess
-from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS, wait
+from parallelformers_ng.wire.decoder import Restore
+from parallelformers_ng.wire.encoder import Encoded
+from parallelformers_ng.wire.frames import Flag, Frame, Kind, Packed, pack
+from parallelformers_ng.wire.interrupts import LetThrough
+from parallelformers_ng.wire.transport import LOOKOUT_SECONDS, wait
 
 OnEvent = Callable[[Any], object]
 

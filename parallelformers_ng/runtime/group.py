@@ -18,16 +18,16 @@ from parallelformers_ng.errors import (
     ProtocolError,
     RequestTimeoutError,
 )
-from parallelformers_ng.runtime import endings, startup
+from parallelformers_ng.runtime import deaths, startup
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.decoder import Restore
-from parallelformers_ng.runtime.encoder import Encoded, Replace, encode
 from parallelformers_ng.runtime.exchange import Exchange, OnEvent, WorkerGoneError
-from parallelformers_ng.runtime.frames import Flag
-from parallelformers_ng.runtime.interrupts import Held, LetThrough
 from parallelformers_ng.runtime.lifetime import Lifetime
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.turns import Turns
+from parallelformers_ng.wire.decoder import Restore
+from parallelformers_ng.wire.encoder import Encoded, Replace, encode
+from parallelformers_ng.wire.frames import Flag
+from parallelformers_ng.wire.interrupts import Held, LetThrough
 
 _GOODBYE_SECONDS = 2.0
 _INTERRUPT_SECONDS = 0.5  # between Ctrl-C and its KeyboardInterrupt, while workers leave the request
@@ -207,7 +207,7 @@ class WorkerGroup:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
         if os.getpid() != self.owner:
             return
-        self._lifetime.note(endings.closed())
+        self._lifetime.note(deaths.closed())
         if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
@@ -301,7 +301,7 @@ class WorkerGroup:
         except RequestTimeoutError:
             self._fail_timed_out(method, limit)
         except (ChannelClosedError, ProtocolError) as error:
-            self._lifetime.fail(endings.as_before(error))
+            self._lifetime.fail(deaths.as_before(error))
         finally:
             if self._exchange.unfinished and not self._lifetime.is_over:
                 self._abandon()
@@ -330,16 +330,16 @@ class WorkerGroup:
         except RequestTimeoutError:
             if time.monotonic() < patient_until:
                 return False
-            self._lifetime.end(endings.not_interrupted(_STRAGGLER_SECONDS))
+            self._lifetime.end(deaths.not_interrupted(_STRAGGLER_SECONDS))
         except WorkerGoneError as error:
             self._lifetime.end(self._lifetime.death_of(error.rank))
         except GroupError as error:
-            self._lifetime.end(endings.as_before(error))
+            self._lifetime.end(deaths.as_before(error))
         self._exchange.discard()
         self._patient_until = 0.0
         return True
 
     def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
         text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"
-        self._lifetime.end(endings.overdue(text))
+        self._lifetime.end(deaths.overdue(text))
         raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None

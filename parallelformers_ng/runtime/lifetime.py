@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
-from parallelformers_ng.runtime import endings
-from parallelformers_ng.runtime.endings import Ending
+from parallelformers_ng.runtime import deaths
+from parallelformers_ng.runtime.deaths import Ending
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.turns import Turns
 
@@ -55,7 +55,7 @@ class Lifetime:
     def check_process(self) -> None:
         """Raise WrongProcessError in any process but the one that started the group."""
         if os.getpid() != self.owner:
-            raise endings.wrong_process(self.owner, os.getpid())
+            raise deaths.wrong_process(self.owner, os.getpid())
 
     def check_usable(self) -> None:
         """Raise what callers are told where the group is over, or belongs to another process."""
@@ -67,7 +67,7 @@ class Lifetime:
         if not self.has_workers:
             if threading.current_thread().daemon:
                 threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
-            raise endings.at_exit()
+            raise deaths.at_exit()
 
     def note(self, ending: Ending) -> Ending:
         """From here on, calls are told `ending`. Where there is a reason already, that stays, and is returned."""

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, StartupError, WorkerDiedError
-from parallelformers_ng.runtime.frames import Kind
-from parallelformers_ng.runtime.transport import Channel
+from parallelformers_ng.wire.frames import Kind
+from parallelformers_ng.wire.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
 # is seen even if it is killed right after.

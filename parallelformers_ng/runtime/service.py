@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng import collectives
+from parallelformers_ng.collectives.connect import connect
+from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.runtime.encoder import Encoded
-from parallelformers_ng.runtime.frames import Flag, Frame, Kind, pack
-from parallelformers_ng.runtime.transport import LOOKOUT_SECONDS, Channel
+from parallelformers_ng.wire.encoder import Encoded
+from parallelformers_ng.wire.frames import Flag, Frame, Kind, pack
+from parallelformers_ng.wire.transport import LOOKOUT_SECONDS, Channel
 
 _NOTHING = Encoded(b"", [], [], 0)
 _REQUEST, _DONE = Kind.REQUEST, Kind.DONE  # looked up once: in Python 3.11, to read it off an enum takes a call
@@ -110,13 +111,13 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rendezvous = boot["rendezvous"]  # stays open: the ranks meet there again after a reset
-        communicator = collectives.connect(
+        communicator = connect(
             boot["backend"],
             rank=rank,
             world_size=world_size,
             device=device,
             arena_fd=boot["arena"].fd,
-            rendezvous=rendezvous and collectives.rendezvous_path(rendezvous.fd),
+            rendezvous=rendezvous and rendezvous_path(rendezvous.fd),
             timeout=boot["timeout"],
         )
         boot["arena"].close()

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from parallelformers_ng import collectives
+from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.collectives.connect import BACKENDS, chosen_backend, why_unserved
+from parallelformers_ng.collectives.process_group import create_rendezvous
 from parallelformers_ng.errors import (
     ChannelClosedError,
     PlacementError,
@@ -19,9 +21,9 @@ from parallelformers_ng.errors import (
     StartupError,
 )
 from parallelformers_ng.runtime import cores, failures
-from parallelformers_ng.runtime.frames import OUT_OF_MEMORY, Kind
-from parallelformers_ng.runtime.leaves import FileDescriptor
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
+from parallelformers_ng.wire.frames import OUT_OF_MEMORY, Kind
+from parallelformers_ng.wire.leaves import FileDescriptor
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
@@ -50,26 +52,26 @@ def check_backend(backend: str, device: str, device_ids: Sequence[int] | None) -
     Raises:
         PlacementError: the backend does not serve these devices.
     """
-    if backend not in collectives.BACKENDS:
-        raise PlacementError(f"backend is {backend!r}; it takes one of {', '.join(collectives.BACKENDS)}")
-    if reason := collectives.why_unserved(backend, device):
+    if backend not in BACKENDS:
+        raise PlacementError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
+    if reason := why_unserved(backend, device):
         raise PlacementError(reason)
     ids = list(device_ids or ())
-    if collectives.chosen_backend(backend, device) == "nccl" and len(set(ids)) < len(ids):
+    if chosen_backend(backend, device) == "nccl" and len(set(ids)) < len(ids):
         raise PlacementError(
             f"device_ids {ids} name a device twice, which NCCL does not take; pass backend='shared_memory' for ranks"
             " that share a device"
         )
 
 
-def create_arena(world_size: int) -> collectives.Arena:
+def create_arena(world_size: int) -> Arena:
     """The collectives' shared memory.
 
     Raises:
         SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
     """
     try:
-        return collectives.Arena.create(world_size, cpus=cores.usable_cpus())
+        return Arena.create(world_size, cpus=cores.usable_cpus())
     except OSError as error:
         kind = SharedMemoryError if error.errno in OUT_OF_MEMORY else StartupError
         raise kind(f"the collectives of {world_size} workers cannot be set up: {error.strerror}") from error
@@ -123,7 +125,7 @@ def launch(
         "stderr": FileDescriptor(2),
     }
     if _needs_rendezvous(backend, device_names[0]):
-        processes.rendezvous = collectives.create_rendezvous()
+        processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
     for worker in processes.workers:
@@ -139,7 +141,7 @@ def launch(
 
 def _needs_rendezvous(backend: str, device_name: str) -> bool:
     """Whether the ranks meet through a file; those of shared memory meet in the arena."""
-    return collectives.chosen_backend(backend, device_name.partition(":")[0]) != "shared_memory"
+    return chosen_backend(backend, device_name.partition(":")[0]) != "shared_memory"
 
 
 def await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from parallelformers_ng.runtime.interrupts import LetThrough
+from parallelformers_ng.wire.interrupts import LetThrough
 
 
 class Turns:

@@ -40,7 +40,7 @@ def _work(control: int) -> int:
     # torch comes with these imports, after the watch has begun.
     from parallelformers_ng.errors import ChannelClosedError
     from parallelformers_ng.runtime import service
-    from parallelformers_ng.runtime.transport import Channel
+    from parallelformers_ng.wire.transport import Channel
 
     channel = Channel(socket.socket(fileno=control), patient=True)
     try:

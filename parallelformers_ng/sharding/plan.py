@@ -7,6 +7,7 @@ gathering, the memory report and the injector read it, and none of them computes
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -231,10 +232,33 @@ class ShardPlan:
         }
 
     def table(self) -> str:
-        """The plan for people: rows of equal rule and shape folded into one."""
-        from parallelformers_ng.sharding.table import render
-
-        return render(self)
+        """The plan for people: one line per kind of tensor; layers that differ only in their number share a line."""
+        rows: dict[tuple[str, ...], list[TensorPlan]] = {}
+        for tensor in self.stored():
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
+            rows.setdefault((pattern, str(tensor.shape), tensor.rule), []).append(tensor)
+        lines = [("tensor", "count", "whole", "rule", "each rank")]
+        for (pattern, shape, rule), tensors in rows.items():
+            shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
+            ranks = "whole" if tensors[0].is_replicated else " ".join(str(shape) for shape in shapes)
+            lines.append(
+                (pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks)
+            )
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        body = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + "  " + line[4]
+            for line in lines
+        ]
+        body.insert(1, "-" * max(len(line) for line in body))
+        per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
+        whole_everywhere = sum(self.replicated.values())
+        head = (
+            f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})\n"
+            f"whole: {human_bytes(self.bytes_whole)}  {per_rank}\n"
+            f"cut: {self.cut_share:.1%} of the cuttable bytes, {1 - self.whole_share:.1%} of all"
+            f"  replicated: {human_bytes(whole_everywhere)}\n" + (f"warning: {self.warning}\n" if self.warning else "")
+        )
+        return head + "\n".join(body)
 
     def __str__(self) -> str:
         return self.table()

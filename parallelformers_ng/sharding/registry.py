@@ -11,53 +11,14 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import misfit
 from parallelformers_ng.sharding.policy import Policy
 from parallelformers_ng.sharding.policy_check import check_policy
-from parallelformers_ng.sharding.selection import Selection, block_names, is_block, is_covered
+from parallelformers_ng.sharding.selection import Selection, block_names, is_block
 
 log = logging.getLogger("parallelformers_ng")
-
-__all__ = ["Selection", "is_block", "known_policies", "repeated_blocks", "select", "written_policies"]
-
-
-def select(
-    model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
-) -> Selection:
-    """Find the policies for a model: the caller's first, then the written ones for blocks those leave, then inferred
-    ones for what is still left of a transformers model, accepted after a twin proof.
-
-    Args:
-        model: the model, on any device.
-        custom: the caller's policies.
-        world_size: number of ranks that a proof is made for; None looks at the written policies alone.
-
-    Raises:
-        PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that
-            the model lacks.
-        UnsupportedModelError: no policy fits.
-    """
-    selection, misfits = known_policies(model, custom, world_size)
-    if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):
-        return selection
-    beside = "".join(f"; {misfit}" for misfit in misfits)
-    if world_size is None or not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"no policy knows {type(model).__name__}: none of its repeated blocks"
-            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies{beside}."
-            " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
-        )
-    from parallelformers_ng.sharding.proof import prove  # needs the whole of sharding, and only unwritten models do
-
-    try:
-        return prove(model, selection, world_size).selection
-    except UnsupportedModelError as error:
-        if type(model).forward is nn.Module.forward:  # it has methods alone, which nobody knows how to call
-            return Selection((), "held in parts", vocabulary=False)
-        raise UnsupportedModelError(f"{error}{beside}") from error
 
 
 def known_policies(

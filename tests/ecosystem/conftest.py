@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.model import is_parallelized
+from parallelformers_ng.model.parallelized import is_parallelized
 from tests.real_weights import minilm, smollm2
 
 

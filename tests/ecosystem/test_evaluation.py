@@ -93,7 +93,7 @@ def test_sentence_transformers(encoder, as_tensor) -> None:
 
 def test_sentence_transformers_parallelized_in_place(encoder, groups) -> None:
     from parallelformers_ng import parallelize
-    from parallelformers_ng.model import is_parallelized
+    from parallelformers_ng.model.parallelized import is_parallelized
 
     made = SentenceTransformer(str(minilm_folder()), device="cpu")
     want = made.encode(["w"], convert_to_tensor=True)

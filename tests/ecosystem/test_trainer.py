@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model import is_parallelized
+from parallelformers_ng.model.parallelized import is_parallelized
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import decoder
 from tests.zoo.encoders import encoder

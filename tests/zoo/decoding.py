@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from parallelformers_ng.sharding.twin import Twin, lengths
+from parallelformers_ng.autopolicy.twin import Twin, lengths
 
 _WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "num_beams": 1},

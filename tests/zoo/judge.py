@@ -10,16 +10,16 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.autopolicy.trials import telling
+from parallelformers_ng.autopolicy.twin import Twin, difference, run, spare
+from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.registry import select
-from parallelformers_ng.sharding.trials import telling
-from parallelformers_ng.sharding.twin import Twin, difference, run, spare
-from parallelformers_ng.sharding.twin_making import make_twin
 from tests.zoo.catalogue import classes_of
 from tests.zoo.decoding import draws_of_each_thread, generate
 from tests.zoo.overrides import configuration

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from parallelformers_ng.autopolicy.observation import observe, observe_lone_layers
+from parallelformers_ng.autopolicy.settings import parts_of, setting
+from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
+from parallelformers_ng.autopolicy.twin import Twin
+from parallelformers_ng.autopolicy.twin_making import build_tiny
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.sharding.observation import observe, observe_lone_layers
-from parallelformers_ng.sharding.settings import parts_of, setting
-from parallelformers_ng.sharding.shrink import Shrinking, shrink
-from parallelformers_ng.sharding.twin import Twin
-from parallelformers_ng.sharding.twin_making import build_tiny
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _HEAD_COUNT = re.compile(r"(^|_)(heads|n_head|nhead)$")

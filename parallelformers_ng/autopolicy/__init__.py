@@ -1,0 +1,1 @@
+"""Policies for models without written ones: a tiny random twin, a search on it, a proof. `select` is for outside."""

@@ -1,0 +1,89 @@
+"""Proposes how to cut blocks that no policy describes, from their structure. Nothing here is trusted: `proof.py` is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from parallelformers_ng.autopolicy.projections import Attention
+from parallelformers_ng.autopolicy.proposal import Proposal
+from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.policy import Column, Experts, Row, Rule
+from parallelformers_ng.sharding.structure import Layer, places
+
+
+def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[Proposal]:
+    """Proposals for all blocks of a model.
+
+    Args:
+        model: the model, or a twin of it.
+        layers: the layers to cut, from `called_layers`.
+        live: names of the parameters that count.
+    """
+    modules = dict(model.named_modules())
+    by_name = {layer.name: layer for layer in layers}
+    where = places(model)
+    found: dict[tuple[str, str], Proposal] = {}
+    used: set[str] = set()
+    for name, module in modules.items():
+        if (experts := _experts(name, module, live)) is not None:
+            found.setdefault(
+                (where[name].block, where[name].path),
+                Proposal(where[name].block, "experts", ({where[name].path: experts},)),
+            )
+        attention = Attention.find(name, module, by_name)
+        if attention is not None and not attention.names & used:
+            used |= attention.names
+            place = where[name]
+            if (place.block, place.path) not in found and attention.within(place, where):
+                found[place.block, place.path] = attention.proposal(place, where, live)
+    rest = [layer for layer in layers if layer.name not in used]
+    for pair in _pairs([layer for layer in rest if not layer.is_embedding]):
+        used |= {layer.name for layer in pair}
+        down = pair[-1]
+        found.setdefault((down.place.block, down.place.path), _mlp(pair))
+    total = sum(layer.inputs * layer.outputs for layer in layers)
+    for layer in rest:
+        if layer.is_embedding and not is_only_called(model, layer.name):
+            continue  # the plan finds these tables by itself
+        if layer.name not in used and layer.inputs * layer.outputs * 200 >= total:
+            place = layer.place
+            single = Proposal(place.block, "gathered", ({place.path: Column("column", gather=True)},))
+            found.setdefault((place.block, place.path), single)
+    return list(found.values())
+
+
+def _experts(name: str, module: nn.Module, live: set[str]) -> Rule | None:
+    names = {key for key, p in module._parameters.items() if p is not None and p.ndim == 3}
+    complete = "down_proj" in names and names & {"gate_up_proj", "up_proj"}
+    return Experts() if complete and f"{name}.down_proj" in live else None
+
+
+def _pairs(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
+    """Runs `up, …, down`: layers called right before one that takes as many inputs as each of them gives."""
+    found = []
+    waiting: list[Layer] = []
+    for layer in layers:
+        if waiting and waiting[-1].place.block != layer.place.block:
+            waiting = []
+        ups: list[Layer] = []
+        for earlier in reversed(waiting):
+            fits = earlier.outputs in (layer.inputs, 2 * layer.inputs) and earlier.inputs != earlier.outputs
+            if not fits or (ups and (earlier.outputs, earlier.inputs) != (ups[0].outputs, ups[0].inputs)):
+                break
+            ups.insert(0, earlier)
+        if ups and layer.inputs != layer.outputs and not any(up.outputs == 2 * layer.inputs for up in ups[1:]):
+            found.append((*ups[-2:], layer))
+            waiting = []
+        else:
+            waiting.append(layer)
+    return found
+
+
+def _mlp(pair: tuple[Layer, ...]) -> Proposal:
+    *ups, down = pair
+    fused = 2 if ups[0].outputs == 2 * down.inputs else 1
+    rules: dict[str, Rule] = {up.place.path: Column("column", fused=fused) for up in ups}
+    rules[down.place.path] = Row("column")
+    return Proposal(down.place.block, "mlp", (rules,), tuple(layer.place.path for layer in pair))

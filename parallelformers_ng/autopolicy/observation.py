@@ -1,0 +1,130 @@
+"""Runs a twin on inputs made for it, and notes which of its layers are called and which of its weights count."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from parallelformers_ng.autopolicy.lone_layers import lone_layers
+from parallelformers_ng.autopolicy.probe import candidates
+from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, run, spare
+from parallelformers_ng.sharding.structure import Trace, dotted
+
+_SECONDS = 4.0
+"""Processor time after which only the first inputs are tried on each part."""
+
+
+def observe(model: PreTrainedModel, seed: int) -> Twin:
+    """Find probes in float64, where nothing but a wrong cut makes a difference; in float32 where that reaches more."""
+    exact = _Observer(model.to(torch.float64), seed).probe_parts()
+    if exact.runs_whole:
+        return exact
+    plain = _Observer(copy.deepcopy(model).to(torch.float32), seed).probe_parts()
+    return exact if len(exact.gradients) > len(plain.gradients) else plain
+
+
+def observe_lone_layers(twin: Twin, seed: int) -> Twin:
+    """Add probes of the layers that those of the twin do not reach."""
+    return _Observer(twin.model, seed, twin).probe_lone_layers()
+
+
+class _Observer:
+    """Observes a copy that shares the twin's parameters, so that nothing a forward leaves behind gets into the twin."""
+
+    def __init__(self, model: PreTrainedModel, seed: int, twin: Twin | None = None) -> None:
+        self.twin = twin or Twin(model, [], {}, {})
+        self.seed = seed
+        self.end = time.thread_time() + _SECONDS
+        self.copy = spare(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())  # frozen ones count as well
+
+    def probe_parts(self) -> Twin:
+        """Probe the model, and those of its parts that this does not reach."""
+        refusals = [self._probe(self.copy, "")]
+        for path, part in self.copy.named_modules():
+            if path and isinstance(part, PreTrainedModel) and not self._reached(part, path):
+                refusal = self._probe(part, path)
+                refusals.append(f"{path}: {refusal}" if refusal else "")
+        self.twin.untold = "; ".join(refusal for refusal in refusals if refusal)
+        return self.twin
+
+    def probe_lone_layers(self) -> Twin:
+        """Probe, each by itself, the layers that no part's inputs reach."""
+        reached = {name.rpartition(".")[0] for name in self.twin.gradients}
+        for path, inputs in lone_layers(self.copy, reached, self.seed):
+            if not self._run(self.copy.get_submodule(path), path, inputs):
+                self.twin.lone.append(path)
+        return self.twin
+
+    def _reached(self, part: nn.Module, path: str) -> bool:
+        """Whether most of a part's large parameters count already."""
+        large = [name for name, p in part.named_parameters() if p.ndim >= 2]
+        return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
+
+    def _probe(self, part: nn.Module, path: str) -> str:
+        """Add a probe of one part, on the first inputs that it takes; returns why there is none, or ""."""
+        refusal = ""
+        for inputs in candidates(part, self.seed):
+            if not inputs:
+                continue
+            problem = self._run(part, path, inputs)
+            if not problem:
+                return ""
+            refusal = refusal or problem
+            if time.thread_time() > self.end:
+                break
+        return refusal or "its forward takes none of the known inputs"
+
+    def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
+        """Run one part, and note what it showed; returns why it does not serve as a probe, or ""."""
+        try:
+            with torch.random.fork_rng(devices=[]), Trace(part) as trace:
+                torch.manual_seed(0)
+                outputs = run(part, inputs)
+            with torch.no_grad():
+                again = run(part, inputs)
+        except Exception as error:  # whatever the modelling code raises on inputs that are not its own
+            return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        floats = [o for o in outputs if o.is_floating_point()]
+        if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
+            return "its outputs are not numbers"
+        if not equal(again, [o.detach() for o in outputs], 1e-9):
+            return "its forward draws random numbers: two runs differ"
+        with contextlib.suppress(RuntimeError, AssertionError):  # no gradient through it: what counts stays unknown
+            _differentiate(part, path, floats, self.twin.gradients)
+        calls = self.twin.calls
+        start = len(calls)
+        for name, order in trace.calls.items():
+            calls.setdefault(dotted(path, name), start + order)
+        self.twin.probes.append(Probe(path, inputs, [o.detach().clone() for o in outputs]))
+        return ""
+
+
+def _differentiate(
+    part: nn.Module, path: str, outputs: Sequence[torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> None:
+    """What the outputs depend on: the gradient of a random sum of them."""
+    generator = torch.Generator().manual_seed(7)
+    total: Any = 0.0
+    for output in outputs:
+        if output.requires_grad:
+            weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+            total = total + (output.nan_to_num(0.0, 0.0, 0.0) * weights).sum()
+    if not isinstance(total, torch.Tensor):
+        return
+    named = [(name, p) for name, p in part.named_parameters(remove_duplicate=False) if p.requires_grad]
+    found = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+    for (name, _), gradient in zip(named, found, strict=True):
+        if gradient is not None:
+            seen = gradient.nan_to_num(1.0, 1.0, 1.0).abs()
+            if bool(seen.any()):
+                full = dotted(path, name)
+                gradients[full] = seen + gradients.get(full, torch.zeros(()))

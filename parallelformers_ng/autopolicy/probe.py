@@ -1,0 +1,129 @@
+"""Inputs for a model that nobody described: made from its forward's signature and its configuration."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.autopolicy.sample_inputs import DECODER_LENGTH, LENGTH, SampleInputs
+
+_CROSS = re.compile(
+    r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
+)
+
+
+def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
+    """Keyword arguments for `model.forward`, the most telling first; the caller takes the first that runs.
+
+    Args:
+        model: a transformers model or a part of one.
+        seed: of the random values.
+    """
+    maker = SampleInputs(model, seed)
+    yield from _media_in_text(maker)
+    named = maker.names
+    text = [name for name in ("input_ids", "bbox") if name in named]
+    main = getattr(model, "main_input_name", "input_ids")
+    main = main if isinstance(main, str) and main in named else next(iter(named), "")
+    if "encoder_hidden_states" in named and any(_CROSS.search(name) for name, _ in model.named_modules()):
+        yield maker.arguments({main, "encoder_hidden_states", *text, *maker.required}, "plain", True)
+    for image in ("plain", "flat", "patches", "video", "wide"):
+        for mask in (True, False):
+            yield maker.arguments({main, *text, *maker.required}, image, mask)
+        yield maker.arguments({main, *maker.required}, image, False)
+        yield maker.arguments({main, "pixel_values", *text, *maker.required}, image, False)
+    yield maker.arguments({main, *maker.required}, "plain", False, rows=1)
+
+
+def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
+    """Texts with as many placeholder tokens as the model makes of an image, of a sound, and of both."""
+    if "input_ids" not in maker.names:
+        return
+    images = next(_images(maker), None)
+    sounds = next(_sounds(maker), None)
+    if images and sounds:
+        yield _text(maker, images, sounds)
+    for media in (images, sounds):
+        if media:
+            yield _text(maker, media)
+
+
+Media = tuple[int, int, dict[str, Any]]
+"""Its placeholder token, how many of these stand for it, and the arguments that carry it."""
+
+
+def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:
+    pieces = [maker.ids(1, 3)]
+    arguments: dict[str, Any] = {}
+    for token, count, given in media:
+        pieces += [torch.full((1, count), token), maker.ids(1, 4)]
+        arguments |= given
+    ids = torch.cat(pieces, dim=1)
+    arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "decoder_input_ids" in maker.names:
+        arguments["decoder_input_ids"] = maker.ids(1, DECODER_LENGTH)
+    kinds = torch.zeros_like(ids)
+    for kind, (token, _, _) in enumerate(media, start=1):
+        kinds[ids == token] = kind
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in maker.names:
+            arguments[name] = kinds
+    return arguments
+
+
+def _images(maker: SampleInputs) -> Iterator[Media]:
+    token = maker.find("image_token_id", "image_token_index")
+    method = getattr(maker.model, "get_image_features", None)
+    if not isinstance(token, int) or method is None or "pixel_values" not in maker.names:
+        return
+    grids = "image_grid_thw" in maker.names
+    for image in ("flat", "patches") if grids else ("plain", "video"):
+        given: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
+        if grids:
+            given["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        if "image_position_ids" in maker.names:
+            given["image_position_ids"] = maker.value("image_position_ids", image, 1)
+        if "qformer_input_ids" in maker.names:
+            given["qformer_input_ids"] = maker.ids(1, LENGTH)
+        if "image_sizes" in maker.names:
+            given["image_sizes"] = torch.tensor([list(maker.image_size())])
+        if count := _tokens_of(method, given):
+            yield token, count, given
+
+
+def _sounds(maker: SampleInputs) -> Iterator[Media]:
+    token = maker.find("audio_token_id", "audio_token_index")
+    method = getattr(maker.model, "get_audio_features", None)
+    name = next((n for n in ("input_features", "input_values") if n in maker.names), "")
+    if not isinstance(token, int) or method is None or not name:
+        return
+    for image in ("plain", "flat", "video", "wide"):
+        sound = maker.sound(name, image, 1)
+        for frames in dict.fromkeys((sound.shape[-1], sound.shape[1])):
+            given: dict[str, Any] = {name: sound}
+            for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
+                if mask in maker.names:
+                    given[mask] = torch.ones(1, frames, dtype=torch.long)
+            if count := _tokens_of(method, given):
+                yield token, count, given
+
+
+def _tokens_of(method: Any, given: dict[str, Any]) -> int:
+    accepted = inspect.signature(method).parameters
+    free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in accepted.values())
+    try:
+        with torch.no_grad():
+            features = method(**{name: value for name, value in given.items() if free or name in accepted})
+    except Exception:  # any model code may run here; its refusal only means that this form is not its own
+        return 0
+    features = getattr(features, "pooler_output", features)
+    pieces = list(features) if isinstance(features, (list, tuple)) else [features]
+    if not pieces or not isinstance(pieces[0], torch.Tensor):
+        return 0
+    width = pieces[0].shape[-1]
+    return sum(piece.numel() for piece in pieces) // width if width else 0

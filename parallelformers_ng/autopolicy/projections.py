@@ -1,0 +1,205 @@
+"""Finds the projections of an attention module, and what counts its heads, by the names that modelling code uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parallelformers_ng.autopolicy.proposal import Proposal
+from parallelformers_ng.autopolicy.settings import setting
+from parallelformers_ng.sharding.policy import Column, Heads, Norm, Row, Rule, Slice, Unit
+from parallelformers_ng.sharding.structure import Layer, Place, dotted
+
+_QUERY = re.compile(
+    r"^(q|query|queries|q_?b?_proj|query_proj|to_q|q_lin|wq|wq_b|q_linear|linear_q|fc_q|q_attn|q_up_proj)$"
+)
+_KEY = re.compile(r"^(k|key|keys|k_proj|key_proj|to_k|k_lin|wk|k_linear|linear_k|fc_k)$")
+_VALUE = re.compile(r"^(v|value|values|v_proj|value_proj|to_v|v_lin|wv|v_linear|linear_v|fc_v)$")
+_LATENT = re.compile(r"^(kv_b_proj|kv_up_proj|wkv_b|k_b_proj|v_b_proj)$")
+_FUSED = re.compile(r"^(qkv|query_key_value|Wqkv|qkv_proj|c_attn|in_proj|to_qkv|att_proj|qkv_linear|in_proj_qkv)$")
+_OUT = re.compile(
+    r"^(o|out|o_proj|out_proj|proj|to_out|to_out\.0|dense|out_lin|wo|Wo|output|linear_out|c_proj|projection|fc_out"
+    r"|linear_o|fc_o|output\.dense|o_linear|out_linear|attn_out|fc|final_linear)$"
+)
+_HEAD_COUNTS = (
+    "num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_query_heads", "h", "n_local_heads",
+    "num_head", "attention_heads", "encoder_attention_heads", "decoder_attention_heads", "number_of_heads",
+)  # fmt: skip
+_ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
+_GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
+_MORE_WEIGHTS = ((2, 1), (3, 1))
+"""What comes after the second output may have heads as well: weights behind a position bias. What has none is told by
+its shape."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention module and its projections."""
+
+    name: str
+    module: nn.Module
+    queries: tuple[Layer, ...]
+    keys: tuple[Layer, ...]
+    fused: Layer | None
+    out: Layer
+    others: tuple[Layer, ...]
+
+    @property
+    def names(self) -> set[str]:
+        fused = (self.fused,) if self.fused else ()
+        return {layer.name for layer in (*self.queries, *self.keys, *fused, self.out, *self.others)}
+
+    @classmethod
+    def find(cls, name: str, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
+        own = {key: by_name[full] for key, _ in module.named_children() if (full := dotted(name, key)) in by_name}
+        query = [layer for key, layer in own.items() if _QUERY.match(key)]
+        keys = [layer for key, layer in own.items() if _KEY.match(key) or _VALUE.match(key)]
+        latent = [layer for key, layer in own.items() if _LATENT.match(key)]
+        fused = next((layer for key, layer in own.items() if _FUSED.match(key)), None)
+        if query and latent and not keys:
+            query, keys = query + latent, []
+        elif not (query and keys) and fused is None:
+            return None
+        width = None if fused is not None or latent else query[0].outputs
+        out = _output(name, own, by_name, width, {layer.name for layer in (*query, *keys)})
+        if out is None or out is fused:
+            return None
+        if query and keys:
+            fused = None
+        taken = {layer.name for layer in (*query, *keys, out)} | ({fused.name} if fused else set())
+        others = tuple(layer for layer in own.values() if layer.name not in taken)
+        return cls(name, module, tuple(query), tuple(keys), fused, out, others)
+
+    def within(self, place: Place, where: dict[str, Place]) -> bool:
+        """Whether the output projection, too, lies in the block of the module."""
+        return where[self.out.name].block == place.block
+
+    def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
+        plain = tuple(where[layer].path for layer in sorted(self.names))
+        width = self.out.inputs
+        counts = _counts(self.module, _HEAD_COUNTS, width)
+        variants: list[dict[str, Rule]] = []
+        for query, heads in counts:
+            key, key_heads = "", heads
+            if self.keys and self.keys[0].outputs != self.queries[0].outputs:
+                head = self.queries[0].outputs // heads
+                matching = [
+                    c
+                    for c in _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
+                    if c[1] * head == self.keys[0].outputs
+                ]
+                if not matching:
+                    continue
+                key, key_heads = matching[0]
+            elif found := _counts(self.module, _KEY_COUNTS, 0):
+                key, key_heads = found[0]
+            groups = next((g for g in _GROUPS if isinstance(vars(self.module).get(g), int)), "") if key else ""
+            for scaled in self._scaled(query, heads, width):
+                taken = {query, key, *scaled}
+                scaled_key = self._equal(self.keys[0].outputs, taken) if self.keys and key_heads != heads else ()
+                for packed in self._packings(heads, key_heads):
+                    rule = Heads(query, key, groups, tuple(scaled), scaled_key, more_weights=_MORE_WEIGHTS)
+                    variants.append(self._rules(place, where, live, rule, packed, heads, key_heads))
+        return Proposal(place.block, "attention", tuple(variants[:8]), plain)
+
+    def _packings(self, heads: int, key_heads: int) -> list[Rule | None]:
+        if self.fused is None:
+            return [None]
+        key: Unit = "key"
+        if key_heads != heads:
+            return [Column(fused=("query", key, key)), Column(interleaved=("query", key, key))]
+        if self.fused.outputs % 3 or self.fused.outputs != 3 * self.out.inputs:
+            return [Column()]
+        return [Column(fused=3), Column()]
+
+    def _scaled(self, query: str, heads: int, width: int) -> list[tuple[str, ...]]:
+        own = self._equal(width, {query})
+        counts = tuple(
+            name
+            for name, value in vars(self.module).items()
+            if type(value) is int and value == heads and name != query and _ALSO_COUNTS.search(name)
+        )
+        options = [own + counts]
+        if query.startswith("config."):
+            options.append(own + counts + (query,))
+        if own:
+            options.append(counts)
+        return list(dict.fromkeys(options))
+
+    def _equal(self, width: int, taken: set[str]) -> tuple[str, ...]:
+        """Attributes of the module that hold this very width."""
+        found = vars(self.module).items()
+        return tuple(name for name, value in found if type(value) is int and value == width and name not in taken)
+
+    def _rules(
+        self,
+        place: Place,
+        where: dict[str, Place],
+        live: set[str],
+        rule: Heads,
+        packed: Rule | None,
+        heads: int,
+        key_heads: int,
+    ) -> dict[str, Rule]:
+        above = place.path
+        rules: dict[str, Rule] = {above: rule}
+        for layer in self.queries:
+            rules[where[layer.name].path] = Column()
+        for layer in self.keys:
+            rules[where[layer.name].path] = Column("key") if key_heads != heads else Column()
+        if self.fused is not None and packed is not None:
+            rules[where[self.fused.name].path] = packed
+        rules[where[self.out.name].path] = Row(heads=above)
+        for layer in self.others:
+            path = where[layer.name].path
+            own = layer.outputs in (heads, self.out.inputs) and not layer.name.endswith("_a_proj")
+            rules[path] = Column() if own else Column("column", gather=True)
+        for key, child in self.module.named_children():
+            weight = getattr(child, "weight", None)
+            if "Norm" in type(child).__name__ and weight is not None and weight.ndim == 1 and self.queries:
+                if weight.shape[0] == self.queries[0].outputs and heads > 1:
+                    rules[dotted(above, key)] = (
+                        Norm("query") if key.startswith("q") or key_heads == heads else Norm("key")
+                    )
+                elif self.keys and weight.shape[0] == self.keys[0].outputs and key_heads > 1:
+                    rules[dotted(above, key)] = Norm("key")
+        for key, tensor in self.module._parameters.items():
+            if tensor is None or dotted(self.name, key) not in live:
+                continue
+            for dim, size in enumerate(tensor.shape):
+                if size in (heads, self.out.inputs):
+                    rules[dotted(above, key)] = Slice(dim)
+                    break
+        return rules
+
+
+def _output(
+    name: str, own: dict[str, Layer], by_name: dict[str, Layer], width: int | None, taken: set[str]
+) -> Layer | None:
+    """The projection behind attention: beneath the module, or beside it."""
+    parent = name.rpartition(".")[0]
+    nearby = list(own.items())
+    for above in (name, parent):
+        prefix = f"{above}." if above else ""
+        nearby += [(n[len(prefix) :], layer) for n, layer in by_name.items() if n.startswith(prefix)]
+    for key, layer in nearby:
+        if _OUT.match(key) and layer.name not in taken and not layer.is_embedding and width in (None, layer.inputs):
+            return layer
+    return None
+
+
+def _counts(module: nn.Module, names: Sequence[str], width: int) -> list[tuple[str, int]]:
+    """Attributes that may count heads, with their values: on the module first, then in its configuration."""
+    found = []
+    config = vars(module).get("config")
+    for prefix in ("", "config."):
+        for name in names:
+            value: Any = vars(module).get(name) if not prefix else config and setting(config, name)
+            if type(value) is int and value > 0 and width % value == 0:
+                found.append((prefix + name, value))
+    return found[:2]

@@ -1,0 +1,245 @@
+"""Values for the arguments of a forward that nobody described, by their names and the model's configuration."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.autopolicy.settings import setting
+
+BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
+_SAMPLES = 4000
+_FRAMES = 64
+_SIDE = 4
+"""Patches along a side of an image given as patches."""
+
+
+class SampleInputs:
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model = model
+        self.config: Any = getattr(model, "config", None)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        parameters = inspect.signature(model.forward).parameters
+        plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self.names = {name for name, p in parameters.items() if p.kind in plain}
+        self.required = {name for name, p in parameters.items() if p.kind in plain and p.default is p.empty}
+
+    def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # patches of images of any shape, with a mask
+            wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
+        wanted = wanted | {"noise", "noise_sequence"}  # which a forward would draw
+        for name in sorted(wanted & self.names):
+            value = self.value(name, image, rows)
+            if value is not None:
+                made[name] = value
+        if mask and "input_ids" in made and "attention_mask" in self.names:
+            made["attention_mask"] = torch.ones(made["input_ids"].shape, dtype=torch.long)
+        encoded = any(name in made for name in ("input_ids", "input_features", "input_values", "pixel_values"))
+        if "decoder_input_ids" in self.names and encoded:
+            made["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
+        return made
+
+    # -- single arguments ----------------------------------------------------------------------------------------
+
+    def value(self, name: str, image: str, rows: int) -> Any:
+        if name == "input_ids" and "codebook_idx" in self.names:
+            codes = int(self.find("n_codes_total", default=2))
+            return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
+        if name == "codebook_idx":
+            return 1
+        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qformer_input_ids"):
+            return self.ids(rows, LENGTH)
+        if name == "task_inputs":
+            return self.ids(rows, int(self.find("task_seq_len", default=LENGTH)))
+        if name in ("attention_mask", "text_attention_mask"):
+            return torch.ones(rows, LENGTH, dtype=torch.long)
+        if name == "flattened_patches":
+            return self.placed_patches(rows)
+        if name in ("pixel_values", "pixel_values_videos", "images", "pixel_values_images"):
+            return self.pixels(image if name != "pixel_values_videos" else "video", rows)
+        if name in (
+            "input_features",
+            "input_values",
+            "audio_values",
+            "input_spectrogram",
+            "spectrogram",
+            "waveform",
+            "audio_mel",
+        ):
+            return self.sound(name, image, rows)
+        if name == "encoder_hidden_states":
+            width = self.find(
+                "encoder_hidden_size", "cross_attention_dim", "hidden_size", "d_model", "n_embd", default=32
+            )
+            return self.randn(rows, LENGTH - 2, int(width))
+        if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
+            return self.states(rows)
+        if name == "spatial_shapes":
+            return torch.full((rows, 2), _SIDE)
+        if name == "pixel_attention_mask" and "spatial_shapes" in self.names:
+            return torch.ones(rows, _SIDE**2, dtype=torch.long)
+        if name in ("grid_thw", "image_grid_thw"):
+            return torch.tensor([[1, 4, 4]])
+        if name in ("pixel_position_ids", "image_position_ids"):
+            sides = torch.arange(4)
+            return torch.cartesian_prod(sides, sides).flip(-1).expand(rows, -1, -1)
+        if name == "merge_sizes":
+            return torch.tensor([int(self.find("spatial_merge_size", default=1))])
+        if name in ("input_features_mask", "feature_attention_mask"):
+            return torch.ones(self.sound("input_features", image, rows).shape[:2], dtype=torch.long)
+        if name == "audio_mel_mask":
+            return torch.zeros(rows, _FRAMES, dtype=torch.bool)
+        if name == "noise":
+            return self.randn(rows, self.patches())
+        if name == "noise_sequence":
+            return self.randn(rows, _FRAMES, int(self.find("model_in_channels", default=1)))
+        if name in ("past_values", "past_observed_mask", "future_values", "past_time_features", "future_time_features"):
+            return self.series(name, rows)
+        if name == "bbox":
+            corners = torch.randint(0, 8, (2, rows, LENGTH, 2), generator=self.generator)
+            return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
+        if name == "return_loss":
+            return False
+        return None
+
+    def find(self, *names: str, default: Any = None) -> Any:
+        """The first of these attributes that the configuration or one inside it has."""
+        configs = [self.config]
+        for config in configs:
+            for key in names:
+                value = None if config is None else setting(config, key)
+                if value is not None and not isinstance(value, str):
+                    return value
+            inner = [v for v in vars(config).values() if hasattr(v, "to_dict")] if config is not None else []
+            configs += inner
+        return default
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def ids(self, rows: int, length: int) -> torch.Tensor:
+        vocabularies = [
+            m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > 40
+        ]
+        size = int(self.find("vocab_size", default=min(vocabularies, default=32)))
+        special = self.special_ids()
+        usable = [index for index in range(3, min(size, 500)) if index not in special] or [0]
+        picks = torch.randint(0, len(usable), (rows, length), generator=self.generator)
+        return torch.tensor(usable)[picks]
+
+    def special_ids(self) -> set[int]:
+        found: set[int] = set()
+        configs = [self.config]
+        for config in configs:
+            for key, value in vars(config).items() if config is not None else ():
+                if hasattr(value, "to_dict"):
+                    configs.append(value)
+                elif key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
+                    found.add(value)
+                elif key.endswith("token_id") and isinstance(value, list):
+                    found.update(v for v in value if isinstance(v, int))
+        return found
+
+    def image_size(self) -> tuple[int, int]:
+        size = self.find("image_size", "img_size", "input_size", default=64)
+        if isinstance(size, dict):
+            size = (size.get("height", 64), size.get("width", 64))
+        if isinstance(size, (list, tuple)):
+            return (int(size[-2]), int(size[-1])) if len(size) >= 2 else (int(size[0]), int(size[0]))
+        return int(size), int(size)
+
+    def pixels(self, image: str, rows: int) -> torch.Tensor:
+        channels = self.find("num_channels", "in_channels", "in_chans", default=3)
+        channels = channels if isinstance(channels, int) else 3
+        height, width = self.image_size()
+        if self.names & {"pixel_position_ids", "image_position_ids"}:
+            return self.randn(rows, 16, self.patch_width(channels))
+        if image == "video":
+            frames = self.find("num_frames", "frames_per_clip", "temporal_patch_size", default=2)
+            return self.randn(rows, int(frames), channels, height, width)
+        if "spatial_shapes" in self.names:
+            return self.randn(rows, _SIDE**2, self.patch_width(channels))
+        if image == "flat":
+            return self.randn(16, self.patch_width(channels))
+        if image == "patches":
+            return self.randn(16, channels, self.patch_side(), self.patch_side())
+        if image == "wide":
+            return self.randn(rows, channels, 224, 224)
+        return self.randn(rows, channels, height, width)
+
+    def placed_patches(self, rows: int) -> torch.Tensor:
+        """Flattened patches, each behind the numbers of its row and column, which begin with 1."""
+        sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
+        places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
+        return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
+
+    def patch_side(self) -> int:
+        patch = self.find("patch_size", default=16)
+        return int(patch) if isinstance(patch, int) else int(patch[-1])
+
+    def patch_width(self, channels: int) -> int:
+        """Values of a flattened patch: what the layer that embeds patches takes, else what the configuration says."""
+        for name, module in self.model.named_modules():
+            if "patch" in name and isinstance(module, nn.Linear):
+                return module.in_features
+            if "patch" in name and isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                return module.in_channels * math.prod(module.kernel_size)
+        temporal = int(self.find("temporal_patch_size", default=1))
+        return channels * temporal * self.patch_side() ** 2
+
+    def patches(self) -> int:
+        height, width = self.image_size()
+        return (height // self.patch_side()) * (width // self.patch_side())
+
+    def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
+        bins = self.find(
+            "num_mel_bins",
+            "feature_size",
+            "input_feat_per_channel",
+            "n_mels",
+            "input_dim",
+            "input_feat_size",
+            default=80,
+        )
+        if name == "input_values" and image == "plain":
+            return self.randn(rows, _SAMPLES)
+        if name == "input_values" and image == "flat":
+            return self.randn(rows, 1, _SAMPLES)
+        positions = self.find("max_source_positions", default=0)
+        length = self.find("max_length", default=_FRAMES) if name == "input_values" else _FRAMES
+        first = next((m for m in self.model.modules() if isinstance(m, (nn.Conv1d, nn.Linear))), None)
+        if image == "flat" and isinstance(first, nn.Linear):
+            return self.randn(rows, _FRAMES, first.in_features)
+        if name == "input_features" and positions and image == "plain":
+            return self.randn(rows, int(bins), 2 * int(positions))
+        if image == "video":
+            return self.randn(rows, int(bins), _FRAMES)
+        return self.randn(rows, int(length), int(bins))
+
+    def states(self, rows: int) -> torch.Tensor:
+        if "grid_thw" in self.names:
+            return self.pixels("flat", rows)
+        width = self.find("hidden_size", "d_model", "n_embd", default=32)
+        return self.randn(rows, LENGTH, int(width))
+
+    def series(self, name: str, rows: int) -> torch.Tensor | None:
+        context = int(self.find("context_length", "prediction_length", default=16))
+        lags = max(self.find("lags_sequence", default=[0]) or [0])
+        past = context + (lags if isinstance(lags, int) else 0)
+        future = int(self.find("prediction_length", default=4) or 4)
+        inputs = int(self.find("num_input_channels", default=0) or 0)
+        if name == "past_values":
+            return self.randn(rows, past, inputs) if inputs else self.randn(rows, past)
+        if name == "past_observed_mask":
+            return torch.ones(rows, past, inputs) if inputs else torch.ones(rows, past)
+        if name == "future_values":
+            return None if inputs else self.randn(rows, future)
+        counts = ("num_time_features", "num_dynamic_real_features")
+        count = sum(int(self.find(key, default=0) or 0) for key in counts)
+        return self.randn(rows, past if name.startswith("past") else future, count)

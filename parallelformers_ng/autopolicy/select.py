@@ -1,0 +1,49 @@
+"""Model → policies: the caller's, the written ones, and for what those leave inferred and proven ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.sharding.registry import known_policies, repeated_blocks
+from parallelformers_ng.sharding.selection import Selection, is_covered
+
+
+def select(
+    model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
+) -> Selection:
+    """Find the policies for a model: the caller's first, then the written ones for blocks those leave, then inferred
+    ones for what is still left of a transformers model, accepted after a twin proof.
+
+    Args:
+        model: the model, on any device.
+        custom: the caller's policies.
+        world_size: number of ranks that a proof is made for; None looks at the written policies alone.
+
+    Raises:
+        PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that
+            the model lacks.
+        UnsupportedModelError: no policy fits.
+    """
+    selection, misfits = known_policies(model, custom, world_size)
+    if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):
+        return selection
+    beside = "".join(f"; {misfit}" for misfit in misfits)
+    if world_size is None or not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"no policy knows {type(model).__name__}: none of its repeated blocks"
+            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies{beside}."
+            " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
+        )
+    from parallelformers_ng.autopolicy.proof import prove  # slow to import, and only models without policies need it
+
+    try:
+        return prove(model, selection, world_size).selection
+    except UnsupportedModelError as error:
+        if type(model).forward is nn.Module.forward:  # it has methods alone, which nobody knows how to call
+            return Selection((), "held in parts", vocabulary=False)
+        raise UnsupportedModelError(f"{error}{beside}") from error

@@ -1,0 +1,256 @@
+"""Makes a configuration small and keeps its shape: head counts, layer pattern, and every ratio between widths.
+
+All widths are multiplied by one power of two. Where it divides them, sums and products between them (a fused q|k|v, a
+projection into another tower's width, `heads · head_dim`) hold afterwards as before; head counts are left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from parallelformers_ng.autopolicy.settings import own_settings, parts_of, put, setting
+from parallelformers_ng.autopolicy.shrink_layers import shrink_layers
+
+_WIDTH = re.compile(
+    r"(^|_)(dim|dims|size|sizes|width|widths|channel|channels|embd|inner|model|ff|ffn|rank|filters|features|hidden"
+    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels|hidden_size_global)$|^dim_"
+)
+_NOT_WIDTH = re.compile(
+    r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
+    r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
+    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|^in_chan|(?<!dim_b)box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+)
+_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
+_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size|(mamba_)?chunk_size)$")
+_BLOCK = re.compile(r"^(window_size|block_size)$")
+_EXPERTS = re.compile(r"^(?!.*(shared|per_tok|topk|top_k|selected|used)).*experts$")
+_BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
+"""What is counted beside 8 experts, at most."""
+_MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
+_HEAD_COUNT = re.compile(r"(^|_)(heads|n_head|nhead|num_head)$")
+_HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size|mrope_section")
+_TINY = 128
+_SCALED_FROM = 16
+"""Widths below are left alone."""
+_FILTERS = 4
+VOCABULARY = 131
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """What to spare, and what not.
+
+    Attributes:
+        spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
+            their own (norms over 32 groups, say).
+        keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
+        keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
+        heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
+            with so many heads that they cannot be made tiny otherwise.
+        filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
+        layers: the fewest layers to keep.
+    """
+
+    spare: int = 0
+    keep_vocabulary: bool = False
+    keep_images: bool = False
+    heads: int = 0
+    filters: bool = False
+    layers: int = 2
+
+
+def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
+    """A small copy of `config`; one that is small already comes back as it is."""
+    small = copy.deepcopy(config)
+    parts = list(parts_of(small))
+    factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
+    fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
+    ids: dict[int, int] = {}
+    for part in parts:
+        shrink_layers(part, shrinking.layers)
+        _shrink_experts(part)
+        if not shrinking.keep_images:
+            _shrink_images(part)
+        if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
+            put(part, "num_filters", min(count, _FILTERS))
+        mains = {width for main in _MAIN if isinstance(width := setting(part, main), int)}
+        by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
+        for name, value in list(own_settings(part)):
+            if by_coefficient and name.endswith("_channels"):
+                continue
+            if factor < 1 and _is_width(name, value, mains):
+                put(part, name, _scale(value, factor if _HEAD_WIDTH.search(name) else factor * fewer))
+            elif fewer < 1 and _HEAD_COUNT.search(name) and isinstance(value, int):
+                put(part, name, max(1, int(value * fewer)))
+            elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
+                put(part, name, 256)
+            elif _WINDOW.match(name) and isinstance(value, int) and value > 8:
+                put(part, name, 4)  # shorter than what the proof decodes
+            elif _BLOCK.match(name) and isinstance(value, int) and value > 64:
+                # Where nothing else counts positions, it does (Bark).
+                put(part, name, 4 if any(_POSITIONS.match(other) for other in vars(part)) else 64)
+        for name in ("rope_parameters", "rope_scaling"):
+            if factor < 1 and isinstance(rope := vars(part).get(name), dict):
+                put(part, name, _scale_sections(part, rope))
+    if not shrinking.keep_vocabulary:
+        for part in parts:
+            _shrink_vocabulary(part, ids)
+    return small
+
+
+def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
+    """Whether an attribute is a width, or counts the groups of a convolution that has one for each of its channels."""
+    if _NOT_WIDTH.search(name):
+        return False
+    if name.endswith("_groups"):
+        return isinstance(value, int) and value > 64 and value in mains
+    return bool(_WIDTH.search(name) or _HEAD_WIDTH.search(name))
+
+
+def _shrink_coefficients(config: Any, factor: float) -> bool:
+    """Whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made smaller."""
+    width, repeats = setting(config, "width_coefficient"), setting(config, "num_block_repeats")
+    if width is None or not isinstance(repeats, (list, tuple)):
+        return False
+    put(config, "width_coefficient", width * factor)
+    put(config, "depth_coefficient", 1.0)
+    put(config, "num_block_repeats", [1] * len(repeats))
+    return True
+
+
+def _width_factor(parts: list[Any]) -> float:
+    """The smallest power of two that leaves heads at least 8 wide and widths whole."""
+    mains, heads_dims, quotients = [], [], []
+    for part in parts:
+        width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
+        heads = next((value for name in _HEADS if isinstance(value := setting(part, name), int)), None)
+        head_dim = setting(part, "head_dim")
+        if width and width >= _SCALED_FROM:
+            mains.append(width)
+        mains += _stage_widths(part) if not width else []
+        if isinstance(head_dim, int):
+            heads_dims.append(head_dim)
+        elif width and heads and width % heads == 0:
+            quotients.append(width // heads)
+        heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := setting(part, name), int)]
+    if not mains or max(mains) <= _TINY:
+        return 1.0
+    factor = 1.0
+    while factor > 1 / 64 and max(mains) * factor > 48:
+        smaller = factor / 2
+        scaled = quotients + [value for value in heads_dims if value >= _SCALED_FROM]
+        if any(value * smaller < 8 or value * smaller % 2 for value in scaled):
+            break
+        if any(value * smaller % 1 for value in mains) or min(mains) * smaller < 8:
+            break
+        factor = smaller
+    return factor
+
+
+def _stage_widths(part: Any) -> list[int]:
+    """The widths of a model in stages that names no other, unless stages have heads of their own."""
+    widths = setting(part, "hidden_sizes")
+    if not isinstance(widths, (list, tuple)) or any(_HEAD_COUNT.search(name) for name, _ in own_settings(part)):
+        return []
+    return [width for width in widths if isinstance(width, int)]
+
+
+def _fewer_heads(parts: list[Any], most: int) -> float:
+    """The smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
+    counts = [
+        value for part in parts for name, value in own_settings(part)
+        if _HEAD_COUNT.search(name) and isinstance(value, int) and value > 1
+    ]  # fmt: skip
+    factor = 1.0
+    while factor > 2**-most and all(count * factor / 2 >= 2 and count * factor / 2 % 1 == 0 for count in counts):
+        factor /= 2
+    return factor
+
+
+def _scale(value: Any, factor: float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, list, tuple, dict)):
+        return value
+    if isinstance(value, dict):
+        return {key: _scale(item, factor) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_scale(item, factor) for item in value)
+    if value < _SCALED_FROM:
+        return value
+    scaled = value * factor
+    return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)
+
+
+def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a head that rotate by time, height and width still fill half of what rotates of a head.
+
+    Some modelling code has a default of its own, 16 : 24 : 24. Sections that are equal stay equal.
+    """
+    sees = re.search(r"vl|omni|4v|_5|ocr|ernie|glm_image", str(getattr(config, "model_type", "")))
+    sections = rope.get("mrope_section") or ([16, 24, 24] if sees else None)
+    heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)
+    head = setting(config, "head_dim") or (heads and (setting(config, "hidden_size") or 0) // heads)
+    part = rope.get("partial_rotary_factor") or setting(config, "partial_rotary_factor") or 1.0
+    half = int(head * part) // 2 if head else 0
+    if not sections or half < len(sections):
+        return rope
+    scaled = [section * half // sum(sections) for section in sections]
+    alone = next((i for i, section in enumerate(sections) if sections.count(section) == 1), 0)
+    scaled[alone] += half - sum(scaled)
+    return {**rope, "mrope_section": scaled}
+
+
+def _shrink_images(config: Any) -> None:
+    """Four patches a side, or 64 pixels where there are no patches of one size."""
+    patch = setting(config, "patch_size")
+    side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
+    for name in ("image_size", "img_size"):
+        size = setting(config, name)
+        if isinstance(size, int) and size > side:
+            put(config, name, side)
+        elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
+            put(config, name, type(size)(side for _ in size))
+    limits = {"num_frames": 4, "max_source_positions": 40, "max_length": 128, "num_queries": 20}
+    for name, most in limits.items():
+        count = setting(config, name)
+        if isinstance(count, int) and count > most:
+            put(config, name, most)
+
+
+def _shrink_experts(config: Any) -> None:
+    for name, count in list(own_settings(config)):
+        if _EXPERTS.match(name) and isinstance(count, int) and count > 8:
+            put(config, name, 8)
+            for groups, most in _BESIDE_EXPERTS.items():
+                if isinstance(value := setting(config, groups), int):
+                    put(config, groups, min(value, most))
+
+
+def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
+    shrunk = False
+    for name, size in list(own_settings(config)):
+        counts = "vocab_size" in name or name.endswith("_vocab")
+        if counts and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
+            put(config, name, VOCABULARY)
+            shrunk = True
+    for name, value in list(own_settings(config)):
+        if re.search(r"(token_id|token_index|token_ids|_id|_ids)$", name):
+            put(config, name, _small_id(value, ids))
+    if shrunk and isinstance(setting(config, "pad_token_id"), int):
+        put(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))
+
+
+def _small_id(value: Any, ids: dict[int, int]) -> Any:
+    """Ids past the small vocabulary get others below its end, equal ones the same."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_small_id(item, ids) for item in value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:
+        return value
+    return ids.setdefault(value, VOCABULARY - 2 - len(ids) % (VOCABULARY - 20))

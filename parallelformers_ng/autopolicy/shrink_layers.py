@@ -1,0 +1,106 @@
+"""Fewer layers for a small copy of a configuration, and whatever in it counts or lists them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from parallelformers_ng.autopolicy.settings import own_settings, put, setting
+
+_LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
+_NOT_LAYERS = re.compile(
+    r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window|shared_layers"
+)
+_LAYER_NUMBERS = re.compile(
+    r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
+)
+_OUTPUTS = re.compile(r"out_(indices|layers)$")
+_PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
+_PATTERN = re.compile(r"(block|layer)_types$")
+_KINDS = 6
+"""A list that names more is no list of kinds."""
+
+
+def shrink_layers(config: Any, fewest: int) -> None:
+    """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow."""
+    for name, count in list(own_settings(config)):
+        if _LAYERS.search(name) and not _NOT_LAYERS.search(name) and isinstance(count, int) and count > 2:
+            _shrink_count(config, name, count, fewest)
+    for name in ("depths", "layers_per_stage"):
+        if isinstance(depths := setting(config, name), (list, tuple)):
+            put(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
+
+
+def _shrink_count(config: Any, name: str, count: int, fewest: int) -> None:
+    """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
+    stages, outputs = _stages(config, count), _output_lists(config)
+    shared = setting(config, "num_kv_shared_layers") or 0  # the last ones take keys and values from those before
+    kept = max(fewest, _layers_of_all_kinds(config, count), _longest_period(config, count))
+    if 0 < shared < count:
+        kept *= 2
+    kept = min(max(kept, len(stages), *(len(setting(config, key)) for key in outputs)), count)
+    put(config, name, kept)
+    if shared:
+        put(config, "num_kv_shared_layers", kept // 2 if shared < count else kept)
+    if stages:
+        put(config, "stage_names", config.stage_names[: kept + 1])
+        put(config, "_out_indices", list(range(kept + 1 - len(stages), kept + 1)))
+        put(config, "_out_features", config.stage_names[-len(stages) :])
+    first_dense = setting(config, "first_k_dense_replace")
+    if isinstance(first_dense, int) and first_dense:
+        put(config, "first_k_dense_replace", 1)
+    _shorten_lists(config, count, kept, outputs)
+
+
+def _layers_of_all_kinds(config: Any, count: int) -> int:
+    """How many of the first layers show every kind that a list with an item per layer names; 0 without such a list."""
+    needed = 0
+    for _, pattern in own_settings(config):
+        if not isinstance(pattern, (list, tuple)) or len(pattern) != count:
+            continue
+        if not all(isinstance(item, (str, int)) for item in pattern):
+            continue
+        kinds = set(pattern)
+        if len(kinds) <= _KINDS:
+            needed = max(needed, *(pattern.index(kind) + 1 for kind in kinds))
+        if pattern.count("hybrid") > 1:  # these share weights with one another
+            needed = max(needed, pattern.index("hybrid", pattern.index("hybrid") + 1) + 1)
+    return needed
+
+
+def _longest_period(config: Any, count: int) -> int:
+    """After how many layers the kinds of layers repeat, where the configuration says so; else 0."""
+    periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
+    patterns = [kinds for name, kinds in own_settings(config) if _PATTERN.search(name)]
+    lengths = [len(kinds) for kinds in patterns if isinstance(kinds, (list, tuple))]
+    return max([*periods, *(length for length in lengths if length < count)], default=0)  # shorter ones are repeated
+
+
+def _output_lists(config: Any) -> list[str]:
+    """Names of the lists of layers whose outputs a backbone gives."""
+    return [
+        name for name, numbers in own_settings(config)
+        if _OUTPUTS.search(name) and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
+    ]  # fmt: skip
+
+
+def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str]) -> None:
+    """Make lists with an item per layer, and lists of layers, fit the layers that are kept."""
+    for name, value in list(own_settings(config)):
+        if not isinstance(value, (list, tuple)):
+            continue
+        if len(value) == count and count > 3:
+            put(config, name, type(value)(value[:kept]))
+        elif name in outputs:  # as many as before, of the layers there are
+            put(config, name, type(value)(range(kept - len(value), kept)))
+        elif _LAYER_NUMBERS.search(name) and value:
+            inside = [item for item in value if type(item) is not int or -kept <= item < kept] or [kept - 1]
+            put(config, name, type(value)(inside))
+
+
+def _stages(config: Any, count: int) -> list[int]:
+    """The layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
+    indices, names = vars(config).get("_out_indices"), vars(config).get("stage_names")
+    if not indices or not names or len(names) != count + 1 or "depths" in vars(config):
+        return []
+    return [index for index in indices if index % len(names)]

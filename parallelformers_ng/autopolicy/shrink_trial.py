@@ -1,0 +1,77 @@
+"""Makes a configuration small without knowing what its settings mean: a number is halved where the model can be built
+and run with what that gives, and weighs less."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from parallelformers_ng.autopolicy.settings import own_settings, parts_of, put
+
+_KEPT = re.compile(r"head|vocab|token|_id$|_ids$")
+"""Counts of heads are what a proof is about, and vocabularies go with the ids in them."""
+_WIDTH = 16
+"""Numbers from here on are taken for widths at first."""
+_GAIN = 0.98
+"""A step must leave at most this share of the weights; a smaller one is not worth another proportion."""
+
+
+def shrink_by_trial(
+    config: PreTrainedConfig, weigh: Callable[[PreTrainedConfig], int | None], enough: int
+) -> PreTrainedConfig | None:
+    """A small copy of `config`, or None where it cannot be made as small.
+
+    Numbers that are equal are halved together, and all numbers of a list, so that widths that agree go on agreeing;
+    before that, all numbers that look like widths, which also agree in sums and products.
+
+    Args:
+        config: a configuration, small or not.
+        weigh: how many parameters its model has; None where the class refuses it, or its forward does.
+        enough: parameters.
+    """
+    small = copy.deepcopy(config)
+    weight = weigh(small)
+    progress = True
+    while weight is not None and weight > enough and progress:
+        progress = False
+        for chosen, least in _choices(small):
+            tried = _halved(small, chosen, least)
+            lighter = weigh(tried)
+            if lighter is not None and lighter <= _GAIN * weight:
+                small, weight, progress = tried, lighter, True
+                if weight <= enough:
+                    break
+    return small if weight is not None and weight <= enough else None
+
+
+Chosen = Callable[[tuple[int, ...]], bool]
+
+
+def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
+    """Which settings to halve, by their numbers, and from which number on; what promises most first."""
+    found = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
+    values = sorted(filter(None, found), key=max, reverse=True)
+    return [(lambda numbers: max(numbers) >= _WIDTH, _WIDTH), *((value.__eq__, 2) for value in values)]
+
+
+def _numbers(name: str, value: Any) -> tuple[int, ...]:
+    """The numbers that a setting has; none where it has others, or none that is to be halved."""
+    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    counts = all(type(number) is int and number > 0 for number in numbers)
+    return numbers if counts and max(numbers, default=1) > 1 and not _KEPT.search(name) else ()
+
+
+def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
+    """A copy in which the numbers of `chosen` settings are halved, those of `least` and more."""
+    tried = copy.deepcopy(config)
+    for part in parts_of(tried):
+        for name, held in list(own_settings(part)):
+            numbers = _numbers(name, held)
+            if numbers and chosen(numbers):
+                half = [number // 2 if number >= least else number for number in numbers]
+                put(part, name, type(held)(half) if isinstance(held, (list, tuple)) else half[0])
+    return tried

@@ -1,0 +1,210 @@
+"""Makes a twin: shrinks a configuration, builds the model, draws its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from parallelformers_ng.autopolicy.kinds import absent_kinds
+from parallelformers_ng.autopolicy.observation import observe, observe_lone_layers
+from parallelformers_ng.autopolicy.probe import candidates
+from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
+from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
+from parallelformers_ng.autopolicy.twin import Twin
+from parallelformers_ng.errors import UnsupportedModelError
+
+_COMFORTABLE = 8_000_000
+_LARGEST = 60_000_000
+_DEEPEST = 8
+"""Layers beyond which a twin is not made deeper to show a further kind of them."""
+_SECONDS = 3.0
+"""Processor time after which no further size is tried, in the hope that more of the model runs."""
+_SHRINKS: Sequence[Shrinking] = (
+    Shrinking(),
+    Shrinking(keep_vocabulary=True),
+    Shrinking(heads=3),
+    Shrinking(spare=1),
+    Shrinking(filters=True),
+    Shrinking(spare=1, keep_images=True),
+    Shrinking(spare=2, keep_vocabulary=True, keep_images=True),
+    Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
+    Shrinking(spare=12, keep_vocabulary=True, keep_images=True),
+)
+"""In which order they are tried: those that make a comfortable size first, then those that make a bearable one."""
+
+
+def make_twin(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None, seed: int = 0
+) -> Twin:
+    """Build a twin, and find inputs for it and for its parts.
+
+    Args:
+        cls: the model's class.
+        config: its configuration; a small one is taken as it is.
+        attention: attention implementation, "eager", "sdpa", ….
+        seed: of its parameters and inputs.
+
+    Raises:
+        UnsupportedModelError: it cannot be built small, or no inputs were found on which it runs.
+    """
+    failures: list[str] = []
+    best: Twin | None = None
+    end = time.thread_time() + _SECONDS
+    layers = _fewest_layers(cls, config)
+    for model in _models(cls, config, attention, seed, layers, failures):
+        twin = observe(model, seed + 1)
+        if twin.runs_whole:
+            best = twin
+            break
+        if best is None or len(twin.gradients) > len(best.gradients):
+            best = twin
+        if time.thread_time() > end:
+            break
+    if best is not None:
+        best = observe_lone_layers(best, seed + 1)
+    if best is None or not best.probes:
+        reason = [*failures, best.untold[:300] if best else "", "still too large"]
+        raise UnsupportedModelError(f"no tiny twin of {cls.__name__}: {next(filter(None, reason))}")
+    return best
+
+
+def _fewest_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> int:
+    """With how many layers a small copy has as many of the model's kinds of layers as it can have."""
+    whole = _skeleton(cls, config)
+    found = {}
+    layers = Shrinking.layers
+    while whole is not None and layers <= _DEEPEST:
+        small = _skeleton(cls, shrink(config, Shrinking(layers=layers)))
+        if small is None:
+            break
+        absent = absent_kinds(whole, small)
+        found[layers] = len(absent)
+        if not absent:
+            break
+        layers = max(layers + 1, min(absent.values()) + 1)
+    return min(found, key=lambda layers: (found[layers], layers), default=Shrinking.layers)
+
+
+def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The model without weights; None where it cannot be built so, as the next size may be to its taste."""
+    try:
+        with torch.device("meta"):
+            return cls._from_config(copy.deepcopy(config))
+    except Exception:  # the modelling code decides what it refuses
+        return None
+
+
+def _models(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    attention: str | None,
+    seed: int,
+    layers: int,
+    failures: list[str],
+) -> Iterator[PreTrainedModel]:
+    """Smaller and larger copies, the most welcome first; `failures` takes down why others could not be built."""
+    waiting: Sequence[Shrinking] = _SHRINKS
+    seen: set[str] = set()
+    for largest in (_COMFORTABLE, _LARGEST):
+        too_large = []
+        for shrinking in waiting:
+            try:
+                small = shrink(config, replace(shrinking, layers=layers))
+                shape = json.dumps(small.to_dict(), sort_keys=True, default=str)
+                if shape in seen:
+                    continue
+                model = build_tiny(cls, small, attention, seed, largest)
+            except Exception as error:  # the modelling code decides what it refuses; the next size may be to its taste
+                failures.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
+                continue
+            if model is None:
+                too_large.append(shrinking)
+                continue
+            seen.add(shape)
+            yield model
+        waiting = too_large
+        if not seen and (tried := _by_trial(cls, config, layers)) is not None:
+            model = build_tiny(cls, tried, attention, seed, largest)
+            if model is not None:
+                yield model
+
+
+def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int) -> PreTrainedConfig | None:
+    """A small copy of a configuration whose settings say in no known words how large the model is, or of which less
+    can be changed than is usual."""
+
+    whole = _skeleton(cls, config)
+    telling = whole is not None and _runs_on_meta(whole)
+
+    def weigh(tried: PreTrainedConfig) -> int | None:
+        skeleton = _skeleton(cls, tried)
+        if skeleton is None or (telling and not _runs_on_meta(skeleton)):
+            return None
+        return sum(parameter.numel() for parameter in skeleton.parameters())
+
+    for shrinking in (Shrinking(layers=layers), _SHRINKS[-1]):
+        small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2)
+        if small is not None:
+            return small
+    return shrink_by_trial(config, weigh, _COMFORTABLE // 2)
+
+
+def _runs_on_meta(skeleton: PreTrainedModel) -> bool:
+    """Whether the shapes of a model without weights fit one another. One that looks at values does not run so."""
+    with torch.inference_mode(), torch.device("meta"):
+        for arguments in candidates(skeleton):
+            on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
+            with contextlib.suppress(Exception):  # the modelling code decides what it refuses
+                skeleton(**on_meta)
+                return True
+    return False
+
+
+def build_tiny(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    attention: str | None = None,
+    seed: int = 0,
+    largest: int = _LARGEST,
+) -> PreTrainedModel | None:
+    """A random model in evaluation mode, or None where it would have more than `largest` parameters."""
+    options = {"attn_implementation": attention} if attention else {}
+    try:
+        with torch.device("meta"):
+            skeleton = cls._from_config(copy.deepcopy(config), **options)
+    except ValueError:  # a part does not know this implementation: each takes the one it would by itself
+        options = {}
+        with torch.device("meta"):
+            skeleton = cls._from_config(copy.deepcopy(config))
+    if sum(p.numel() for p in skeleton.parameters()) > largest:
+        return None
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = cls._from_config(copy.deepcopy(config), **options)
+    randomise(model, seed)
+    return model.eval()
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Draw every floating-point parameter anew: zero biases and unit norms hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * (1.0 / max(1, parameter.numel() // max(1, parameter.shape[0])) ** 0.5))
+            else:
+                parameter.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(-10.0, 10.0)
+                parameter.add_(0.2 * noise)

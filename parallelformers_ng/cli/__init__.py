@@ -1,0 +1,1 @@
+"""The command line: `plan`, `verify`, `bench`, `shard`. `commands.main` is for outside."""

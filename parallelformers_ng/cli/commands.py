@@ -1,0 +1,197 @@
+"""`parallelformers-ng …`: every command parses its arguments, calls a public function and prints what it returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from parallelformers_ng import __version__
+from parallelformers_ng.errors import ParallelError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status: 0, 1 where a check failed, or 2 for a problem that is said on standard error.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except (ParallelError, OSError, ValueError) as error:
+        print(f"parallelformers-ng: {error}", file=sys.stderr)
+        return 2
+
+
+def plan(options: argparse.Namespace) -> int:
+    """How the model would be cut, with the bytes of each rank."""
+    from parallelformers_ng import plan as make_plan
+    from parallelformers_ng.checkpoint.blueprint import blueprint
+
+    model, custom = blueprint(options.model, options.revision), _custom(options)
+    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom)
+    _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
+    return 0
+
+
+def policies(options: argparse.Namespace) -> int:
+    """Every model type and where its policy comes from."""
+    from parallelformers_ng.cli.coverage import policy_sources
+
+    sources = policy_sources()
+    lines = [f"{model_type:<40} {source}" for model_type, source in sources.items()]
+    _print(options, sources, "\n".join(lines))
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Cut a tiny random twin of the model and compare it with itself whole."""
+    from parallelformers_ng.checkpoint.blueprint import blueprint
+    from parallelformers_ng.cli.coverage import verify_model
+
+    model = blueprint(options.model, options.revision)
+    found = verify_model(model, options.num_gpus, _custom(options))
+    _print(options, found.as_dict(), _of_defaults(options, model) + str(found))
+    return 0 if found.equal else 1
+
+
+def shard(options: argparse.Namespace) -> int:
+    """Cut a checkpoint into a sharded directory, one tensor in memory at a time."""
+    from parallelformers_ng.model.saving import shard as write_shards
+
+    size, revision = options.max_shard_size, options.revision
+    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, revision=revision)
+    return 0
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Prefill and decode on the workers, against one process."""
+    from parallelformers_ng.cli import bench as benchmark
+
+    if options.plot:
+        benchmark.check_plotting()  # before minutes of measuring
+    report = benchmark.bench(
+        options.model,
+        options.num_gpus,
+        device=options.device,
+        prompt=options.prompt,
+        tokens=options.tokens,
+        rounds=options.rounds,
+        baseline=not options.no_baseline,
+        dtype=options.dtype,
+        revision=options.revision,
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    _print(options, report.as_dict(), str(report))
+    if options.plot:
+        report.plot(options.plot)
+    return 0
+
+
+def _custom(options: argparse.Namespace) -> Any:
+    """The policies of `--policy`, None without."""
+    from parallelformers_ng.sharding.policy_file import policies_of_file
+
+    return None if options.policy is None else policies_of_file(options.policy)
+
+
+def _of_defaults(options: argparse.Namespace, model: Any) -> str:
+    """A first line that says so where a bare model type stands for its defaults, as no checkpoint of that name does."""
+    from parallelformers_ng.checkpoint.blueprint import is_model_type
+
+    if not is_model_type(options.model):
+        return ""
+    config = type(model.config).__name__
+    return f"{options.model!r} is a model type: this is its default configuration, {config}(), of no checkpoint\n"
+
+
+def _print(options: argparse.Namespace, data: Any, text: str) -> None:
+    print(json.dumps(data, indent=1) if options.json else text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parallelformers-ng",
+        description="Tensor parallelism for Hugging Face models.",
+        epilog="Each command has its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODEL", help="a model folder, a config.json or a name on the Hugging Face hub")
+    model.add_argument("--num-gpus", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    model.add_argument("--revision", help="branch, tag or commit of a model on the hub")
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    policy = argparse.ArgumentParser(add_help=False)
+    policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
+
+    command = commands.add_parser(
+        "plan",
+        parents=[model, policy, output],
+        help="print how a model would be cut, and the bytes of each rank",
+        description="Print how a model would be cut and how many bytes each rank would hold. Reads the configuration"
+        " alone: no weights, no GPU.",
+    )
+    command.add_argument("--dtype", help="count bytes for this type: float16, bfloat16, float32 (default: the model's)")
+    command.set_defaults(command=plan)
+
+    command = commands.add_parser(
+        "policies",
+        parents=[output],
+        help="list every model type with the source of its policy",
+        description="List every model type of the installed transformers with the source of its policy: 'written' (a"
+        " file in policies/), 'of its parts' (it only holds other models), 'native plan' (transformers' own, completed"
+        " and proven on first use), 'inferred' (from the model's structure, proven on first use).",
+    )
+    command.set_defaults(command=policies)
+
+    command = commands.add_parser(
+        "verify",
+        parents=[model, policy, output],
+        help="prove on a tiny twin that a model, cut, gives what it gives whole",
+        description="Build a tiny random twin of the model (its class, head counts and layer pattern, from the"
+        " configuration alone), run it whole and cut over N ranks, and compare. Prints what is cut, what stays whole"
+        " and why. Exits with 1 where the outputs differ, with 2 where the model is refused.",
+    )
+    command.set_defaults(command=verify)
+
+    command = commands.add_parser(
+        "shard",
+        parents=[model],
+        help="cut a checkpoint into files of each rank's own",
+        description="Cut a checkpoint for N ranks without starting them or loading it: parallelize(OUT) then reads each"
+        " rank's own files. One tensor is in memory at a time.",
+    )
+    command.add_argument("output", metavar="OUT", help="the directory to write; an earlier one is replaced in one step")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes of a file (default: 5GB)")
+    command.set_defaults(command=shard)
+
+    command = commands.add_parser(
+        "bench",
+        parents=[model, output],
+        help="measure prefill and decode on the ranks, against one process",
+        description="Measure how fast MODEL reads a prompt (prefill) and makes tokens (decode, greedy, one sequence) on"
+        " N ranks and, turn by turn, in one process with all threads. Prints tokens per second, median and best round,"
+        " and which share of the memory bandwidth, measured on the spot, the decode steps use: each of them reads every"
+        " weight once. A config.json or a model type ('llama') gets random weights. The model is held twice, once"
+        " with --no-baseline. Let nothing else run meanwhile.",
+    )
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if present")
+    command.add_argument("--dtype", help="float32, bfloat16, float16 (default: the model's)")
+    command.add_argument("--prompt", type=int, default=512, metavar="T", help="tokens of the prompt (default: 512)")
+    command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
+    command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
+    command.add_argument("--no-baseline", action="store_true", help="leave the one process out")
+    command.add_argument("--plot", metavar="OUT.png", help="also draw the figures; needs matplotlib")
+    command.set_defaults(command=bench)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""`parallelize(cuda_graphs=True)`: a decode step is recorded once and then only run again, without its Python.
+
+The prompt's pass runs as it is. Of the steps that follow, alike in the shapes of their arguments, the first runs as it
+is and is watched, the second is recorded, and the recording serves from then on, also in later calls: what it reads and
+writes lies in memory that stays, its arguments in buffers and the keys and values in a cache that is kept.
+
+Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache is made for its bucket, and a call with fewer rows works
+on the first of them: the prompt's pass and the reordering of beams see a view of just those, while the recorded step
+takes all. The rows of a step do not mix, so what the others compute is never looked at.
+
+No recording is trusted unseen. What it freezes besides shapes (a position that the model counts in Python, say) would
+show at another position, so at its first two steps, of which only one is that of the recording, the step is run both
+ways from the same state, and the logits must agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.recorder import Recorder, Watch
+from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, KeptCache, bucket_of, unkept_layer
+from parallelformers_ng.cuda_graphs.step_arguments import StepArguments, Uncapturable
+from parallelformers_ng.errors import GroupError
+
+PROOFS = 2
+"""Steps at which a recording is compared with the step as it is."""
+
+MOST_KINDS_OF_STEP = 64
+"""Recordings of one cache; a model that needs more gives its steps a number that changes from one to the next."""
+
+
+class CapturedStep:
+    """A recorded step, and the buffers that it reads.
+
+    Args:
+        run: the model's forward.
+        arguments: what the step was given, the cache among it.
+        kept: that cache.
+        width: rows that the recording computes.
+
+    Raises:
+        Exception: something in the step cannot be recorded.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], arguments: StepArguments, kept: KeptCache, width: int, recorder: Recorder
+    ) -> None:
+        self.proofs_left = PROOFS
+        self._kept = kept
+        self._buffers = arguments.buffers(width)
+        self._feed(arguments)
+        given = arguments.with_tensors(self._buffers)
+        with kept.widened(width):
+            output, self._replay = recorder.record(lambda: run(**given))
+        self._kind = type(output)
+        self._logits = output.logits
+        self._names = tuple(output.keys())
+
+    def run(self, arguments: StepArguments) -> Any:
+        """The step's output, from the recording."""
+        logits = self._compute(arguments)
+        self._kept.advance()
+        values = {"logits": logits, "past_key_values": self._kept.cache}
+        return self._kind(**{name: values[name] for name in self._names})
+
+    def prove(self, run: Callable[..., Any], arguments: StepArguments) -> tuple[Any, str]:
+        """The step both ways. Returns the output of the one that runs as it is; and how the other differs, "" where it
+        does not."""
+        before = self._kept.snapshot()
+        found = self._compute(arguments)
+        for tensor, held in before:
+            tensor.copy_(held)
+        output = run(**arguments.given)
+        want = output.logits
+        tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
+        self.proofs_left -= 1
+        agree = bool((found - want).abs().max() <= tolerance)
+        return output, "" if agree else "a recorded step gives other logits than the step as it is"
+
+    def _compute(self, arguments: StepArguments) -> Tensor:
+        self._feed(arguments)
+        self._replay()
+        return self._logits[: arguments.rows].clone()  # the next run writes over them
+
+    def _feed(self, arguments: StepArguments) -> None:
+        """Put the arguments into the buffers; rows beyond theirs keep what they were made with."""
+        for buffer, tensor in zip(self._buffers, arguments.tensors, strict=True):
+            (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor)
+
+
+class _Held:
+    """A kept cache and the steps that write to it. A step is `None` once it was seen, a reason where it is not to be
+    recorded."""
+
+    def __init__(self, kept: KeptCache) -> None:
+        self.kept = kept
+        self.steps: dict[Any, CapturedStep | str | None] = {}
+        self.moves = -1
+
+
+class CapturedSteps:
+    """The recorded steps of one rank's model.
+
+    Args:
+        recorder: what records them.
+        communicator: the ranks, which record and give up together.
+
+    Attributes:
+        reason: why the last call ran steps as they are, "" where it did not.
+    """
+
+    def __init__(self, recorder: Recorder, communicator: Communicator) -> None:
+        self.reason = ""
+        self._recorder = recorder
+        self._communicator = communicator
+        self._held: dict[int, _Held] = {}
+        self._current: _Held | None = None
+        communicator.before_reset(self.forget)
+
+    def forget(self) -> None:
+        """Let go of all recordings and caches: what they were made with has changed."""
+        self._held.clear()
+        self._current = None
+
+    @contextlib.contextmanager
+    def capturing(self, model: Any) -> Iterator[None]:
+        """Within it, `model.generate` over a static cache has its steps captured, where that can be."""
+        self.reason = _model_obstacle(model)
+        if self.reason:
+            yield
+            return
+        prepare, forward = model._prepare_static_cache, model.forward
+
+        def prepare_kept(**how: Any) -> Any:
+            return self._prepare_cache(model, prepare, how)
+
+        @functools.wraps(forward)
+        def forward_captured(*args: Any, **kwargs: Any) -> Any:
+            held = self._current
+            if held is None or kwargs.get("past_key_values") is not held.kept.cache or not held.kept.is_begun:
+                return forward(*args, **kwargs)
+            return self._step(held, forward, args, kwargs)
+
+        model._prepare_static_cache, model.forward = prepare_kept, forward_captured
+        self.reason = "no static cache was made for this model"  # but for a part of it, say
+        try:
+            yield
+        finally:
+            del model._prepare_static_cache, model.forward
+            self._current = None
+
+    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
+        """What transformers asks for once a call, when all lengths are known: a static cache, here one that is kept."""
+        self.reason = ""
+        rows, tokens = bucket_of(how["batch_size"]), how["max_cache_len"]
+        held = self._held.get(rows)
+        if how.get("prefill_chunk_size") is not None:
+            self.reason = "prefill_chunk_size was asked for"
+            return prepare(**how)
+        if held is None or held.kept.length < tokens:
+            length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
+            self._held.pop(rows, None)  # its memory is needed
+            model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
+            cache = prepare(**{**how, "max_cache_len": length})
+            if layer := unkept_layer(cache):
+                self.reason = f"the cache of this model has a {layer}"
+                return cache
+            held = self._held[rows] = _Held(KeptCache(cache, length))
+        self._current = held
+        return held.kept.renew()
+
+    def _step(self, held: _Held, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kept = held.kept
+        try:
+            if args or not _is_step(kwargs):
+                raise Uncapturable("a step is given more than a token")
+            if not kept.is_filled:
+                raise Uncapturable("a layer of its cache stays empty")
+            arguments = StepArguments(kwargs, kept.cache)
+        except Uncapturable as error:
+            self.reason = str(error)
+            return forward(*args, **kwargs)
+        if held.moves != kept.moves:
+            held.steps.clear()
+            held.moves = kept.moves
+        width = kept.rows if arguments.can_be_padded else arguments.rows
+        key = (width, kept.phase, arguments.key(width))
+        if key not in held.steps and len(held.steps) < MOST_KINDS_OF_STEP:
+            output, held.steps[key] = self._warm_up(kept, forward, kwargs)
+            return output
+        step = held.steps.get(key, f"more than {MOST_KINDS_OF_STEP} kinds of step")
+        if step is None:
+            step = held.steps[key] = self._record(kept, forward, arguments, width)
+        if isinstance(step, str):
+            self.reason = step
+            return forward(**kwargs)
+        if step.proofs_left:
+            output, difference = step.prove(forward, arguments)
+            if difference := self._agreed(difference):
+                self.reason = held.steps[key] = difference
+            return output
+        return step.run(arguments)
+
+    def _warm_up(self, kept: KeptCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+        with Watch() as watch:
+            output = self._recorder.warm_up(lambda: forward(**kwargs))
+        failure = self._agreed(watch.found or odd_output(output, kept.cache))
+        self.reason = failure or self.reason
+        return output, failure or None
+
+    def _record(
+        self, kept: KeptCache, forward: Callable[..., Any], arguments: StepArguments, width: int
+    ) -> CapturedStep | str:
+        step, failure = None, ""
+        try:
+            step = CapturedStep(forward, arguments, kept, width, self._recorder)
+        except GroupError:
+            raise
+        except Exception as last:  # whatever a device says about what it cannot record
+            error: BaseException = last
+            while error.__context__ is not None:  # the end of a capture that failed has an error of its own
+                error = error.__context__
+            failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        failure = self._agreed(failure)
+        assert failure or step is not None
+        return failure or step  # type: ignore[return-value]
+
+    def _agreed(self, failure: str) -> str:
+        """This rank's failure, or that another has one: the ranks go on in the same way."""
+        if self._communicator.world_size == 1:
+            return failure
+        mine = torch.tensor([bool(failure)], device=self._device())
+        others = self._communicator.all_gather(mine).tolist()
+        return failure or ("another rank cannot record its part" if any(others) else "")
+
+    def _device(self) -> torch.device:
+        assert self._current is not None
+        return self._current.kept.layers[0].keys.device
+
+
+def odd_output(output: Any, cache: Any) -> str:
+    """What a step's output has besides the logits and the cache, which are all that a recording gives; "" where it has
+    no more."""
+    more = sorted(set(output.keys()) - {"logits", "past_key_values"})
+    if output.get("past_key_values", cache) is not cache:
+        more.append("another cache")
+    return f"the output of a step has {', '.join(more)}" if more else ""
+
+
+def _is_step(kwargs: dict[str, Any]) -> bool:
+    ids = kwargs.get("input_ids")
+    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
+
+
+def _model_obstacle(model: Any) -> str:
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return "torch.autocast is on"
+    if "forward" in vars(model) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "the model's forward was replaced"
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith("transformers."):  # its own only note what is asked for
+                return f"{type(module).__name__} has a forward hook"
+    return ""

@@ -1,0 +1,1 @@
+"""The parallelized model in the caller: its methods, and how calls become requests. `parallelized` is for outside."""

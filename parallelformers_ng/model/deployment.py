@@ -1,0 +1,232 @@
+"""What stands behind a parallelized model: its plan, its worker group and the memory that holds its shards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.memory_shards import FilesAnd, WorkerShards
+from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.progress import Progress, progress_bar
+from parallelformers_ng.checkpoint.skeleton import Skeleton
+from parallelformers_ng.checkpoint.source import Checkpoint
+from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.checkpoint.writing import WrittenFile
+from parallelformers_ng.errors import PlacementError, SharedMemoryError
+from parallelformers_ng.generation.book import CacheBook
+from parallelformers_ng.model.attach import attach, revive
+from parallelformers_ng.runtime.deadline import deadline_of
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.wire.frames import OUT_OF_MEMORY
+from parallelformers_ng.worker.memory import RankMemory
+
+RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
+
+
+class Deployment:
+    """Owns the workers of one model and the weights they map.
+
+    A group whose worker died is not mended: all ranks live and die together, and a new group maps the same memory.
+
+    Attributes:
+        plan: how the model is cut.
+        caches: the book of the caches that the workers hold.
+
+    Args:
+        model: the model, weights loaded. After `start` its tensors are on `meta`.
+        plan: how it is cut.
+        group: for the plan's world size, running or about to.
+        make_group: starts another in the place of one that died. None: `group` is borrowed, to be left running, and is
+            not replaced when it dies.
+        keep_weights: keep the memory that the weights were handed over in. On CPU it is the shards themselves; on CUDA
+            it is a copy in host memory, without which a dead group cannot be replaced.
+        restart: whether a dead group is replaced.
+        limit: when to give up replacing it.
+        show_progress: show a bar when the weights are gathered.
+        checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
+            again after a restart.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        group: WorkerGroup,
+        make_group: Callable[[], WorkerGroup] | None,
+        *,
+        keep_weights: bool = True,
+        restart: bool = True,
+        limit: RestartLimit | None = None,
+        checkpoint: Checkpoint | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.caches = CacheBook(self)
+        self.show_progress = show_progress
+        self._checkpoint = checkpoint or Checkpoint({})
+        keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
+        self._make_group = make_group
+        self._keeps_weights = keep_weights
+        self._restart = restart and make_group is not None and keep_weights
+        self._borrowed = make_group is None
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._closed = False
+        self._skeleton = Skeleton.of(model, plan)
+        if group.in_use:
+            gc.collect()  # the other model may be one that nobody holds any more
+        if group.in_use:
+            raise PlacementError("the group given serves another model; end that one first, or start another group")
+        group.user = weakref.ref(self)
+        self._supervisor = Supervisor(group)
+        self._store: ShardStore | None = None
+
+    def start(self, model: nn.Module, progress: Progress | None = None) -> None:
+        """Build the ranks, then hand the weights over. On failure the model has its weights again.
+
+        Everything that can fail without weights fails before the first byte is given up.
+
+        Raises:
+            StartupError: a worker could not start.
+            SharedMemoryError: the system has no memory for the shards.
+        """
+        group = self._supervisor.group
+        try:
+            group.wait_until_ready()
+            group.call("build", self._skeleton)
+            store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
+            hand_over(model, store, progress)
+            try:
+                attach(group, self.plan, store, self._checkpoint, progress)
+                if self._restart and self._make_group is not None:
+                    again = functools.partial(
+                        revive, self._make_group, self._skeleton, self.plan, store, self._checkpoint
+                    )
+                    self._supervisor = Supervisor(group, again, self._limit)
+            except BaseException:
+                take_back(model, store.plan, store)
+                raise
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
+                needed = sum(self.plan.bytes_per_rank)
+                raise SharedMemoryError(
+                    f"no memory for {needed} bytes of shards: {error.strerror}; the model is as it was. Raise the"
+                    " memory limit, or pass dtype= for smaller weights"
+                ) from error
+            raise
+        if not self._keeps_weights:
+            self._release_store()
+
+    def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
+        """The group to send requests to and its incarnation; see `Supervisor.ready`."""
+        return self._supervisor.ready(deadline)
+
+    def deadline_of(self, timeout: float | None) -> float:
+        """When a call must be done that begins now, on the clock of `time.monotonic`."""
+        return deadline_of(self._supervisor.group.timeout if timeout is None else timeout)
+
+    @property
+    def incarnation(self) -> int:
+        """How often the workers were started again."""
+        return self._supervisor.incarnation
+
+    @property
+    def ended(self) -> bool:
+        """Whether the workers and the weights that they hold are gone."""
+        return self._closed
+
+    @property
+    def device_names(self) -> list[str]:
+        return self._supervisor.group.device_names
+
+    @property
+    def pids(self) -> list[int]:
+        return self._supervisor.group.pids
+
+    def memory(self) -> list[RankMemory]:
+        """A report of each rank."""
+        deadline = self.deadline_of(None)
+        group, _ = self.ready(deadline)
+        return group.call_each("memory", [()] * group.world_size, timeout=deadline - time.monotonic())
+
+    def read(self, name: str) -> torch.Tensor:
+        """One parameter or buffer, whole, on CPU."""
+        return self._source().read(self.plan.tensors[name])
+
+    def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
+        """A progress bar over `total` bytes, where bars are wanted."""
+        return progress_bar(f"gathering {what}", total, self.show_progress)
+
+    def node(self, name: str) -> Node:
+        """One parameter or buffer, to be read in parts from wherever it lies."""
+        tensor = self.plan.tensors[name]
+        if name in self._checkpoint.nodes:
+            return self._checkpoint.nodes[name]
+        tensor = self.plan.tensors[tensor.storage]
+        return (
+            self._store.node(tensor)
+            if self._store is not None
+            else WorkerShards(self.plan, self._supervisor.group).node(tensor)
+        )
+
+    def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
+        """Every rank writes its files of a sharded directory. Returns what each wrote.
+
+        Args:
+            progress: called with the bytes that rank 0 has written; the others write theirs at the same time.
+        """
+        group, _ = self.ready(self.deadline_of(None))
+        return group.call_each("save", [(str(directory), names, limit)] * group.world_size, on_event=progress)
+
+    def gather(self, model: nn.Module) -> None:
+        """Put the weights back into the model, on CPU, and stop the workers.
+
+        Raises:
+            WrongProcessError: this is a forked process. Reading the weights gives their memory back, which is the
+                parent's as well.
+        """
+        self._supervisor.group.check_process()
+        with self._lock:
+            if self._store is not None:
+                self._leave_group()  # first, so that memory can be given back as it is read
+            with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
+                take_back(model, self.plan, self._source(), progress=advance)
+            self._leave_group()
+            self._release_store()
+
+    def close(self) -> None:
+        """Stop the workers and let the weights go. Idempotent."""
+        with self._lock:
+            self._leave_group()
+            self._release_store()
+
+    def _source(self) -> ShardSource:
+        held = self._store if self._store is not None else WorkerShards(self.plan, self._supervisor.group)
+        return FilesAnd(self._checkpoint, held)
+
+    def _release_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _leave_group(self) -> None:
+        self._supervisor.stop()
+        group = self._supervisor.group
+        if self._borrowed and not self._closed and group.alive:
+            group.call("drop")
+            group.user = None
+        elif not self._borrowed:
+            group.close()
+        self._closed = True

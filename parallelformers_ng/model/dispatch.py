@@ -1,0 +1,263 @@
+"""From a method call on the parallelized model to a `Call` for the replicas, and from their `Answer` back."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from parallelformers_ng.cuda_graphs.modes import StaticSteps, static_generation
+from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
+from parallelformers_ng.generation.caches import map_caches, map_handles
+from parallelformers_ng.generation.state import Watch, watched_arguments
+from parallelformers_ng.generation.streaming import deliver_to
+from parallelformers_ng.hooks.registered import Outgoing, Registered
+from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.edits import CONFIGURATIONS, AttributeWatch, EditWatch, owners_of_configurations
+from parallelformers_ng.runtime.deadline import checked_seconds, deadline
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.wire.interrupts import Held
+from parallelformers_ng.worker.call import Answer, Call
+
+log = logging.getLogger("parallelformers_ng")
+
+
+class _Thread(threading.local):
+    """What a thread is doing with a model."""
+
+    generates_here = False
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Within it, `generate` runs its loop in this process."""
+        before, self.generates_here = self.generates_here, True
+        try:
+            yield
+        finally:
+            self.generates_here = before
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What is asked of one call alone.
+
+    Attributes:
+        seed: where its random stream begins; None follows the model's, or the caller's generator.
+        timeout: seconds until it must be done; None is the group's.
+        streamer: is given the tokens as they are chosen.
+        captured, unsure: as in `Call`.
+    """
+
+    seed: int | None = None
+    timeout: float | None = None
+    streamer: Any = None
+    captured: bool = False
+    unsure: bool = False
+
+
+class Dispatcher:
+    """Turns calls into requests for one model.
+
+    Args:
+        model: the parallelized model.
+        deployment: its workers.
+        seed: seeds a stream of its own for the model; None follows the caller's generator.
+        steps: how the decode steps are compiled or captured, None where they are not.
+    """
+
+    def __init__(
+        self, model: Any, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
+    ) -> None:
+        self.deployment = deployment
+        self._owners = owners_of_configurations(model)
+        self._configs = EditWatch(self._configurations(model))
+        self._stream = None if seed is None else torch.Generator().manual_seed(seed)
+        self._stream_lock = threading.Lock()
+        self._steps = steps
+        self.hooks = Registered(model, deployment.plan)
+        self._said: set[str] = set()
+        self._thread = _Thread()
+        self._attributes = AttributeWatch()
+
+    def set_attribute(self, path: str, name: str, value: Any) -> None:
+        """Have the replicas set an attribute of a module before the next call.
+
+        Raises:
+            ParallelError: the ranks have values of their own for it.
+        """
+        for layer in self.deployment.plan.layers:
+            if layer.path == path and any(f"{each}.".startswith(f"{name}.") for each in layer.attributes[0]):
+                raise ParallelError(
+                    f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
+                    " first"
+                )
+        self._attributes.note(path, name, value)
+        if name in CONFIGURATIONS and (path, name) not in self._owners:
+            self._owners.append((path, name))
+
+    def _configurations(self, model: nn.Module) -> dict[str, Any]:
+        return {
+            f"{path}.{name}" if path else name: getattr(model.get_submodule(path) if path else model, name)
+            for path, name in self._owners
+        }
+
+    def call(
+        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
+    ) -> Any:
+        """Run a method on the workers.
+
+        Args:
+            path: dotted path of the module, "" for the model.
+            method: its method.
+            how: what is asked of this call alone.
+
+        Raises:
+            NotPortableError: an argument cannot cross by value; nothing was run.
+            GroupError: see its subclasses.
+        """
+        end = self._deadline(how.timeout)
+        with self.hooks.turn(end) if self.hooks else contextlib.nullcontext() as hooks:
+            # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
+            workers = self.deployment.ready(end)
+            call = Call(path, method, args, kwargs, streams=how.streamer is not None, captured=how.captured)
+            call.unsure = how.unsure
+            with Held():  # what is noted here, and what the workers have done, must not part
+                return self._request(model, call, how, end, hooks, workers)
+
+    def _request(
+        self,
+        model: Any,
+        call: Call,
+        how: CallOptions,
+        end: float,
+        hooks: Outgoing | None,
+        workers: tuple[WorkerGroup, int],
+    ) -> Any:
+        """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
+        group, incarnation = workers
+        book, caches = self.deployment.caches, dict[int, Cache]()
+        call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: book.send(cache, caches))
+        watch = Watch(watched_arguments(call.kwargs))
+        call.watched = bool(watch.parts)
+        if hooks is not None:
+            hooks.check_apart_from(watch)
+            call.hooks = hooks.sent
+        call.rng, store_rng = self._random_stream(how.seed)
+        call.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        call.configs, configs_arrived = self._configs.changes(self._configurations(model), incarnation)
+        call.attributes, attributes_arrived = self._attributes.changes(incarnation)
+        call.cache_block, call.freed_caches = book.new_block(), book.take_freed()
+        on_event = None if how.streamer is None else deliver_to(how.streamer)
+        try:
+            answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
+            configs_arrived()
+            attributes_arrived()
+            store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
+            watch.restore(answer.states)
+            if hooks is not None:
+                hooks.bring_home(answer.noted, lambda handle: book.receive(handle, incarnation))
+            if answer.uncaptured and self._steps is not None:
+                self._say_once(self._steps.without, answer.uncaptured)
+            for number, facts in answer.caches.items():
+                book.refresh(caches.get(number), incarnation, number, facts)
+            return map_handles(answer.output, lambda handle: book.receive(handle, incarnation))
+        except BaseException as error:  # an interrupt may come as late as here
+            if hooks is not None and isinstance(error, WorkerError):
+                noted = group.call("noted", call.cache_block, timeout=end - time.monotonic())
+                hooks.bring_home(noted, lambda handle: book.receive(handle, incarnation))
+            book.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
+            raise
+
+    def generating(
+        self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A method of the modelling code that generates. It runs in this process where something cannot cross to the
+        workers, and within a `generate` that does: it is given the same objects.
+
+        Args:
+            module: the model, or a model within it.
+            name, original: the method, and its class's.
+            call: runs it on the workers.
+        """
+        if not self._thread.generates_here:
+            try:
+                return call()
+            except NotPortableError as error:
+                self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
+        return original(module, *args, **kwargs)
+
+    def generate(
+        self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`generate` on the workers; in this process, one forward per request, where something cannot cross to them.
+
+        Args:
+            path: of the model, or of the model within it, that generates.
+            original: its class's `generate`.
+        """
+        module = model.get_submodule(path)
+        how = CallOptions(seed=kwargs.pop("seed", None), timeout=kwargs.pop("timeout", None))
+        bound = inspect.signature(original).bind_partial(module, *args)
+        named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
+        merged = {**named, **kwargs}
+        if merged.get("assistant_model") is not None:
+            return self._generate_here(module, original, merged, how)
+        sent = {name: value for name, value in merged.items() if name != "streamer"}
+        captured = False
+        if not path and self._steps is not None:
+            static, reason = static_generation(module, sent, self._steps)
+            reason = "its modules have forward hooks" if self.hooks else reason
+            if reason:
+                self._say_once(self._steps.without, reason)
+            sent, captured = (sent, False) if self.hooks else (static, self._steps.captured and not reason)
+        there = replace(how, streamer=merged.get("streamer"), captured=captured)
+        try:
+            return self.call(model, path, "generate", (), sent, there)
+        except NotPortableError as error:
+            self._say_once("generate runs its loop in this process, a request per token, which is slower", str(error))
+            return self._generate_here(module, original, merged, how)
+
+    def _generate_here(self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions) -> Any:
+        # The time is that of the whole loop, not of each of its requests.
+        limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
+        if how.seed is None and self._stream is None:
+            with limit, self._thread.here():
+                return original(model, **kwargs)
+        rng, store = self._random_stream(how.seed)
+        with limit, self._thread.here(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(rng)
+            output = original(model, **kwargs)
+            after = torch.get_rng_state()
+        store(after)
+        return output
+
+    def _say_once(self, what: str, why: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s: %s", what, why)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self.deployment.deadline_of(None if timeout is None else checked_seconds(timeout, "timeout"))
+
+    def _random_stream(self, seed: int | None) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
+        """(state to start from, what to do with the state afterwards)."""
+        if seed is not None:
+            return torch.Generator().manual_seed(seed).get_state(), lambda after: None
+        if self._stream is not None:
+            with self._stream_lock:
+                return self._stream.get_state(), self._advance_stream
+        return torch.get_rng_state(), lambda after: None if after is None else torch.set_rng_state(after)
+
+    def _advance_stream(self, after: torch.Tensor | None) -> None:
+        if after is not None and self._stream is not None:
+            with self._stream_lock:
+                self._stream.set_state(after)

@@ -1,0 +1,148 @@
+"""What a parallelized model can do. The model keeps its class, its name and its place in memory; its work moves to the
+workers."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor, RemoteWeight
+from parallelformers_ng.checkpoint.store import names_of_each, place
+from parallelformers_ng.cuda_graphs.modes import StaticSteps
+from parallelformers_ng.errors import NotParallelizedError
+from parallelformers_ng.model import remote_tree
+from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.dispatch import Dispatcher
+from parallelformers_ng.model.marks import hf_device_map
+from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
+from parallelformers_ng.sharding.inject import get_tensor
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.worker.memory import detail_report, device_totals, simple_report
+
+
+class Parallelized(RemoteModule):
+    """Mixed in before the model's own class while it is parallelized."""
+
+    # -- where it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs may be put. The workers move them on, and outputs come back here."""
+        return torch.device("cpu")
+
+    hf_device_map = property(hf_device_map)
+
+    def memory_allocated(self) -> dict[str, int]:
+        """Bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
+        return {memory.device: memory.allocated for memory in deployment_of(self).memory()}
+
+    def memory_reserved(self) -> dict[str, int]:
+        """Bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
+        return {memory.device: memory.reserved for memory in deployment_of(self).memory()}
+
+    memory_cached = memory_reserved
+    memory_chached = memory_reserved  # the spelling of Parallelformers' README
+
+    def memory_summary(self, detail: bool = True) -> str:
+        """The memory of every rank as text: a table each, or one line each without `detail`."""
+        ranks = deployment_of(self).memory()
+        return detail_report(ranks) + device_totals() if detail else simple_report(ranks)
+
+    @property
+    def shard_plan(self) -> ShardPlan:
+        """The plan that the model was cut by."""
+        return deployment_of(self).plan
+
+    # -- the end of it -------------------------------------------------------------------------------------------
+
+    def deparallelize(self) -> Any:
+        """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model."""
+        remote_tree.leave(self, lambda: deployment_of(self).gather(self))
+        return self
+
+    def cpu(self) -> Any:
+        """End the parallelization; the model is then on CPU."""
+        return self._ended_by("cpu")
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """End the parallelization and move the whole model to one CUDA device."""
+        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises where there is none
+        return self._ended_by("cuda").cuda(*args, **kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.to`, after the end of the parallelization if that changes the weights' data type or device."""
+        if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
+            return self
+        return self._ended_by("to").to(*args, **kwargs)
+
+    def _ended_by(self, method: str) -> Any:
+        warnings.warn(
+            f"{type(self).__name__}.{method}() ends the parallelization: the workers stop, and the whole model is in"
+            " this process. Leave the call out to keep it, or call deparallelize() to end it without this warning",
+            stacklevel=3,
+        )
+        return self.deparallelize()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.deparallelize()
+
+    def extra_repr(self) -> str:
+        deployment = deployment_of(self)
+        plan = deployment.plan
+        return (
+            f"# parallelized over {plan.world_size} workers ({', '.join(deployment.device_names)}) by {plan.policy}"
+            f" ({plan.source}); {plan.cut_share:.0%} of what can be cut is cut"
+        )
+
+
+def enter(model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None) -> None:
+    """Make `model` a parallelized one, in place."""
+    for names in names_of_each(model, deployment.plan):
+        tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
+        weight = RemoteWeight(tuple(tensor.shape), tensor.dtype, names[0], _Fetch(model, deployment, names[0]))
+        place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
+    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps), Parallelized)
+
+
+class _Fetch:
+    """Puts one weight together: from the workers, and once the parallelization has ended, from the model."""
+
+    def __init__(self, model: nn.Module, deployment: Deployment, name: str) -> None:
+        self._model = weakref.ref(model)
+        self._deployment = deployment
+        self._name = name
+
+    def __call__(self) -> torch.Tensor:
+        if not self._deployment.ended:
+            return self._deployment.read(self._name)
+        model = self._model()
+        if model is None or is_parallelized(model):
+            raise NotParallelizedError(f"{self._name} is of a parallelization that has ended; take it from the model")
+        return get_tensor(model, self._name, self._deployment.plan.tensors[self._name].is_buffer).detach()
+
+
+def is_parallelized(model: object) -> bool:
+    return isinstance(model, Parallelized)
+
+
+def dispatcher_of(model: object) -> Dispatcher:
+    """What carries a parallelized model's calls.
+
+    Raises:
+        NotParallelizedError: the model is not parallelized.
+    """
+    if not isinstance(model, Parallelized):
+        raise NotParallelizedError(f"{type(model).__name__} is not parallelized")
+    return remote_of(model).dispatcher
+
+
+def deployment_of(model: object) -> Deployment:
+    """The workers and weights behind a parallelized model."""
+    return dispatcher_of(model).deployment

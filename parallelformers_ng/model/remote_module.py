@@ -1,0 +1,237 @@
+"""The modules of a parallelized model in the caller's process: the tree as it was, its weights and its work elsewhere.
+
+Each keeps its class, its name and its place; the class is given `RemoteModule` in front. A module without weights and
+without children computes here as ever: it may serve other models as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.progress import Progress
+from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor, values
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.model.dispatch import CallOptions, Dispatcher
+from parallelformers_ng.model.gradients import refuse_gradients
+from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
+
+REMOTE = "_parallelformers_ng"
+_TABLES = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+_FIXED = frozenset({"forward", "use_kernels", "hf_device_map"})
+"""Attributes that say what a module computes, and where."""
+
+
+class Remote:
+    """Where a module's work is done.
+
+    Args:
+        model: the parallelized model.
+        dispatcher: what carries its calls.
+        path: of the module in it, "" for the model itself.
+
+    Attributes:
+        parts: of the model itself: its modules that are remote.
+        tables: the parameters, buffers and children that the module had, and will have again.
+    """
+
+    def __init__(self, model: nn.Module, dispatcher: Dispatcher, path: str) -> None:
+        self._model = weakref.ref(model)
+        self.dispatcher = dispatcher
+        self.path = path
+        self.parts: list[nn.Module] = []
+        self.tables: dict[str, dict[str, Any]] = {}
+
+    @property
+    def model(self) -> Any:
+        """The parallelized model.
+
+        Raises:
+            ParallelError: it is gone, and its workers with it.
+        """
+        model = self._model()
+        if model is None:
+            raise ParallelError(f"{self.path} belongs to a parallelized model that is gone, and its weights with it")
+        return model
+
+    @functools.cached_property
+    def alone(self) -> Alone:
+        """Whether a call of this module gives a whole result."""
+        return Alone.WHOLE if not self.path else alone(self.dispatcher.deployment.plan, self.path)
+
+    @functools.cached_property
+    def cut(self) -> str:
+        """How the module itself is cut, for people."""
+        plan = self.dispatcher.deployment.plan
+        kinds = [layer.kind.replace("_", " ") for layer in plan.layers if layer.path == self.path]
+        tensor = plan.tensors.get(f"{self.path}.weight")
+        if tensor is not None and not tensor.is_replicated:
+            kinds += ["weight " + ", ".join(str(list(shard.shape(tensor.shape))) for shard in tensor.shards)]
+        return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the module on the workers."""
+        if self.alone is Alone.PART:
+            raise ParallelError(part_refusal(self.path))
+        how = CallOptions(unsure=self.alone is Alone.UNSURE)
+        return refuse_gradients(self.model, self.dispatcher.call(self.model, self.path, method, args, kwargs, how))
+
+
+class RemoteModule(nn.Module):
+    """Mixed in before a module's own class while its model is parallelized, so that `isinstance` and `super()` hold."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return remote_of(self).call("__call__", args, kwargs)  # not by way of nn.Module's: hooks are called there
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = self._table_of(name)
+        if held is not None and held[name] is value:
+            return
+        if held is not None or name in _FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+            raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
+        before = vars(self).get(name, _ABSENT)
+        known = before is not _ABSENT or isinstance(getattr(type(self), name, None), property)
+        if known and before is not value and not name.startswith("_"):
+            remote = remote_of(self)
+            remote.dispatcher.set_attribute(remote.path, name, value)
+        super().__setattr__(name, value)
+
+    def _table_of(self, name: str) -> dict[str, Any] | None:
+        """The table of parameters, buffers or children that holds `name`."""
+        return next((vars(self)[table] for table in _TABLES if name in vars(self)[table]), None)
+
+    def __delattr__(self, name: str) -> None:
+        if self._table_of(name) is not None:
+            raise ParallelError(refusal(self, f"deleting {name}", "its parts are with the workers"))
+        super().__delattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParallelError(refusal(self, "pickling or copying it", "its weights are with the workers"))
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), remote_of(self).cut)))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Moves and casts: what changes nothing is done."""
+        if self._changed_by(fn, recurse):
+            raise ParallelError(refusal(self, "casting or moving it", "its weights are with the workers"))
+        with torch.no_grad():
+            for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+                fn(tensor)
+        return self
+
+    def _changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> bool:
+        """Whether `fn` moves or casts any kind of tensor that the module has; on CPU, where its results are."""
+        kinds = {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}
+        return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype) for dtype in kinds))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole weights, gathered on CPU; tied entries share their memory, as in any state dict. With
+        `keep_vars=True` the parameters themselves, which stay with the workers until they are read."""
+        kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        if kwargs.get("destination") is None:
+            kwargs["destination"] = OrderedDict()
+        destination = kwargs["destination"]
+        if kwargs.get("keep_vars") or hasattr(destination, REMOTE):
+            return super().state_dict(**kwargs)
+        if not hasattr(destination, "_metadata"):
+            destination._metadata = OrderedDict()
+        remote = remote_of(self)
+        with remote.dispatcher.deployment.gathering(type(self).__name__, self._bytes()) as advance:
+            setattr(destination, REMOTE, _Gathered(advance))
+            try:
+                return super().state_dict(**kwargs)
+            finally:
+                delattr(destination, REMOTE)
+
+    def _bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        gathered: _Gathered | None = getattr(destination, REMOTE, None)
+        if gathered is not None:
+            for short, tensor in (*self._parameters.items(), *self._buffers.items()):
+                if prefix + short in destination and isinstance(tensor, RemoteTensor):
+                    destination[prefix + short] = gathered.whole(tensor)
+
+
+class _Gathered:
+    """The weights of one state dict, each gathered once."""
+
+    def __init__(self, advance: Progress) -> None:
+        self._advance = advance
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def whole(self, tensor: RemoteTensor) -> torch.Tensor:
+        if id(tensor) not in self._whole:
+            self._whole[id(tensor)] = values(tensor).detach()
+            self._advance(self._whole[id(tensor)].nbytes)
+        return self._whole[id(tensor)]
+
+
+class _Locked(dict):
+    """Parameters, buffers or children of a module, none of which can be replaced."""
+
+    def __init__(self, items: dict[str, Any], module: nn.Module) -> None:
+        super().__init__(items)
+        self._module = weakref.ref(module)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ParallelError(refusal(self._module(), "replacing its parts", "they are with the workers"))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self or self[name] is not value:
+            self._refuse()
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def lock(module: nn.Module) -> None:
+    """Have nobody replace the parts of a module."""
+    tables = remote_of(module).tables = {table: vars(module)[table] for table in _TABLES}
+    vars(module).update((table, _Locked(items, module)) for table, items in tables.items())
+
+
+def unlock(module: nn.Module) -> None:
+    """The inverse of `lock`: what the module had then is there again, whatever was done to it in between."""
+    vars(module).update(remote_of(module).tables)
+
+
+class _Asked(nn.Module):
+    """A module that notes what moves it."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.conversion = fn
+        return self
+
+
+def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `move`, which calls `to` or one of its relatives, does to each tensor of a module."""
+    asked = _Asked()
+    move(asked)
+    return asked.conversion
+
+
+def remote_of(module: nn.Module) -> Remote:
+    """Where the work of a module of a parallelized model is done."""
+    return vars(module)[REMOTE]
+
+
+def is_remote(module: object) -> bool:
+    """Whether a module is a parallelized model, or a part of one."""
+    return isinstance(module, RemoteModule)
+
+
+def refusal(module: Any, what: str, why: str) -> str:
+    """What is said of something that a parallelized model, or a part of one, does not do."""
+    path = remote_of(module).path if is_remote(module) else ""
+    whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
+    return f"{whose}, which rules out {what}: {why}. Call deparallelize() first"

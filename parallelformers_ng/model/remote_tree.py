@@ -1,0 +1,205 @@
+"""Makes the modules of a model remote ones, and back: classes of their own for the time, with the names of theirs."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.pretrained import write_pretrained
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.model.dispatch import Dispatcher
+from parallelformers_ng.model.marks import own_loop
+from parallelformers_ng.model.methods import REFUSED, generates, place_of, public_methods
+from parallelformers_ng.model.remote_module import (
+    REMOTE,
+    Remote,
+    RemoteModule,
+    is_remote,
+    lock,
+    refusal,
+    remote_of,
+    unlock,
+)
+
+
+def _concerns_workers(module: nn.Module) -> bool:
+    """Whether the workers must know what becomes of a module: it or what is in it has weights, or does as its mode
+    says. The others compute here what they do on a rank, and may serve plain models too, as some activations do."""
+    for part in module.modules():
+        code = getattr(type(part).forward, "__code__", None)
+        if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
+            return True
+    return False
+
+
+def enter(model: nn.Module, dispatcher: Dispatcher, root: type) -> None:
+    """Make the modules of `model` remote ones, in place.
+
+    Args:
+        root: the mixin of the model itself.
+    """
+    parts = [(path, part) for path, part in model.named_modules() if path and _concerns_workers(part)]
+    for path, module in (("", model), *parts):
+        vars(module)[REMOTE] = Remote(model, dispatcher, path)
+        lock(module)
+        cls: Any = type(module)
+        module.__class__ = _remote_class(RemoteModule if path else root, cls)
+    remote_of(model).parts = [part for _, part in parts]
+
+
+def leave(model: nn.Module, gather: Callable[[], None]) -> None:
+    """The inverse of `enter`.
+
+    Args:
+        gather: puts the weights back, which finds every module where it was.
+    """
+    modules = (model, *remote_of(model).parts)
+    for module in modules:
+        unlock(module)
+    try:
+        gather()
+    except BaseException:
+        for module in modules:
+            lock(module)
+        raise
+    remote_of(model).dispatcher.hooks.leave()
+    for module in modules:
+        module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
+        del vars(module)[REMOTE]
+
+
+class _RemoteType(type):
+    """The type of the classes made here: what is done with such a class is done with the class that it stands for."""
+
+    _whole_class: type[nn.Module]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._whole_class(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls._whole_class)
+
+
+def _as_whole(cls: _RemoteType) -> Any:
+    """How pickle takes such a class."""
+    return _itself, (cls._whole_class,)
+
+
+def _itself(cls: type) -> type:
+    return cls
+
+
+@functools.cache
+def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` with its name and module, so that what it saves and prints names the original."""
+    own = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
+    members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    for name in public_methods(cls):
+        place = place_of(cls, name)
+        if name not in own and place in _MAKERS:
+            members[name] = _MAKERS[place](name, getattr(cls, name))
+    kind = _RemoteType if type(cls) is type else type("_RemoteType", (_RemoteType, type(cls)), {})
+    copyreg.pickle(kind, _as_whole)
+    made = kind(cls.__name__, (mixin, cls), members)
+    made._whole_class = cls
+    return made
+
+
+def _forwarded(name: str, original: Callable) -> Callable:
+    """A method that runs on the workers; it keeps the original's signature, which `generate` and pipelines inspect."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_remote(self):
+            return original(self, *args, **kwargs)
+        remote = remote_of(self)
+        if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
+            return remote.call(name, args, kwargs)
+        run = functools.partial(remote.call, name, args, kwargs)
+        return remote.dispatcher.generating(self, name, original, run, args, kwargs)
+
+    return call
+
+
+def _generated(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_remote(self):
+            return original(self, *args, **kwargs)
+        remote = remote_of(self)
+        with own_loop():
+            return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
+
+    return generate
+
+
+def _refused(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_remote(self):
+            return original(self, *args, **kwargs)
+        raise ParallelError(refusal(self, f"{name}()", f"it {REFUSED[name]}"))
+
+    return refuse
+
+
+def _saved(name: str, original: Callable) -> Callable:
+    def save_pretrained(
+        self: Any,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "50GB",
+        save_original_format: bool = True,
+        progress: bool = True,
+        **unsupported: Any,
+    ) -> None:
+        """Write an ordinary checkpoint, which `from_pretrained` reads; the whole model is never in memory here.
+
+        Args:
+            save_directory: where to; made if need be.
+            max_shard_size: bytes of a file, "5GB" or a number.
+            save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
+            progress: show a progress bar where standard error is a terminal.
+            unsupported: any other argument of the original is refused.
+
+        Raises:
+            CheckpointError: `max_shard_size` is no size.
+            OSError: the disk is full, or the directory cannot be written to.
+        """
+        if not is_remote(self):
+            return original(self, save_directory, max_shard_size=max_shard_size, **unsupported)
+        if unsupported:
+            raise ParallelError(
+                refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
+            )
+        nodes = _Nodes(remote_of(self))
+        write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
+
+    return save_pretrained
+
+
+class _Nodes(Mapping[str, Node]):
+    """Where to read each tensor of a module, worked out when it is asked for."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._deployment = remote.dispatcher.deployment
+        self._prefix = f"{remote.path}." if remote.path else ""
+
+    def __getitem__(self, name: str) -> Node:
+        return self._deployment.node(self._prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._deployment.plan.tensors
+        return (name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+_MAKERS = {"forwarded": _forwarded, "generated": _generated, "refused": _refused, "saved": _saved}

@@ -1,0 +1,93 @@
+"""Saving a model as it is cut, and cutting a checkpoint that no process loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.checkpoint.pretrained import shard_checkpoint
+from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index
+from parallelformers_ng.checkpoint.source import load_skeleton
+from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.sharding.builder import build_plan
+
+
+def save_sharded(
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    progress: bool = True,
+) -> None:
+    """Save a parallelized model as it is cut: every rank writes its own files, all at once.
+
+    `parallelize(directory)` starts from them, each rank from its own; with another `num_gpus` they are cut anew. An
+    earlier save in `directory` is replaced in one step at the end; until then, and after any failure, it is whole.
+
+    Args:
+        model: a parallelized model.
+        directory: where to.
+        max_shard_size: bytes of a file, as a number or as "5GB"; a larger tensor has a file of its own.
+        progress: show a progress bar where standard error is a terminal.
+
+    Raises:
+        NotParallelizedError: the model is not parallelized.
+        CheckpointError: `directory` holds something else, or `max_shard_size` is no size.
+        OSError: the disk is full, or the directory cannot be written to.
+    """
+    deployment = deployment_of(model)
+    limit = parse_size(max_shard_size)
+    plan = deployment.plan
+    names = saved_names(model, plan)
+    # Rank 0 reports for all, as they write at the same time; it writes what all hold whole, too.
+    total = sum(plan.tensors[name].bytes_on(0) for name in names)
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    with (
+        replaced_directory(Path(directory), files_of) as partial,
+        progress_bar(f"saving {type(model).__name__}", total, progress) as advance,
+    ):
+        write_index(partial, model, plan, names, deployment.save(partial, names, limit, advance))
+
+
+def shard(
+    source: str,
+    directory: str | os.PathLike[str],
+    num_gpus: int,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> None:
+    """Cut a checkpoint into a sharded directory without starting workers, one tensor in memory at a time.
+
+    Args:
+        source: a directory or a model id of the hub.
+        directory: where to.
+        num_gpus: number of ranks.
+        max_shard_size: as in `save_sharded`.
+        dtype: data type to save in; None as `from_pretrained` chooses.
+        progress: show a progress bar where standard error is a terminal.
+        options: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`, `variant`, `trust_remote_code`,
+            as in `parallelize`.
+
+    Raises:
+        CheckpointError: a file of the source is missing or damaged, or `directory` holds something else.
+        UnsupportedModelError: no policy fits the model.
+        OSError: the disk is full, or the directory cannot be written to.
+    """
+    trusted = options.pop("trust_remote_code", False)
+    model = load_skeleton(Location(source, **options), dtype=dtype, trust_remote_code=trusted)
+    model.config.architectures = [type(model).__name__]
+    shard_checkpoint(
+        model, build_plan(model, num_gpus, select(model, None, num_gpus)), directory, max_shard_size, progress
+    )

@@ -1,0 +1,37 @@
+"""Pickles for objects that callers hand to their own workers, with tensors and handles left outside as references.
+
+Nothing here reads bytes that were not signed with the group's key; the decoder checks that first.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+
+class ReferencePickler(cloudpickle.Pickler):
+    """Classes of `__main__` and notebooks go by value; tensors go beside the pickle, not through it.
+
+    Args:
+        reference: the JSON form of a reference to an object that goes beside the pickle, None for one that goes
+            through it.
+    """
+
+    def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:
+        super().__init__(buffer, protocol=5)
+        self.persistent_id = reference
+
+
+class ReferenceUnpickler(pickle.Unpickler):
+    """The counterpart; `resolve` turns the JSON form of a reference back into its value."""
+
+    def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._resolve(pid)

@@ -1,0 +1,268 @@
+"""Frames over one end of an inherited socket pair."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import time
+from typing import Any
+
+import torch
+
+from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
+from parallelformers_ng.wire.decoder import Restore
+from parallelformers_ng.wire.encoder import Replace, encode
+from parallelformers_ng.wire.frames import (
+    FIXED_SIZE,
+    Flag,
+    Frame,
+    Kind,
+    Packed,
+    map_memfd,
+    pack,
+    read_fixed_part,
+)
+from parallelformers_ng.wire.interrupts import LetThrough
+from parallelformers_ng.wire.leaves import MAX_DESCRIPTORS
+
+FOREVER = float("inf")  # the deadline of a wait that ends only with the other process
+LOOKOUT_SECONDS = 300e-6
+"""How long a process looks out for what is about to come before it sleeps. To wake up takes a core 50 µs, and then it
+is as slow as with code that it never ran."""
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+_NO_ANSWER = "the process at the other end did not answer before the deadline"
+_LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
+_READ_AHEAD_BYTES = 32 << 10  # so that one system call brings a whole small frame
+# Plain ints: the operators of enum.IntFlag take microseconds.
+_NO_SIGNAL, _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_AT_ONCE = int(socket.MSG_DONTWAIT)
+
+
+class Channel:
+    """One end of a control channel. Not for two threads at once.
+
+    Args:
+        connection: one end of an AF_UNIX stream pair.
+        key: signs and checks pickles and class names; None until both sides have one.
+        replace: see `encoder.encode`.
+        restore: see `decoder.decode`.
+        patient: all waits are without a deadline, which saves system calls.
+
+    An exception out of a wait, be it of the deadline or of a signal's handler, loses nothing: the next `receive` takes
+    the frame whose first part had come, and `send_packed` with the same frame sends the rest of it.
+
+    Attributes:
+        sent: the sequence number of the last frame that was sent whole.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        key: bytes | None = None,
+        replace: Replace | None = None,
+        restore: Restore | None = None,
+        patient: bool = False,
+    ) -> None:
+        connection.setblocking(patient)
+        self.connection = connection
+        self.key = key
+        self.replace = replace
+        self.restore = restore
+        self.sent = -1
+        self._unsent: bytes | memoryview | None = None  # of a frame that was sent in part
+        self._ahead = bytearray(_READ_AHEAD_BYTES)
+        self._free = memoryview(self._ahead)
+        self._begin = self._end = 0  # of what was read ahead and is not taken yet
+        self._fds: list[int] = []  # that came with it, in the order of their frames
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+
+    def fileno(self) -> int:
+        """The descriptor of the socket, for poll."""
+        return self.connection.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """True where the next frame, or a part of it, was read ahead: poll need not tell of it."""
+        return self._end > self._begin
+
+    def look_out(self, until: float) -> bool:
+        """Look again and again whether something has come, and give way to other processes in between.
+
+        Args:
+            until: on the clock of `time.monotonic`, in seconds.
+
+        Returns:
+            Whether a frame, or a part of it, has come and was read ahead. Raises what `receive` raises.
+        """
+        while self._end == self._begin and not self._read_ahead(_AT_ONCE):
+            if time.monotonic() >= until:
+                return False
+            os.sched_yield()
+        return True
+
+    def close(self) -> None:
+        """Close the socket in this process."""
+        self.connection.close()
+        self._close_descriptors()
+
+    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = FOREVER, place: str = "") -> None:
+        """Encode a value and send it.
+
+        Args:
+            kind: what the frame is for.
+            sequence: the request it belongs to.
+            obj: any value that the codec takes.
+            deadline: on the clock of `time.monotonic`, in seconds.
+            place: see `encode`.
+
+        Raises:
+            NotPortableError, SharedMemoryError: see `encode` and `pack`; nothing was sent.
+            ChannelClosedError: the other end is gone.
+            RequestTimeoutError: the other end did not read until the deadline.
+        """
+        packed = pack(kind, sequence, encode(obj, self.key, self.replace, place))
+        try:
+            self.send_packed(packed, deadline)
+        finally:
+            packed.close()
+
+    def send_packed(self, packed: Packed, deadline: float = FOREVER) -> None:
+        """Send a frame, or what an interruption has left of it. Raises what `send` raises, except for the errors of
+        encoding."""
+        rest, fds = (packed.data, packed.fds) if self._unsent is None else (self._unsent, [])
+        while rest:
+            try:
+                if fds:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                    count = self.connection.sendmsg([rest], rights, _NO_SIGNAL)
+                else:
+                    count = self.connection.send(rest, _NO_SIGNAL)
+            except BlockingIOError:
+                writable = select.poll()
+                writable.register(self.connection, select.POLLOUT)
+                wait(writable, deadline, "the process at the other end did not read a message before the deadline")
+            except OSError as error:
+                raise ChannelClosedError(f"a message could not be sent: {error.strerror}") from error
+            else:
+                rest, fds = memoryview(rest)[count:], []
+                self._unsent = rest
+        self._unsent = None
+        self.sent = packed.sequence
+
+    def recv(self, deadline: float = FOREVER) -> tuple[Kind, int, Any]:
+        """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
+        frame = self.receive(deadline)
+        return frame.kind, frame.sequence, frame.decode(self.key, self.restore)
+
+    def receive(self, deadline: float = FOREVER) -> Frame:
+        """Receive one frame, undecoded.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+            ProtocolError: the bytes are no frame, or announce more than the limits allow.
+            RequestTimeoutError: no whole frame came before the deadline.
+        """
+        try:
+            self._fill(FIXED_SIZE, deadline)
+            kind, flags, sequence, header_size, tensor_size, count = read_fixed_part(
+                self._ahead, self._begin, len(self._fds)
+            )
+            header_end = FIXED_SIZE + header_size
+            size = header_end + (0 if flags & Flag.MEMFD else tensor_size)
+            self._fill(size, deadline)
+            # Whole. From here on nothing waits.
+            frame = self._free[self._begin : self._begin + size]
+            if flags & Flag.MEMFD:
+                blob = map_memfd(self._fds[count - 1], tensor_size)
+            elif tensor_size:
+                blob = torch.empty(tensor_size, dtype=torch.uint8)  # torch's memory is aligned; some kernels rely on it
+                memoryview(blob.numpy())[:] = frame[header_end:]
+            else:
+                blob = _NO_TENSORS
+            if len(self._fds) > count and self._end == self._begin + size:
+                raise ProtocolError(f"{len(self._fds) - count} more file descriptors came than a frame announces")
+        except ProtocolError:
+            self._close_descriptors()
+            raise
+        self._begin += size
+        fds, self._fds = self._fds[:count], self._fds[count:]
+        if flags & Flag.MEMFD:
+            os.close(fds.pop())
+        return Frame(kind, flags, sequence, bytes(frame[FIXED_SIZE:header_end]) if header_size else b"", blob, fds)
+
+    def _fill(self, size: int, deadline: float) -> None:
+        """Read ahead until there are `size` bytes or more."""
+        while self._end - self._begin < size:
+            if size > len(self._ahead):
+                self._resize(size)
+            if not self._read_ahead():
+                wait(self._readable, deadline, _NO_ANSWER)
+
+    def _resize(self, size: int) -> None:
+        rest = self._free[self._begin : self._end]
+        self._ahead = bytearray(size)
+        self._free = memoryview(self._ahead)
+        self._free[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+
+    def _read_ahead(self, how: int = 0) -> bool:
+        """Receive what there is. Returns False where nothing has come and neither the socket nor `how` would wait."""
+        if self._begin:
+            if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
+                self._resize(_READ_AHEAD_BYTES)  # after a long frame
+            rest = self._end - self._begin
+            if rest:
+                self._ahead[:rest] = self._ahead[self._begin : self._end]
+            self._begin, self._end = 0, rest
+        free = self._free[self._end :] if self._end else self._free
+        try:
+            count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC | how)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _closed(error) from error
+        for level, kind, data in rights:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                self._fds.extend(received)
+        if flags & _TRUNCATED:
+            raise ProtocolError("more file descriptors came than one frame may carry, or than this process may open")
+        if not count:
+            raise ChannelClosedError("the process at the other end is gone")
+        self._end += count
+        return True
+
+    def _close_descriptors(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+
+_NO_TENSORS = torch.empty(0, dtype=torch.uint8)
+
+
+def _closed(error: OSError) -> ChannelClosedError:
+    return ChannelClosedError(f"a message could not be received: {error.strerror}")
+
+
+def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
+    """Wait for what a poll watches, open to interrupts. Returns the descriptors that are ready; none after an hour
+    without any.
+
+    Args:
+        deadline: on the clock of `time.monotonic`, in seconds.
+        late: what the error says.
+
+    Raises:
+        RequestTimeoutError: the deadline had passed already.
+    """
+    rest = deadline - time.monotonic()
+    if rest <= 0:
+        raise RequestTimeoutError(late)
+    with LetThrough():
+        return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]
