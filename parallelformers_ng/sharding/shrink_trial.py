@@ -21,7 +21,10 @@ _GAIN = 0.98
 
 
 def shrink_by_trial(
-    config: PreTrainedConfig, weigh: Callable[[PreTrainedConfig], int | None], enough: int
+    config: PreTrainedConfig,
+    weigh: Callable[[PreTrainedConfig], int | None],
+    enough: int,
+    runs: Callable[[PreTrainedConfig], bool] = lambda tried: True,
 ) -> PreTrainedConfig | None:
     """A small copy of `config`, or None where it cannot be made as small.
 
@@ -30,8 +33,9 @@ def shrink_by_trial(
 
     Args:
         config: a configuration, small or not.
-        weigh: how many parameters its model has; None where the class refuses it, or its forward does.
+        weigh: how many parameters its model has; None where the class refuses it.
         enough: parameters.
+        runs: whether its model's forward takes it.
     """
     small = copy.deepcopy(config)
     weight = weigh(small)
@@ -41,7 +45,7 @@ def shrink_by_trial(
         for chosen, least in _choices(small):
             tried = _halved(small, chosen, least)
             lighter = weigh(tried)
-            if lighter is not None and lighter <= _GAIN * weight:
+            if lighter is not None and lighter <= _GAIN * weight and runs(tried):
                 small, weight, progress = tried, lighter, True
                 if weight <= enough:
                     break
