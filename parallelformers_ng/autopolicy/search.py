@@ -27,14 +27,20 @@ class Search:
 
     Attributes:
         tried: what did not hold, for people.
-        chosen: what held; where another search on the same twin found it, it is tried first.
+        chosen: what held.
+
+    Args:
+        trials: on the twin.
+        chosen: what held in another search on the same twin, which is tried first.
+        vocabulary: whether the vocabulary was cut there.
     """
 
-    def __init__(self, trials: Trials, chosen: Sequence[Choice] = ()) -> None:
+    def __init__(self, trials: Trials, chosen: Sequence[Choice] = (), vocabulary: bool = True) -> None:
         self.trials = trials
         self.model = trials.twin.model
         self.tried: list[str] = []
         self.chosen = list(chosen)
+        self._vocabulary = vocabulary
 
     def result(self) -> Selection:
         """The policies that hold, those of the base included.
@@ -57,9 +63,10 @@ class Search:
         inferred = [p for p in inferred if not _beneath(p, self.model, covered)]
         proposals = _merge(native, inferred)
         alone = self.lone_layers(proposals, covered | vocabulary_layers)
-        chosen = self.chosen or [*_likeliest(proposals), *alone]
-        vocabulary = self.trials.hold(chosen, True)
-        if not vocabulary:
+        chosen, vocabulary = self.chosen or [*_likeliest(proposals), *alone], self._vocabulary
+        if self.chosen and self.trials.is_idle(chosen, vocabulary):  # on more ranks, of which some may have no part
+            chosen = [choice for choice in chosen if not self.trials.is_idle([choice], vocabulary)]
+        if not self.trials.hold(chosen, vocabulary):
             vocabulary = self.vocabulary_holds()
             chosen = self.choose(proposals, vocabulary)
             chosen = [*chosen, *self.bisect(alone, vocabulary, chosen)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -21,7 +21,10 @@ _GAIN = 0.98
 
 
 def shrink_by_trial(
-    config: PreTrainedConfig, weigh: Callable[[PreTrainedConfig], int | None], enough: int
+    config: PreTrainedConfig,
+    weigh: Callable[[PreTrainedConfig], int | None],
+    enough: int,
+    runs: Callable[[PreTrainedConfig], bool] = lambda tried: True,
 ) -> PreTrainedConfig | None:
     """A small copy of `config`, or None where it cannot be made as small.
 
@@ -30,8 +33,9 @@ def shrink_by_trial(
 
     Args:
         config: a configuration, small or not.
-        weigh: how many parameters its model has; None where the class refuses it, or its forward does.
+        weigh: how many parameters its model has; None where the class refuses it.
         enough: parameters.
+        runs: whether its model's forward takes it.
     """
     small = copy.deepcopy(config)
     weight = weigh(small)
@@ -41,7 +45,7 @@ def shrink_by_trial(
         for chosen, least in _choices(small):
             tried = _halved(small, chosen, least)
             lighter = weigh(tried)
-            if lighter is not None and lighter <= _GAIN * weight:
+            if lighter is not None and lighter <= _GAIN * weight and runs(tried):
                 small, weight, progress = tried, lighter, True
                 if weight <= enough:
                     break
@@ -59,19 +63,32 @@ def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """The numbers that a setting has; none where it has others, or none that is to be halved."""
-    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    counts = all(type(number) is int and number > 0 for number in numbers)
-    return numbers if counts and max(numbers, default=1) > 1 and not _KEPT.search(name) else ()
+    """The numbers that a setting has, also in lists within lists; none where none of them is to be halved."""
+    numbers = tuple(_flat(value))
+    counts = all(number >= 0 for number in numbers) and max(numbers, default=1) > 1
+    return numbers if counts and not _KEPT.search(name) else ()
+
+
+def _flat(value: Any) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
     """A copy in which the numbers of `chosen` settings are halved, those of `least` and more."""
+
+    def half(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(half, value))
+        return value // 2 if type(value) is int and value >= least else value
+
     tried = copy.deepcopy(config)
     for part in parts_of(tried):
         for name, held in list(own_settings(part)):
             numbers = _numbers(name, held)
             if numbers and chosen(numbers):
-                half = [number // 2 if number >= least else number for number in numbers]
-                put(part, name, type(held)(half) if isinstance(held, (list, tuple)) else half[0])
+                put(part, name, half(held))
     return tried

@@ -68,6 +68,11 @@ class Trials:
                 return False
         return True
 
+    def is_idle(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
+        """Whether some shard would have no part in what the twin gives. Nothing is run."""
+        plan = self._plan(choices, vocabulary)
+        return bool(_idle_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
+
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """What to generate from, and the tokens of the whole model; None where it does not generate so."""
         if not self.twin.runs_whole or not self.twin.model.can_generate():

@@ -143,30 +143,39 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int)
     can be changed than is usual."""
 
     whole = _skeleton(cls, config)
-    telling = whole is not None and _runs_on_meta(whole)
+    taken = None if whole is None else _taken_on_meta(whole)
 
     def weigh(tried: PreTrainedConfig) -> int | None:
         skeleton = _skeleton(cls, tried)
-        if skeleton is None or (telling and not _runs_on_meta(skeleton)):
-            return None
-        return sum(parameter.numel() for parameter in skeleton.parameters())
+        return None if skeleton is None else sum(parameter.numel() for parameter in skeleton.parameters())
+
+    def runs(tried: PreTrainedConfig) -> bool:
+        skeleton = _skeleton(cls, tried)
+        return taken is None or (skeleton is not None and _taken_on_meta(skeleton, taken) is not None)
 
     for shrinking in (Shrinking(layers=layers), _SHRINKS[-1]):
-        small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2)
+        small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2, runs)
         if small is not None:
             return small
-    return shrink_by_trial(config, weigh, _COMFORTABLE // 2)
+    return shrink_by_trial(config, weigh, _COMFORTABLE // 2, runs)
 
 
-def _runs_on_meta(skeleton: PreTrainedModel) -> bool:
-    """Whether the shapes of a model without weights fit one another. One that looks at values does not run so."""
+def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | None:
+    """The number of the first inputs that the forward of a model without weights takes; None where it takes none. One
+    that looks at values takes none.
+
+    Args:
+        only: which inputs to try; None for all.
+    """
     with torch.inference_mode(), torch.device("meta"):
-        for arguments in candidates(skeleton):
+        for number, arguments in enumerate(candidates(skeleton)):
+            if only not in (None, number):
+                continue
             on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
             with contextlib.suppress(Exception):  # the modelling code decides what it refuses
                 skeleton(**on_meta)
-                return True
-    return False
+                return number
+    return None
 
 
 def build_tiny(
