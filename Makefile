@@ -56,10 +56,11 @@ train-demo: setup ## train the demo's model anew, a quarter of an hour (TRAIN_AR
 test: setup ## run the tests, two files at a time (PYTEST_ARGS='-k plan -x')
 	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-quality: setup ## lint, formatting, types
+quality: setup ## lint, formatting, types, the order of imports
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-cache
 
 format: setup ## apply the formatting and the fixes that ruff knows
 	@$(PY) -m ruff check --fix .

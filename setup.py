@@ -29,5 +29,5 @@ setup(
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],
             optional=True,
         ),
-    ]
+    ],
 )
