@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -69,14 +71,22 @@ def check_directory(location: Location) -> None:
         raise CheckpointError(f"{location} is no directory")
 
 
-def read_config(location: Location, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's configuration.
+def read_config(
+    location: Location, trust_remote_code: bool, attributes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """The model's configuration, with some attributes changed; and those of them that it does not have.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     try:
-        return AutoConfig.from_pretrained(location.path, trust_remote_code=trust_remote_code, **location.download)
+        return AutoConfig.from_pretrained(
+            location.path,
+            trust_remote_code=trust_remote_code,
+            return_unused_kwargs=True,
+            **location.download,
+            **attributes,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{location.directory / 'config.json'} cannot be read: {error}") from error
 

@@ -1,0 +1,95 @@
+"""The options that `parallelize` takes in groups, each a dataclass, a dictionary of the same words, or neither."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import dacite
+
+from parallelformers_ng.errors import ParallelError, PlacementError
+
+Seconds = int | float
+_Options = TypeVar("_Options")
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Where the workers run, how long they are waited for, and what happens when one dies.
+
+    Attributes:
+        device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
+        device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
+        backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
+        timeout: seconds that a request may take.
+        start_timeout: seconds until the workers must be ready.
+        restart: start new workers when one died, where the weights are kept.
+        max_restarts: more than this many within `restart_window` seconds, and the model stays down.
+        restart_window: seconds.
+        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
+            memory is the shards, and is always kept.
+    """
+
+    device: str = "auto"
+    device_ids: list[int] | tuple[int, ...] | None = None
+    backend: str = "auto"
+    timeout: Seconds = 600.0
+    start_timeout: Seconds = 120.0
+    restart: bool = True
+    max_restarts: int = 3
+    restart_window: Seconds = 60.0
+    host_copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise PlacementError(f"device is {self.device!r}; it takes 'auto', 'cpu' or 'cuda'")
+        for name in ("timeout", "start_timeout", "restart_window"):
+            if not getattr(self, name) > 0:
+                raise ParallelError(f"{name} is {getattr(self, name)!r}; it takes seconds, more than 0")
+        if self.max_restarts < 0:
+            raise ParallelError(f"max_restarts is {self.max_restarts}; it takes a number, at least 0")
+
+
+OF_A_MODEL = ("restart", "max_restarts", "restart_window", "host_copy")
+"""Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
+
+
+def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
+    """Options as a dataclass, however they were given.
+
+    Args:
+        cls: the dataclass.
+        given: an instance; a mapping from names to values; or None for the defaults.
+        argument: what the caller passed it as, for errors.
+
+    Raises:
+        ParallelError: an unknown name, or a value of another type; both are named.
+    """
+    if isinstance(given, cls):
+        given = vars(given)  # a dataclass does not check its types by itself
+    if given is None:
+        return cls()
+    if not isinstance(given, Mapping):
+        raise ParallelError(f"{argument} is {given!r}; it takes {cls.__name__}(…) or a dict of the same words")
+    try:
+        return dacite.from_dict(cls, given, dacite.Config(strict=True))
+    except dacite.UnexpectedDataError as error:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        wrong = min(error.keys)
+        raise ParallelError(f"{argument} has no option {wrong!r}{did_you_mean(wrong, known)}") from None
+    except dacite.WrongTypeError as error:
+        raise ParallelError(
+            f"{argument}: {error.field_path} is {error.value!r}; it takes {_words(error.field_type)}"
+        ) from None
+
+
+def did_you_mean(wrong: str, known: list[str]) -> str:
+    """` (did you mean 'timeout'?)`, or the names there are where none is near."""
+    near = difflib.get_close_matches(wrong, known, 1)
+    return f" (did you mean {near[0]!r}?)" if near else f"; it takes {', '.join(known)}"
+
+
+def _words(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("NoneType", "None")
