@@ -24,7 +24,7 @@ _DTYPES = (torch.int32, torch.float32, torch.float16, torch.bool, torch.complex6
 
 def figures(count: int, seed: int) -> list[Figure]:
     """Every invalid request gives an error that says something, or what the whole model gives."""
-    whole, model = gpt2(), parallelize(gpt2(), 2, device="cpu", timeout=60)
+    whole, model = gpt2(), parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": 60})
     pids = deployment_of(model).pids
     outcomes: Counter[str] = Counter()
     for method, args, kwargs in tqdm(invalid_inputs(random.Random(seed), count), "inputs", count, disable=None):

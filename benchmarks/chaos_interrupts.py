@@ -69,7 +69,7 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
     ids, model, found = token_ids(rows=1), gpt2(), Found()
     with torch.no_grad():
         logits, tokens = model(ids).logits, _tokens(model, ids)
-    _ = parallelize(model, 2, device="cpu") if group is None else parallelize(model, group=group)
+    _ = parallelize(model, 2, workers={"device": "cpu"}) if group is None else parallelize(model, workers=group)
     calls: tuple[Callable[[], Any], ...] = (
         lambda: model(ids),
         lambda: _tokens(model, ids),

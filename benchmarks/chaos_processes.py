@@ -70,7 +70,7 @@ def _be_a_parent(folder: str, backend: str, announce: int) -> None:
     try:
         tempfile.tempdir = folder
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        model = parallelize(gpt2(), 2, device="cpu", backend=backend)
+        model = parallelize(gpt2(), 2, workers={"device": "cpu", "backend": backend})
         os.write(announce, b"!")
         while True:
             model.generate(token_ids(), max_new_tokens=8, do_sample=False)
@@ -85,7 +85,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 inputs = text_inputs(); model = gpt2(); want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-_ = parallelize(model, 2, device="cpu"); pids = deployment_of(model).pids
+_ = parallelize(model, 2, workers={"device": "cpu"}); pids = deployment_of(model).pids
 def right(): return torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)
 """
 _LOOPS = (
@@ -132,7 +132,7 @@ def cycles(count: int, seed: int) -> list[Figure]:
     states = []
     with _captured() as printed:
         for _ in range(count + 2):
-            parallelize(model, 2, device="cpu")
+            parallelize(model, 2, workers={"device": "cpu"})
             model(ids)
             model.deparallelize()
             states.append((me.num_fds(), threading.active_count(), len(me.children()), me.memory_info().rss))

@@ -68,7 +68,7 @@ def raises(count: int, seed: int) -> list[Figure]:
     source, model, want = random.Random(seed), gpt2(), _wanted()
     pauses = [source.randrange(2, 5) for _ in range(count)]
     model.transformer.h[1].register_forward_pre_hook(RaiseEvery(list(pauses)))
-    parallelize(model, 2, device="cpu")
+    parallelize(model, 2, workers={"device": "cpu"})
     pids, seconds, wrong, unnamed = deployment_of(model).pids, [], 0, 0
     for pause in tqdm(pauses, "raises", disable=None):
         wrong += sum(not _is_right(model, want) for _ in range(pause - 1))
@@ -92,7 +92,7 @@ def raises(count: int, seed: int) -> list[Figure]:
 def stops(count: int, seed: int) -> list[Figure]:
     """Stop a rank, ask, and ask again."""
     source, want = random.Random(seed), _wanted()
-    model = parallelize(gpt2(), 2, device="cpu", max_restarts=count + 1)
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": count + 1})
     late, untyped, lost = [], 0, 0
     for _ in tqdm(range(count), "stops", disable=None):
         deployment_of(model).ready(time.monotonic() + _RESTART_SECONDS)
@@ -115,7 +115,7 @@ def stops(count: int, seed: int) -> list[Figure]:
 def memory(count: int, seed: int) -> list[Figure]:
     """Take memory away from one worker, or both, ask for more than is left, and give it back."""
     source, want = random.Random(seed), _wanted()
-    model = parallelize(gpt2(), 2, device="cpu")
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"})
     pids, untyped, wrong, seconds = deployment_of(model).pids, 0, 0, []
     many = torch.ones(1024, 60, dtype=torch.long)  # activations of some hundred megabytes
     for _ in tqdm(range(count), "memory", disable=None):
@@ -144,7 +144,7 @@ def limit(count: int, seed: int) -> list[Figure]:
     source, want = random.Random(seed), _wanted()
     seconds, untyped, lost = [], 0, 0
     for _ in tqdm(range(count), "limit", disable=None):
-        model = parallelize(gpt2(), 2, device="cpu", max_restarts=1)
+        model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": 1})
         for _ in range(2):
             deployment_of(model).ready(time.monotonic() + _RESTART_SECONDS)
             before = deployment_of(model).pids

@@ -90,7 +90,7 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
     """
     source, found, lock = random.Random(seed), Storm(), threading.Lock()
     jobs, wanted = _jobs(source, calm)
-    model = parallelize(gpt2(), 2, device="cpu", timeout=PATIENCE_SECONDS, max_restarts=10 * kills)
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": PATIENCE_SECONDS, "max_restarts": 10 * kills})
     phases = [Phase() for _ in range(threads)]
     killed: list[float] = []
     left = iter(range(requests))
@@ -167,7 +167,9 @@ def _jobs(source: random.Random, group: WorkerGroup | None) -> tuple[list[Job], 
             )
         )
     # Seeded draws are checked against one worker group in peace: the stream of one process is the caller's own.
-    calm = parallelize(gpt2(), group=group) if group is not None else parallelize(gpt2(), 2, device="cpu")
+    calm = (
+        parallelize(gpt2(), workers=group) if group is not None else parallelize(gpt2(), 2, workers={"device": "cpu"})
+    )
     wanted = [job(calm, Phase()) for job in jobs]
     whole = calm.deparallelize()
     for number in (0, 2, 3, 5):

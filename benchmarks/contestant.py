@@ -46,7 +46,7 @@ def load(kind: str, directory: str) -> Any:
     if kind == "ours":
         from parallelformers_ng import parallelize
 
-        model = parallelize(model, int(os.environ["RANKS"]), device="cpu")
+        model = parallelize(model, int(os.environ["RANKS"]), workers={"device": "cpu"})
     return model
 
 

@@ -63,9 +63,9 @@ def main() -> None:
 
     whole = build(options.layers)
     weights = sum(p.nbytes for p in whole.parameters())
-    cut = parallelize(build(options.layers), 1, device="cuda")
-    compiled = parallelize(build(options.layers), 1, device="cuda", compile=True)
-    captured = parallelize(build(options.layers), 1, device="cuda", cuda_graphs=True)
+    cut = parallelize(build(options.layers), 1, workers={"device": "cuda"})
+    compiled = parallelize(build(options.layers), 1, workers={"device": "cuda"}, decode="compile")
+    captured = parallelize(build(options.layers), 1, workers={"device": "cuda"}, decode="cuda_graphs")
     want = whole.generate(prompt.cuda(), **how).cpu()
     # The first call of the latter two compiles, or captures.
     for name, model in {"as it is": cut, "compiled": compiled, "captured": captured}.items():

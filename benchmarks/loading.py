@@ -112,11 +112,11 @@ def check_round_trip(directory: Path, ranks: int) -> dict[str, Any]:
     from parallelformers_ng import parallelize, save_sharded
 
     saved = directory / "saved"
-    with parallelize(str(directory), ranks, device="cpu") as model:
+    with parallelize(str(directory), ranks, workers={"device": "cpu"}) as model:
         start = time.perf_counter()
         save_sharded(model, saved, progress=False)
         seconds = time.perf_counter() - start
-    model = parallelize(saved, ranks + 1, device="cpu")
+    model = parallelize(saved, ranks + 1, workers={"device": "cpu"})
     state = model.deparallelize().state_dict()
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         names = list(file.keys())

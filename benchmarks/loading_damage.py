@@ -40,7 +40,7 @@ def sweep(ranks: int) -> dict[str, int]:
                     start = time.monotonic()
                     outcome = "wrong"
                     try:
-                        loaded = parallelize(broken.directory, group=group).deparallelize().state_dict()
+                        loaded = parallelize(broken.directory, workers=group).deparallelize().state_dict()
                         if all(torch.equal(loaded[name], state[name]) for name in state):
                             outcome = "bit-equal"
                         del loaded

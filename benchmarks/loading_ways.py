@@ -69,11 +69,11 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
     if options.way == "ours_new":
-        return timed(lambda: parallelize(options.directory, options.ranks, device="cpu"), options)[0]
+        return timed(lambda: parallelize(options.directory, options.ranks, workers={"device": "cpu"}), options)[0]
     with start_group(options.ranks, device="cpu") as group:
         memory = Memory([os.getpid(), *group.pids]) if options.sampled else None
         load: Callable[[str], Any] = LlamaForCausalLM.from_pretrained if options.way == "given" else str
-        result, model = timed(lambda: parallelize(load(options.directory), group=group), options)
+        result, model = timed(lambda: parallelize(load(options.directory), workers=group), options)
         if memory is not None:
             plan = model.shard_plan
             largest = max(tensor.bytes_whole for tensor in plan.stored())

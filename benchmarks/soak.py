@@ -30,7 +30,7 @@ def build() -> Any:
         vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=3, pad_token_id=0, eos_token_id=None, bos_token_id=1,
     )  # fmt: skip
-    return parallelize(LlamaForCausalLM(config).eval(), 2, device="cpu")
+    return parallelize(LlamaForCausalLM(config).eval(), 2, workers={"device": "cpu"})
 
 
 def threads(model: Any, count: int, calls: int) -> int:
@@ -102,12 +102,12 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
-    demo = parallelize(AutoModelForCausalLM.from_pretrained(DEMO_MODEL), 2, device="cpu")
+    demo = parallelize(AutoModelForCausalLM.from_pretrained(DEMO_MODEL), 2, workers={"device": "cpu"})
     real = loops(demo)
     measure.report("64 tokens of the demo's model (4 layers of 192)", "s", real, against="generate")
     demo.deparallelize()
     config = LlamaConfig(**SHAPES["135M"], eos_token_id=None, pad_token_id=0, tie_word_embeddings=True)
-    usual = parallelize(LlamaForCausalLM(config).eval(), 2, device="cpu")
+    usual = parallelize(LlamaForCausalLM(config).eval(), 2, workers={"device": "cpu"})
     small = loops(usual, 16)
     measure.report("16 tokens of a model of 135M parameters", "s", small, against="generate")
     usual.deparallelize()

@@ -15,7 +15,8 @@ _IMPORT = "import time; t = time.perf_counter(); import torch; from transformers
 _TINY = (
     "from transformers import LlamaConfig; from parallelformers_ng import parallelize; "
     "m = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, "
-    "num_attention_heads=4, num_key_value_heads=2)); t = time.perf_counter(); parallelize(m, 2, device='cpu'); "
+    "num_attention_heads=4, num_key_value_heads=2)); t = time.perf_counter(); "
+    "parallelize(m, 2, workers={'device': 'cpu'}); "
 )
 _SHOW = "print(time.perf_counter() - t)"
 

@@ -28,7 +28,7 @@ def main() -> int:
         name = names[seed % len(names)]
         make, inputs = MODELS[name]
         with start_group(args.ranks, device="cpu") as group:
-            walk = Walk(make(), parallelize(make(), group=group), inputs(), seed)
+            walk = Walk(make(), parallelize(make(), workers=group), inputs(), seed)
             try:
                 walk.run(args.steps)
             except Exception:

@@ -13,7 +13,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelformers_ng.api import parallelize, plan, start_group
+    from parallelformers_ng.errors import (
+        AlreadyParallelizedError,
+        ChannelClosedError,
+        CheckpointError,
+        CollectiveAbortedError,
+        DivergedError,
+        GroupClosedError,
+        GroupError,
+        NotParallelizedError,
+        NotPortableError,
+        ParallelError,
+        PlacementError,
+        PolicyError,
+        ProtocolError,
+        RequestCancelledError,
+        RequestTimeoutError,
+        RestartLimitError,
+        SharedMemoryError,
+        StaleCacheError,
+        StartupError,
+        UnsupportedModelError,
+        UnsupportedPlatformError,
+        WorkerDiedError,
+        WorkerError,
+        WrongProcessError,
+    )
     from parallelformers_ng.model.saving import save_sharded
+    from parallelformers_ng.options import WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.sharding.policy import (
         Column,
@@ -34,8 +61,13 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Column", "Experts", "Gather", "GaussianTopK", "HeadNorms", "Heads", "Norm", "Part", "Policy", "Reduce", "Renewed",
-    "Row", "Slice", "Stored", "Vocabulary", "deadline", "parallelize", "plan", "save_sharded", "start_group",
+    "AlreadyParallelizedError", "ChannelClosedError", "CheckpointError", "CollectiveAbortedError", "Column",
+    "DivergedError", "Experts", "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
+    "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
+    "PolicyError", "ProtocolError", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError",
+    "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "Stored",
+    "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
+    "WorkerOptions", "WrongProcessError", "deadline", "parallelize", "plan", "save_sharded", "start_group",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -45,6 +77,7 @@ _HOMES = {
     "plan": "api",
     "save_sharded": "model.saving",
     "start_group": "api",
+    "WorkerOptions": "options",
 }
 
 
@@ -69,7 +102,7 @@ _find_policies()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name, "sharding.policy")
+    home = _HOMES.get(name, "errors" if name.endswith("Error") else "sharding.policy")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

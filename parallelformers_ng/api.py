@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.proof import prove_custom
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.checkpoint.location import Location, check_directory
+from parallelformers_ng.checkpoint.load_options import Source, read_source, refuse_options
+from parallelformers_ng.checkpoint.opening import open_source
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.source import Checkpoint, fill_skeleton, load_skeleton, prepare_conversions
-from parallelformers_ng.cuda_graphs.modes import static_steps
+from parallelformers_ng.checkpoint.source import Checkpoint, prepare_conversions
+from parallelformers_ng.cuda_graphs.modes import Decode, static_steps
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
     ParallelError,
@@ -26,7 +27,7 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.model.deployment import RUNNER, Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
-from parallelformers_ng.runtime.deadline import checked_seconds
+from parallelformers_ng.options import OF_A_MODEL, WorkerOptions, read_options
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.startup import check_backend
@@ -51,33 +52,16 @@ def parallelize(
     fp16: bool = False,
     *,
     weights: str | os.PathLike[str] | None = None,
+    model_class: type[PreTrainedModel] | None = None,
     dtype: torch.dtype | str | None = None,
-    device: str = "auto",
-    device_ids: Sequence[int] | None = None,
     custom_policies: CustomPolicies = None,
+    workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
+    decode: Decode = "auto",
+    seed: int | None = None,
     prove: bool = True,
     verbose: Literal["simple", "detail"] | None = None,
-    seed: int | None = None,
-    compile: bool | CompileConfig = False,
-    cuda_graphs: bool = False,
-    backend: str = "auto",
-    timeout: float = 600.0,
-    start_timeout: float = 120.0,
-    group: WorkerGroup | None = None,
-    host_copy: bool = False,
-    restart: bool = True,
-    max_restarts: int = 3,
-    restart_window: float = 60.0,
-    model_class: type[PreTrainedModel] | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    subfolder: str = "",
-    variant: str | None = None,
-    trust_remote_code: bool = False,
-    load_options: Mapping[str, Any] | None = None,
     progress: bool = True,
+    **load_options: Any,
 ) -> Any:
     """Cut `model` over several devices, one worker process each, in place.
 
@@ -90,33 +74,25 @@ def parallelize(
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
         fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
         weights: the directory or model id that has the weights of a model on `meta`.
+        model_class: the class to load a path as; by default the one that its configuration names.
         dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`. "auto", as None: as
             `from_pretrained` chooses, or as the model is.
-        device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
-        device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
         custom_policies: a Policy class or a list of them; they come before the written ones.
-        prove: accept custom policies only if a tiny random twin of the model gives, cut by them, what it gives whole:
-            seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
-        verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
+        workers: where the workers run and how long they are waited for: `WorkerOptions`, or a dict of the same words
+            (`{"device": "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and
+            goes on running when its parallelization ends; `num_gpus` is then the group's.
+        decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
+            fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
+            "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
+            once; never run on a GPU, unmeasured. "auto" is "eager".
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
-        compile: run the decode steps of `generate` through `torch.compile`, over caches of a fixed size; how, as
-            transformers' `CompileConfig` says it. The first call waits for the compiler.
-        cuda_graphs: capture the decode steps of `generate` in CUDA graphs, over caches of a fixed size, instead of
-            compiling them; what cannot be captured runs as it is, and a warning says why, once. Without a CUDA device
-            it does nothing but say so. Never run on a GPU: unmeasured.
-        backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
-        timeout: seconds that a request may take.
-        start_timeout: seconds until the workers must be ready.
-        group: workers from `start_group` to use instead of new ones; they serve one model at a time and go on running
-            when its parallelization ends. `num_gpus`, `device`, `backend` and the timeouts are then the group's.
-        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
-            memory is the shards, and is always kept.
-        restart: start new workers when one died, where the weights are kept.
-        max_restarts: more than this many within `restart_window` seconds, and the model stays down.
-        model_class: the class to load a path as; by default the first of its configuration's `architectures`.
-        revision, token, cache_dir, local_files_only, subfolder, variant, trust_remote_code: as in `from_pretrained`.
-        load_options: its further arguments: `{"attn_implementation": "eager", "key_mapping": …}`.
+        prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
+            whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
+        verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
         progress: show a progress bar where standard error is a terminal, now and when weights are gathered.
+        load_options: for a path: arguments of `from_pretrained` (`revision`, `token`, `cache_dir`, `local_files_only`,
+            `subfolder`, `variant`, `trust_remote_code`, `attn_implementation`, `key_mapping`, …), and attributes of the
+            configuration that are to differ (`num_labels=3`).
 
     Returns:
         The same model, or the one that was loaded.
@@ -129,55 +105,50 @@ def parallelize(
         PolicyError: a custom policy does not fit the model, or is wrong, or cannot be proven.
         StartupError: a worker could not start. The model is as it was before.
         SharedMemoryError: the system has no memory for the shards. The model is as it was before.
-        ParallelError: another argument has a value that it does not take.
+        ParallelError: another argument has a value that it does not take, or there is none of that name.
     """
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
-    if group is None:
-        make_group = _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)
-        world_size, kind = make_group.args
-    else:
-        make_group, world_size, kind = None, group.world_size, group.device_names[0].partition(":")[0]
+    options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
+    make_group: Callable[..., WorkerGroup] | None = None
+    if isinstance(workers, WorkerGroup):
+        world_size, kind = workers.world_size, workers.device_names[0].partition(":")[0]
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
+    else:
+        make_group = maker = _group_maker(num_gpus, options)
+        world_size, kind = maker.args
     target = _target_dtype(fp16, dtype)
-    steps, unlike_asked = static_steps(compile, cuda_graphs, kind, world_size)
+    steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
-    location = None
-    if weights is not None or isinstance(model, (str, os.PathLike)):
-        place = os.fspath(model if weights is None else weights)
-        cache = None if cache_dir is None else os.fspath(cache_dir)
-        location = Location(place, revision, token, cache, local_files_only, subfolder, variant)
-        check_directory(location)
-    if not isinstance(model, (str, os.PathLike)):
-        _check_model(model)
+    source = _source(model, weights, model_class, load_options)
     loaded: Any = model
-    workers = group if make_group is None else make_group(wait=False)  # they import torch while this process plans
-    assert workers is not None
+    # They import torch while this process plans.
+    group = workers if isinstance(workers, WorkerGroup) else maker(wait=False)
     try:
-        if location is not None:
-            loaded = _open(model, location, model_class, target, trust_remote_code, load_options)
+        if source is not None:
+            loaded = open_source(source, model, target)
         sharding = _make_plan(loaded, world_size, custom_policies, target)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size)
         deployment = Deployment(
             loaded,
             sharding,
-            workers,
+            group,
             make_group,
-            keep_weights=kind == "cpu" or host_copy,
-            restart=restart,
-            limit=RestartLimit(max_restarts, restart_window),
-            checkpoint=None if location is None else Checkpoint.take(loaded, sharding),
+            keep_weights=kind == "cpu" or options.host_copy,
+            restart=options.restart,
+            limit=RestartLimit(options.max_restarts, options.restart_window),
+            checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
             show_progress=progress,
         )
-        what = "cutting" if location is None else "loading"
+        what = "cutting" if source is None else "loading"
         with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
             deployment.start(loaded, advance)
     except BaseException:
         if make_group is not None:
-            workers.close()
+            group.close()
         raise
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
@@ -188,24 +159,27 @@ def parallelize(
     return loaded
 
 
-def start_group(
-    num_gpus: int | None = None,
-    *,
-    device: str = "auto",
-    device_ids: Sequence[int] | None = None,
-    backend: str = "auto",
-    timeout: float = 600.0,
-    start_timeout: float = 120.0,
-) -> WorkerGroup:
+def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
     """Start workers that serve one model after another, so that only the first pays for their start.
 
-    `with start_group(2) as group: parallelize(model, group=group)`. The arguments are those of `parallelize`.
+    `with start_group(2) as group: parallelize(model, workers=group)`.
+
+    Args:
+        num_gpus: as in `parallelize`.
+        options: `device`, `device_ids`, `backend`, `timeout` and `start_timeout` of `WorkerOptions`. The others belong
+            to a model, whose weights a new group would need; a group given to `parallelize` is not restarted.
 
     Raises:
         PlacementError: there are not as many devices as asked for.
         StartupError: a worker could not start.
+        ParallelError: an option has a value that it does not take, or there is none of that name.
     """
-    group = _group_maker(num_gpus, device, device_ids, backend, timeout, start_timeout)(wait=False)
+    for name in OF_A_MODEL:
+        if name in options:
+            raise ParallelError(
+                f"start_group takes no {name}: a group that serves one model after another is not restarted"
+            )
+    group = _group_maker(num_gpus, read_options(WorkerOptions, options, "start_group"))(wait=False)
     try:
         # While the workers import torch, this process makes ready what it will plan and load with.
         written_policies()
@@ -244,46 +218,43 @@ def plan(
     return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
 
 
-def _open(
+def _source(
     model: Any,
-    location: Location,
+    weights: str | os.PathLike[str] | None,
     model_class: type[PreTrainedModel] | None,
-    dtype: torch.dtype | None,
-    trust_remote_code: bool,
-    options: Mapping[str, Any] | None,
-) -> PreTrainedModel:
-    """A model whose weights have not been read yet."""
-    if isinstance(model, PreTrainedModel):
-        fill_skeleton(model, location, dtype)
-        return model
-    return load_skeleton(
-        location, model_class=model_class, dtype=dtype, trust_remote_code=trust_remote_code, options=options
-    )
+    given: Mapping[str, Any],
+) -> Source | None:
+    """The checkpoint that the weights come from, None where the model has them; every argument for it acts or is
+    refused."""
+    if isinstance(model, (str, os.PathLike)):
+        if weights is not None:
+            raise ParallelError("weights is for a model on meta; a path has its own")
+        source = read_source(os.fspath(model), given)
+        source.model_class = model_class
+        return source
+    _check_model(model)
+    if model_class is not None:
+        raise ParallelError(f"model_class is for loading a path, and the model given is a {type(model).__name__}")
+    if weights is None:
+        refuse_options(given, "the model given is loaded already")
+        return None
+    return read_source(os.fspath(weights), given, of_its_own=False)
 
 
-def _group_maker(
-    num_gpus: int | None,
-    device: str,
-    device_ids: Sequence[int] | None,
-    backend: str,
-    timeout: float,
-    start_timeout: float,
-) -> functools.partial[WorkerGroup]:
+def _group_maker(num_gpus: int | None, options: WorkerOptions) -> functools.partial[WorkerGroup]:
     """Check where the workers go; starting them is left to the caller, who may have to do it again."""
     check_platform()
-    world_size, kind = placement(num_gpus, device, device_ids)
-    check_backend(backend, kind, device_ids)
-    checked_seconds(timeout, "timeout")
-    checked_seconds(start_timeout, "start_timeout")
+    world_size, kind = placement(num_gpus, options.device, options.device_ids)
+    check_backend(options.backend, kind, options.device_ids)
     return functools.partial(
         WorkerGroup,
         world_size,
         kind,
         target=RUNNER,
-        device_ids=device_ids,
-        backend=backend,
-        timeout=timeout,
-        start_timeout=start_timeout,
+        device_ids=options.device_ids,
+        backend=options.backend,
+        timeout=options.timeout,
+        start_timeout=options.start_timeout,
     )
 
 

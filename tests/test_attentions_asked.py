@@ -94,7 +94,7 @@ def test_weights_of_all_heads(
     whole, model = eager(make()), eager(make())
     with torch.no_grad():
         want = ask(whole)
-    with parallelize(model, group=groups(world_size)):
+    with parallelize(model, workers=groups(world_size)):
         got = ask(model)
     assert_same(_tensors(got), _tensors(want))
     assert _attentions(want)
@@ -121,7 +121,7 @@ def test_modelling_code_that_looks_at_the_weights(groups: Groups) -> None:
     whole, model = (build(Rollout, config, attention="eager") for _ in range(2))
     with torch.no_grad():
         want = whole(token_ids())
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         assert_same(model(token_ids()), want)
 
 
@@ -191,7 +191,7 @@ def test_a_compiled_step_gives_the_weights_of_all_heads(groups: Groups) -> None:
     whole, how = eager(decoder("Llama")), {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     want = whole.generate(**text_inputs(), **how, output_attentions=True, cache_implementation="static")
     traced = CompileConfig(backend="eager", mode=None, fullgraph=True)
-    with parallelize(eager(decoder("Llama")), group=groups(2), compile=traced) as model:
+    with parallelize(eager(decoder("Llama")), workers=groups(2), decode=traced) as model:
         got = model.generate(**text_inputs(), **how, output_attentions=True)
         assert torch.equal(got.sequences, want.sequences)
         assert_same(got.attentions, want.attentions)
@@ -207,7 +207,7 @@ def test_weights_in_an_object_that_is_not_looked_into_are_refused_in_words(group
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
-    with parallelize(build(Hidden, config, attention="eager"), group=groups(2)) as model:
+    with parallelize(build(Hidden, config, attention="eager"), workers=groups(2)) as model:
         with pytest.raises(ParallelError, match="one rank has those of its own heads alone"):
             model(token_ids())
         assert model.get_input_embeddings()(token_ids()).shape == (2, 7, 32)  # and the ranks go on

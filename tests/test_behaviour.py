@@ -32,13 +32,13 @@ def pair(request, groups) -> Iterator[Pair]:
     for model in models:
         model.set_attn_implementation("eager")
     inputs = seq2seq_inputs() if request.param == "t5" else text_inputs()
-    with parallelize(models[1], group=groups(2)) as parallel:
+    with parallelize(models[1], workers=groups(2)) as parallel:
         yield Pair(models[0], parallel, inputs)
 
 
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Pair]:
-    with parallelize(decoder("Llama"), group=groups(2)) as parallel:
+    with parallelize(decoder("Llama"), workers=groups(2)) as parallel:
         yield Pair(decoder("Llama"), parallel, text_inputs())
 
 
@@ -134,7 +134,7 @@ def test_methods_of_the_modelling_class_run_on_the_workers(groups) -> None:
     whole, inputs = clip.make(), clip.inputs()
     with torch.no_grad():
         want = whole.get_image_features(pixel_values=inputs["pixel_values"])
-    with parallelize(clip.make(), group=groups(2)) as model:
+    with parallelize(clip.make(), workers=groups(2)) as model:
         assert_same(model.get_image_features(pixel_values=inputs["pixel_values"]), want)
 
 
@@ -162,7 +162,7 @@ def test_saving_while_parallelized(llama: Pair, tmp_path) -> None:
 
 def test_config_edits_are_honoured(groups) -> None:
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
             each.config.output_hidden_states = True
         got = model(**text_inputs())
@@ -173,7 +173,7 @@ def test_config_edits_are_honoured(groups) -> None:
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
 def test_edits_of_a_configuration_that_the_model_copied_are_honoured(groups, part) -> None:
     whole, inputs = FAMILIES["t5"](), seq2seq_inputs()
-    with parallelize(FAMILIES["t5"](), group=groups(2)) as model:
+    with parallelize(FAMILIES["t5"](), workers=groups(2)) as model:
         assert model.get_submodule(part).config is not model.config
         model(**inputs)
         for each in (whole, model):
@@ -186,7 +186,7 @@ def test_edits_of_a_configuration_that_the_model_copied_are_honoured(groups, par
 
 def test_edits_of_a_configuration_that_a_part_was_given_later_are_honoured(groups) -> None:
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
             each.model.config = copy.deepcopy(each.config)
         assert_same(model(**text_inputs()), whole(**text_inputs()))
@@ -199,7 +199,7 @@ def test_edits_of_a_configuration_that_a_part_was_given_later_are_honoured(group
 
 def test_edits_of_how_a_model_within_the_model_generates_are_honoured(groups) -> None:
     whole, inputs = blip(), {**image_inputs(), "input_ids": token_ids()}
-    with parallelize(blip(), group=groups(2)) as model:
+    with parallelize(blip(), workers=groups(2)) as model:
         lengths = []
         for length in (9, 12):
             for each in (whole, model):
@@ -213,7 +213,7 @@ def test_edits_of_how_a_model_within_the_model_generates_are_honoured(groups) ->
 
 def test_a_configuration_that_is_replaced_leaves_those_of_the_parts_as_they_are(groups) -> None:
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
             each.config = copy.deepcopy(each.config)
             each.config.output_hidden_states = True
@@ -224,7 +224,7 @@ def test_the_end_of_it(groups) -> None:
     model = decoder("Llama", tied=True)
     with torch.no_grad():
         want = model(**text_inputs()).logits
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     with pytest.warns(UserWarning, match=r"\.cpu\(\) ends the parallelization"):
         model.cpu()
     with torch.no_grad():

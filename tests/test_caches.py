@@ -24,7 +24,7 @@ from tests.zoo.seq2seq import t5
 
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Pair]:
-    with parallelize(decoder("Llama"), group=groups(2)) as parallel:
+    with parallelize(decoder("Llama"), workers=groups(2)) as parallel:
         yield Pair(decoder("Llama"), parallel, text_inputs())
 
 
@@ -91,7 +91,7 @@ def test_an_encoder_decoder_cache(groups) -> None:
 
     with torch.no_grad():
         want = play(t5())
-    with parallelize(t5(), group=groups(2)) as model:
+    with parallelize(t5(), workers=groups(2)) as model:
         assert largest_difference(play(model), want) <= 1e-4
 
 
@@ -135,7 +135,7 @@ def test_the_halves_of_an_encoder_decoder_cache(groups) -> None:
 
     with torch.no_grad():
         want = play(t5())
-    with parallelize(t5(), group=groups(2)) as model:
+    with parallelize(t5(), workers=groups(2)) as model:
         assert play(model) == want
         gc.collect()
         model(**seq2seq_inputs(), use_cache=False)
@@ -154,5 +154,5 @@ def test_a_half_goes_to_the_decoder_alone_and_comes_back(groups) -> None:
 
     with torch.no_grad():
         want = play(t5())
-    with parallelize(t5(), group=groups(2)) as model:
+    with parallelize(t5(), workers=groups(2)) as model:
         assert_same(play(model), want)

@@ -1,4 +1,4 @@
-"""`parallelize(cuda_graphs=True)`: recorded steps give the same tokens, are recorded once, and give way to others.
+"""`parallelize(decode="cuda_graphs")`: recorded steps give the same tokens, are recorded once, and give way to others.
 
 On the CPU the operators of a step stand in for a CUDA graph: see `operator_recorder.py`.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from parallelformers_ng import entry, parallelize
+from parallelformers_ng import api, parallelize
 from parallelformers_ng.cuda_graphs.modes import CAPTURED
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs, token_ids
@@ -55,13 +55,13 @@ def pair(recorded_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`parallelize` asks for what it asks for where there is a CUDA device."""
-    monkeypatch.setattr(entry, "static_steps", lambda *_: (CAPTURED, ""))
+    monkeypatch.setattr(api, "static_steps", lambda *_: (CAPTURED, ""))
 
 
 @contextlib.contextmanager
 def recorded(model: PreTrainedModel, group: WorkerGroup) -> Iterator[Any]:
     count(group)
-    with parallelize(model, group=group, cuda_graphs=True) as cut:
+    with parallelize(model, workers=group, decode="cuda_graphs") as cut:
         yield cut
 
 

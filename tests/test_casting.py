@@ -94,7 +94,7 @@ def test_a_cast_model_is_what_from_pretrained_gives(
     model = saved(make, tmp_path)
     want = type(model).from_pretrained(tmp_path, dtype=torch.float16)
     inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :4]} if model.config.is_encoder_decoder else {})
-    parallelize(model, group=groups(2), fp16=True)
+    parallelize(model, workers=groups(2), fp16=True)
     got = model(**inputs).logits
     assert got.dtype == torch.float16
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_weights_of_a_model_on_meta_are_cast(groups: Callable[[int], WorkerGroup
     want = saved(m2m_100, tmp_path)
     with torch.device("meta"):
         model = type(want)(copy.deepcopy(want.config)).eval()
-    parallelize(model, group=groups(2), weights=tmp_path, fp16=True)
+    parallelize(model, workers=groups(2), weights=tmp_path, fp16=True)
     assert model(input_ids=IDS, decoder_input_ids=IDS).logits.dtype == torch.float16
     assert {tensor.dtype for tensor in tensors(model).values()} == {torch.float16}
     model.deparallelize()
@@ -124,7 +124,7 @@ def test_what_modules_believe_of_their_type_is_cast(groups: Callable[[int], Work
     made = plan(model, dtype="bfloat16").settings
     assert not before
     assert made["model.text_config_dtype"] == made["config.text_config.dtype"] == torch.bfloat16
-    parallelize(model, group=groups(2), dtype="bfloat16")
+    parallelize(model, workers=groups(2), dtype="bfloat16")
     assert model.model.text_config_dtype == model.config.text_config.dtype == torch.bfloat16
     model.deparallelize()
 

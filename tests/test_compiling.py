@@ -1,4 +1,4 @@
-"""`parallelize(compile=…)`: the same tokens, over a static cache and through `torch.compile`, or a reason why not."""
+"""`parallelize(decode="compile")`: the same tokens, over a static cache and with `torch.compile`, or why not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_same_tokens_as_whole(group_of_two: WorkerGroup) -> None:
     """`fullgraph` raises where anything in the step, a parallel layer say, is not for the compiler."""
     whole, inputs = decoder("Llama"), text_inputs()
     ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": False, "num_beams": 3}]
-    with parallelize(decoder("Llama"), group=group_of_two, compile=TRACED) as model:
+    with parallelize(decoder("Llama"), workers=group_of_two, decode=TRACED) as model:
         for way in ways:
             want = whole.generate(**inputs, **HOW, **way)
             assert torch.equal(model.generate(**inputs, **HOW, **way), want)
@@ -46,7 +46,7 @@ def test_the_same_tokens_as_whole(group_of_two: WorkerGroup) -> None:
 def test_the_steps_do_reach_the_compiler(group_of_two: WorkerGroup) -> None:
     nowhere = CompileConfig(backend="no such compiler")
     with (
-        parallelize(decoder("Llama"), group=group_of_two, compile=nowhere) as model,
+        parallelize(decoder("Llama"), workers=group_of_two, decode=nowhere) as model,
         pytest.raises(Exception, match="no such compiler"),
     ):
         model.generate(**text_inputs(), **HOW)
@@ -56,7 +56,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
     group_of_two: WorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     inputs, want = text_inputs(), decoder("Llama").generate(**text_inputs(), **HOW, do_sample=False)
-    with parallelize(decoder("Llama"), group=group_of_two, compile=TRACED) as model, caplog.at_level(logging.WARNING):
+    with parallelize(decoder("Llama"), workers=group_of_two, decode=TRACED) as model, caplog.at_level(logging.WARNING):
         for _ in range(2):
             cache = DynamicCache(config=model.config)
             assert torch.equal(model.generate(**inputs, **HOW, do_sample=False, past_key_values=cache), want)
@@ -100,4 +100,4 @@ def test_how() -> None:
     assert compile_config(True, "cuda", 2).mode == compile_config(True, "cpu", 1).mode == "default"
     assert compile_config(TRACED, "cpu", 2).fullgraph
     with pytest.raises(ParallelError, match="compile is 'max'; it takes True, False or"):
-        parallelize(decoder("Llama"), 2, device="cpu", compile="max")
+        parallelize(decoder("Llama"), 2, workers={"device": "cpu"}, decode="max")

@@ -245,7 +245,7 @@ class Counts(LogitsProcessor):
 def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
     stock, _ = models("llama")
     wanted = stock.generate(**prompt(1), max_new_tokens=6, do_sample=False)
-    model = parallelize(stock, num_gpus=2, device="cpu")
+    model = parallelize(stock, num_gpus=2, workers={"device": "cpu"})
     try:
         made = model.generate(
             **prompt(1), max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([Counts(tmp_path)])

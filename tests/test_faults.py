@@ -40,7 +40,7 @@ def want() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def model() -> Iterator[PreTrainedModel]:
     """With workers of its own, since they are killed, and replaced."""
-    model = parallelize(gpt2(), 2, device="cpu", timeout=60, max_restarts=100)
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": 60, "max_restarts": 100})
     yield model
     model.deparallelize()
 
@@ -122,7 +122,7 @@ def test_an_endless_loop_in_a_callback_runs_into_the_deadline(model, want):
 
 
 def test_a_storm_of_deaths_ends_in_a_failure_for_good_and_the_weights_come_back(want):
-    model = parallelize(gpt2(), 2, device="cpu", max_restarts=1)
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": 1})
     kill(deployment_of(model).pids[1])
     await_incarnation(model, 1)
     kill(deployment_of(model).pids[1])
@@ -134,7 +134,7 @@ def test_a_storm_of_deaths_ends_in_a_failure_for_good_and_the_weights_come_back(
 
 
 def test_without_restart_the_model_stays_down_and_gives_its_weights_back(want):
-    model = parallelize(gpt2(), 2, device="cpu", restart=False)
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "restart": False})
     kill(deployment_of(model).pids[0])
     for _ in range(2):
         with raises_promptly(WorkerDiedError):
@@ -166,7 +166,7 @@ def test_one_rank_that_raises_is_heard_and_the_group_goes_on(groups, place, want
     else:
         model.lm_head.register_forward_hook(RaiseOnce())
     group = groups(2)
-    pids = deployment_of(parallelize(model, group=group)).pids
+    pids = deployment_of(parallelize(model, workers=group)).pids
     with raises_promptly(ZeroDivisionError) as caught:
         model(ids, use_cache=True)
     assert isinstance(caught.value, WorkerError)
@@ -243,7 +243,7 @@ def test_a_streamer_that_raises_ends_the_request_on_all_ranks(model, want, kind)
 
 
 def test_two_models_at_once_and_many_threads(groups, model, want):
-    other = parallelize(gpt2(), group=groups(2))
+    other = parallelize(gpt2(), workers=groups(2))
     wrong: list[Any] = []
 
     def work(mine: PreTrainedModel) -> None:
@@ -268,8 +268,8 @@ def test_nothing_is_left_after_many_cycles(groups, want):
         model.deparallelize()
         return me.num_fds(), threading.active_count(), len(me.children(recursive=True))
 
-    before = cycle(group=group)
+    before = cycle(workers=group)
     for _ in range(9):
-        assert cycle(group=group) == before
+        assert cycle(workers=group) == before
     for _ in range(2):
-        assert cycle(num_gpus=2, device="cpu") == before
+        assert cycle(num_gpus=2, workers={"device": "cpu"}) == before

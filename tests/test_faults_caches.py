@@ -29,7 +29,7 @@ def test_a_cache_that_a_failed_request_was_writing_to_is_refused(groups, end):
     """On rank 1 the first layer then holds a token more than the second, and on rank 0 both do."""
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     model.transformer.h[1].register_forward_pre_hook(RaiseOnce(spared=1 if "error" in end else 1000))
-    parallelize(model, group=group)
+    parallelize(model, workers=group)
     cache = model(ids[:, :-1]).past_key_values
     with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
         _interrupt(model, ids, cache) if end == "an interrupt" else model(ids[:, -1:], past_key_values=cache)
@@ -53,7 +53,7 @@ def test_a_cache_outlives_a_failed_request_that_had_not_reached_it(groups):
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     with torch.no_grad():
         wanted = model(ids).logits[:, -1]
-    parallelize(model, group=group)
+    parallelize(model, workers=group)
     cache = model(ids[:, :-1]).past_key_values
     with pytest.raises(IndexError):
         model(ids[:, -1:] + 1000, past_key_values=cache)
@@ -68,7 +68,7 @@ def test_a_cache_outlives_a_failed_request_that_had_not_reached_it(groups):
 def test_a_callers_own_cache_can_be_filled_after_a_request_that_failed_to(groups):
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     model.transformer.h[1].register_forward_pre_hook(RaiseOnce())
-    parallelize(model, group=group)
+    parallelize(model, workers=group)
     cache = DynamicCache()
     with pytest.raises(ZeroDivisionError):
         model(ids, past_key_values=cache)

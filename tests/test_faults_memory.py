@@ -26,7 +26,7 @@ def test_a_worker_without_memory_raises_and_the_group_goes_on(groups, ranks):
     model, group = gpt2(), groups(2)
     with torch.no_grad():
         want = model(**text_inputs()).logits
-    parallelize(model, group=group)
+    parallelize(model, workers=group)
     for rank in ranks:
         size = psutil.Process(group.pids[rank]).memory_info().vms + (4 << 20)
         resource.prlimit(group.pids[rank], resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
@@ -44,7 +44,7 @@ def test_the_kernels_memory_killer_is_named_and_the_group_comes_back():
     model = gpt2()
     with torch.no_grad():
         want = model(**text_inputs()).logits
-    parallelize(model, 2, device="cpu", timeout=120)
+    parallelize(model, 2, workers={"device": "cpu", "timeout": 120})
     pid = deployment_of(model).pids[1]
     with memory_limit(pid, 48 << 20) as limited:
         if limited:

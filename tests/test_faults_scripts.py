@@ -28,7 +28,7 @@ model = gpt2()
 want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
 def right(): return torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)
 """
-START = "parallelize(model, 2, device='cpu')\n"
+START = "parallelize(model, 2, workers={'device': 'cpu'})\n"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ from parallelformers_ng.errors import GroupClosedError
 def too_late():
     try: right()
     except GroupClosedError as error: print("shutting down" in str(error))
-parallelize(model, 2, device="cpu")
+parallelize(model, 2, workers={"device": "cpu"})
 stopping = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())  # the server's own
 answers = queue.Queue()
@@ -113,7 +113,10 @@ KILLED = {
         "def slowly(*args): print('now', flush=True); hand_over(*args); time.sleep(60)\n"
         "deployment.hand_over = slowly\n" + START
     ),
-    "request": "parallelize(model, 2, device='cpu', backend='gloo')\nprint('now', flush=True)\nwhile True: right()\n",
+    "request": (
+        "parallelize(model, 2, workers={'device': 'cpu', 'backend': 'gloo'})\n"
+        "print('now', flush=True)\nwhile True: right()\n"
+    ),
 }
 
 
@@ -214,7 +217,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interprete
 SMALL = """
 before = os.listdir("/dev/shm")
 big = torch.ones(1, 40, 48).repeat(300, 1, 1)
-parallelize(model, 2, device='cpu')
+parallelize(model, 2, workers={'device': 'cpu'})
 print(right(), tuple(model(inputs_embeds=big).logits.shape), os.listdir("/dev/shm") == before)
 """
 FORKED = """
@@ -260,7 +263,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # of
 model = gpt2()
 if limit > 1 << 20: model.extra = torch.nn.Linear(1 << 13, 1 << 12)
 try:
-    parallelize(model, 2, device='cpu')
+    parallelize(model, 2, workers={'device': 'cpu'})
 except SharedMemoryError as error:
     print(type(error).__name__, right(), all(not tensor.is_meta for tensor in model.state_dict().values()))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

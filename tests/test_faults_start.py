@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from parallelformers_ng import deployment, parallelize, start_group
+from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
+from parallelformers_ng.model import deployment
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.processes import Processes
 from tests.patience import PROMPTLY
@@ -35,7 +36,7 @@ def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, m
 
     monkeypatch.setattr(deployment, "hand_over", hand_over_and_strike)
     with start_group(2, device="cpu", timeout=10) as group, pytest.raises(kind):
-        parallelize(model, group=group)
+        parallelize(model, workers=group)
     assert time.monotonic() - moments[0] < PROMPTLY
     with torch.no_grad():
         assert torch.equal(model(**text_inputs()).logits, want)
@@ -67,7 +68,7 @@ def test_a_group_of_another_process_is_refused_as_argument(groups):
     child = os.fork()
     if child == 0:
         try:
-            parallelize(model, group=group)
+            parallelize(model, workers=group)
         except GroupError as error:
             os._exit(7 if "must parallelize the model itself" in str(error) else 1)
         os._exit(2)
@@ -93,10 +94,10 @@ def test_a_start_that_fails_leaves_the_model_as_it_was():
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     model.transformer.extra = FailsToCopy()
     with pytest.raises(LookupError, match="nothing to build from"):
-        parallelize(model, 2, device="cpu")
+        parallelize(model, 2, workers={"device": "cpu"})
     del model.transformer.extra
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     with pytest.raises(StartupError, match="not ready within"):
-        parallelize(model, 2, device="cpu", start_timeout=0.05)
+        parallelize(model, 2, workers={"device": "cpu", "start_timeout": 0.05})
     with torch.no_grad():
         assert torch.equal(model(**text_inputs()).logits, want)

@@ -63,7 +63,7 @@ def pair(request, groups) -> Iterator[Pair]:
     models = [FAMILIES[family]() for _ in range(2)]
     for model in models:
         model.set_attn_implementation("eager")  # the one that gives attention weights
-    with parallelize(models[1], group=groups(world_size)) as parallel:
+    with parallelize(models[1], workers=groups(world_size)) as parallel:
         yield Pair(models[0], parallel, text_inputs())
 
 

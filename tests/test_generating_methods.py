@@ -30,7 +30,7 @@ def sound() -> dict[str, Any]:
 def test_whisper_with_a_processor_that_cannot_cross(groups: Groups) -> None:
     mine, theirs = Locked(), Locked()
     want = whisper().generate(**sound(), logits_processor=[theirs])
-    with parallelize(whisper(), group=groups(2)) as model:
+    with parallelize(whisper(), workers=groups(2)) as model:
         assert torch.equal(model.generate(**sound(), logits_processor=[mine]), want)
     assert (mine.steps, mine.seen) == (theirs.steps, theirs.seen)
 
@@ -39,9 +39,9 @@ def test_whisper_with_a_processor_that_cannot_cross(groups: Groups) -> None:
 def test_whisper_with_an_assistant(cut: bool, groups: Groups) -> None:
     want = whisper().generate(**sound(), assistant_model=whisper())
     assistant = whisper()
-    with parallelize(whisper(), group=groups(2)) as model:
+    with parallelize(whisper(), workers=groups(2)) as model:
         if cut:
-            parallelize(assistant, group=groups(2))
+            parallelize(assistant, workers=groups(2))
         assert torch.equal(model.generate(**sound(), assistant_model=assistant), want)
         if cut:
             assistant.deparallelize()
@@ -69,7 +69,7 @@ def answering() -> Answering:
 def test_a_method_of_the_users_that_generates(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
     mine, theirs = Locked(), Locked()
     want = answering().answer(theirs)
-    with parallelize(answering(), group=groups(2)) as model, caplog.at_level(logging.WARNING):
+    with parallelize(answering(), workers=groups(2)) as model, caplog.at_level(logging.WARNING):
         assert torch.equal(model.answer(mine), want)
         assert mine.seen == theirs.seen
         assert "answer runs in this process" in caplog.text

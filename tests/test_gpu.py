@@ -24,7 +24,7 @@ def test_parity_on_one_device(make, world_size: int) -> None:
     model, inputs = make(), text_inputs()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    parallelize(model, device="cuda", device_ids=[0] * world_size, backend="shared_memory")
+    parallelize(model, workers={"device": "cuda", "device_ids": [0] * world_size, "backend": "shared_memory"})
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)
     assert all(device == "cuda:0" and used > 0 for device, used in model.memory_allocated().items())
     model.cpu()
@@ -35,7 +35,7 @@ def test_compiled_steps() -> None:
     """By the compiler's own defaults: one rank's step becomes a CUDA graph."""
     whole, inputs = decoder("Llama"), text_inputs()
     want = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
-    with parallelize(decoder("Llama"), 1, device="cuda", compile=True) as model:
+    with parallelize(decoder("Llama"), 1, workers={"device": "cuda"}, decode="compile") as model:
         for _ in range(2):
             assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
 
@@ -54,7 +54,7 @@ def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
     """Greedy, beams and prompts of other lengths and batch sizes; nothing may run as it is, or a warning says so."""
     whole = FAMILIES[family]()
     with (
-        parallelize(FAMILIES[family](), 1, device="cuda", cuda_graphs=True) as model,
+        parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, decode="cuda_graphs") as model,
         caplog.at_level(logging.WARNING, "parallelformers_ng"),
     ):
         for length, rows, beams in ((7, 2, 1), (3, 2, 1), (9, 3, 1), (5, 4, 1), (7, 2, 3), (1, 1, 1)):
@@ -68,7 +68,7 @@ def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_sampling_goes_on_after_a_capture_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     """Falcon's list of indices is copied to the device in the midst of the step. Were that not seen beforehand, the
     capture would fail; either way the call goes on."""
-    model = parallelize(falcon(), 1, device="cuda", cuda_graphs=True)
+    model = parallelize(falcon(), 1, workers={"device": "cuda"}, decode="cuda_graphs")
     with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
         for _ in range(2):
             model.generate(**text_inputs(), max_new_tokens=8, do_sample=True)
@@ -91,7 +91,11 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
 
 
 def test_ranks_that_share_a_device_capture_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = parallelize(decoder("Llama"), device="cuda", device_ids=[0, 0], backend="shared_memory", cuda_graphs=True)
+    model = parallelize(
+        decoder("Llama"),
+        workers={"device": "cuda", "device_ids": [0, 0], "backend": "shared_memory"},
+        decode="cuda_graphs",
+    )
     want = decoder("Llama").generate(**text_inputs(), max_new_tokens=8, do_sample=False)
     with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
         assert torch.equal(model.generate(**text_inputs(), max_new_tokens=8, do_sample=False), want)
@@ -102,7 +106,7 @@ def test_ranks_that_share_a_device_capture_nothing(caplog: pytest.LogCaptureFixt
 def test_captured_steps_with_nccl(caplog: pytest.LogCaptureFixture) -> None:
     whole = decoder("Llama")
     with (
-        parallelize(decoder("Llama"), 2, device="cuda", cuda_graphs=True) as model,
+        parallelize(decoder("Llama"), 2, workers={"device": "cuda"}, decode="cuda_graphs") as model,
         caplog.at_level(logging.WARNING, "parallelformers_ng"),
     ):
         for rows in (2, 1, 2):
@@ -116,7 +120,7 @@ def test_half_precision_and_a_restart(tmp_path) -> None:
     whole, model = decoder("Llama").half().cuda(), decoder("Llama")
     with torch.no_grad():
         want = whole(**{name: tensor.cuda() for name, tensor in text_inputs().items()}).logits.float().cpu()
-    parallelize(model, 1, fp16=True, device="cuda", host_copy=True)
+    parallelize(model, 1, fp16=True, workers={"device": "cuda", "host_copy": True})
     assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
     model.cuda()
     assert model.device.type == "cuda"

@@ -22,13 +22,13 @@ def test_a_group_whose_model_was_dropped_serves_another(groups, kept):
     group = groups(2)
     with torch.no_grad():
         want = gpt2()(**text_inputs()).logits
-    model = parallelize(gpt2(), group=group)
+    model = parallelize(gpt2(), workers=group)
     assert group.in_use
     cache = model(**text_inputs(), use_cache=True).past_key_values if kept == "a cache" else None
     if kept == "a cycle":
         model.itself = [model]
     del model
-    other = parallelize(gpt2(), group=group)
+    other = parallelize(gpt2(), workers=group)
     assert torch.allclose(other(**text_inputs()).logits, want, atol=1e-5)
     assert group.in_use
     other.deparallelize()
@@ -79,7 +79,7 @@ def warn_twice(input_ids, scores):
     warnings.warn("warned: take care")
     return scores
 
-model = parallelize(gpt2(), 2, device="cpu")
+model = parallelize(gpt2(), 2, workers={"device": "cpu"})
 print("begin", flush=True)
 model.generate(**text_inputs(), max_new_tokens=1, do_sample=False, logits_processor=[warn_twice])
 model.generate(**text_inputs(), max_new_tokens=2, max_length=9, do_sample=False)

@@ -21,7 +21,7 @@ from tests.zoo.seq2seq import t5
 
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Any]:
-    with parallelize(decoder("Llama", tied=True), group=groups(2)) as model:
+    with parallelize(decoder("Llama", tied=True), workers=groups(2)) as model:
         yield model
 
 
@@ -72,7 +72,7 @@ def test_to_tie_what_is_tied_is_no_error(llama) -> None:
 
 
 def test_to_tie_what_is_not_tied_is_refused(groups) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         model.config.tie_word_embeddings = True
         with pytest.raises(ParallelError, match=r"rules out setting weight"):
             model.tie_weights()
@@ -104,7 +104,7 @@ def test_the_weights_come_back_whatever_was_done_to_the_modules(groups, force) -
     attributes = [(module, set(vars(module))) for module in model.modules()]
     with torch.no_grad():
         want = model(**text_inputs()).logits
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     force(model)
     model.deparallelize()
     assert list(model.state_dict()) == names
@@ -118,7 +118,7 @@ def test_a_forward_of_its_own_is_there_again_at_the_end(groups) -> None:
     model = gpt2()
     norm = model.transformer.ln_f
     norm.forward = own = norm.forward
-    parallelize(model, group=groups(2)).deparallelize()
+    parallelize(model, workers=groups(2)).deparallelize()
     assert vars(norm)["forward"] is own
 
 
@@ -172,7 +172,7 @@ def test_what_would_move_or_cast_a_part_is_refused(llama, cast) -> None:
 
 @pytest.mark.parametrize("target", [torch.float64, {"dtype": torch.bfloat16}, "meta"], ids=str)
 def test_a_move_that_ends_it_says_so(groups, target) -> None:
-    model = parallelize(t5(), group=groups(2))
+    model = parallelize(t5(), workers=groups(2))
     with pytest.warns(UserWarning, match=r"T5ForConditionalGeneration\.to\(\) ends the parallelization") as warned:
         model.to(**target) if isinstance(target, dict) else model.to(target)
     assert warned[0].filename == __file__
@@ -191,7 +191,7 @@ def test_a_move_to_where_nothing_is_fails_as_torch_says_and_ends_nothing(llama) 
 
 
 def test_training_is_refused_in_words(groups) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         before = model.state_dict()
         for training in (True, False):
             model.train(training)
@@ -209,7 +209,7 @@ def test_training_is_refused_in_words(groups) -> None:
 
 
 def test_outputs_are_plain_where_nobody_trains(groups) -> None:
-    with parallelize(t5(), group=groups(2)) as model:
+    with parallelize(t5(), workers=groups(2)) as model:
         assert not model(**seq2seq_inputs()).logits.requires_grad
         model.train()
         with torch.no_grad():

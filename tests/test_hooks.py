@@ -78,7 +78,7 @@ def test_what_hooks_note_is_what_they_note_of_the_whole_model(
     use(whole)
     if when == "before":
         handles = listen(model, paths, got)
-    with parallelize(model, group=groups(world_size)):
+    with parallelize(model, workers=groups(world_size)):
         if when == "after":
             handles = listen(model, paths, got)
         use(model)
@@ -105,7 +105,7 @@ def test_pre_hooks_prepended_ones_and_those_with_keyword_arguments(groups: Group
     whole, model, want, got = decoder("Llama"), decoder("Llama"), list[Any](), list[Any]()
     register(whole, want)
     use(whole)
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         register(model, got)
         use(model)
         model.model.layers[1].register_forward_hook(lambda *_: got.append("before all"), prepend=True)
@@ -127,7 +127,7 @@ def test_hooks_that_change_what_goes_in_and_out(groups: Groups) -> None:
 
     whole, plain = decoder("Llama"), decoder("Llama")
     register(whole)
-    with parallelize(decoder("Llama"), group=groups(3)) as model:
+    with parallelize(decoder("Llama"), workers=groups(3)) as model:
         handles = register(model)
         with torch.no_grad():
             assert_same(model(**text_inputs()).logits, whole(**text_inputs()).logits)
@@ -141,7 +141,7 @@ def test_hooks_that_change_what_goes_in_and_out(groups: Groups) -> None:
 def test_what_is_recorded_is_what_the_hooks_made(groups: Groups) -> None:
     asked = {"output_hidden_states": True, "output_attentions": True}
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model, torch.no_grad():
+    with parallelize(decoder("Llama"), workers=groups(2)) as model, torch.no_grad():
         for order in ("a hook before they are recorded", "a recorder before the hook"):
             handles = [m.model.layers[0].register_forward_hook(lambda *seen: seen[2] * 2) for m in (whole, model)]
             assert_same(model(**text_inputs(), **asked).hidden_states, whole(**text_inputs(), **asked).hidden_states)
@@ -190,7 +190,7 @@ def test_notes_in_objects_globals_and_on_modules(groups: Groups) -> None:
         notes["a"].append(type(module).__name__)
 
     counts: dict[str, Any] = {}
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         for name, each, recorder in (("whole", whole, theirs), ("cut", model, mine)):
             COUNT = 0
             SEEN.clear()
@@ -225,7 +225,7 @@ def test_a_hook_that_calls_modules_and_keeps_whole_outputs(groups: Groups) -> No
     whole, want, whole_outputs = decoder("Llama"), list[Any](), list[Any]()
     got, outputs = list[Any](), list[Any]()
     register(whole, want, whole_outputs)
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         register(model, got, outputs)
         for each in (whole, model):
             use(each)
@@ -245,7 +245,7 @@ def test_a_hook_on_attention_that_is_a_block_sees_all_heads(groups: Groups) -> N
         attention = each.encoder.block[0].layer[0].SelfAttention
         attention.register_forward_hook(lambda m, args, output, notes=notes: notes.append(output))
         each.encoder.block[0].register_forward_hook(lambda m, args, output, notes=notes: notes.append(output))
-    with parallelize(model, group=groups(3)):
+    with parallelize(model, workers=groups(3)):
         use(whole)
         use(model)
     assert_same(got, want)
@@ -264,7 +264,7 @@ class Failing:
 
 
 def test_what_was_noted_before_an_error_is_here(groups: Groups) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         failing, ends = Failing(3), list[Any]()
         model.model.norm.register_forward_hook(failing)
         model.register_forward_hook(lambda m, args, output: ends.append(output is None), always_call=True)
@@ -277,7 +277,7 @@ def test_what_was_noted_before_an_error_is_here(groups: Groups) -> None:
 
 
 def test_threads_take_turns(groups: Groups) -> None:
-    with parallelize(encoder("Bert"), group=groups(2)) as model:
+    with parallelize(encoder("Bert"), workers=groups(2)) as model:
         notes: list[int] = []
         model.register_forward_hook(lambda *_: notes.append(len(notes)))
         threads = [threading.Thread(target=lambda: [model(token_ids()) for _ in range(5)]) for _ in range(3)]
@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize(("register", "why"), REFUSED.values(), ids=REFUSED)
 def test_refused_in_words_and_nothing_changed(register: Callable[[Any], Any], why: str, groups: Groups) -> None:
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         with pytest.raises(ParallelError, match=why):
             register(model)
         assert not dispatcher_of(model).hooks
@@ -338,9 +338,9 @@ def test_refused_in_words_and_nothing_changed(register: Callable[[Any], Any], wh
             assert_same(model(**text_inputs()).logits, whole(**text_inputs()).logits)
     handle = register(model)
     with pytest.raises(ParallelError, match=why):
-        parallelize(model, group=groups(2))
+        parallelize(model, workers=groups(2))
     handle.remove()
-    with parallelize(model, group=groups(2)), torch.no_grad():
+    with parallelize(model, workers=groups(2)), torch.no_grad():
         assert_same(model(**text_inputs()).logits, whole(**text_inputs()).logits)
 
 
@@ -353,7 +353,7 @@ def global_hook(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def test_a_global_hook_is_refused_in_words(groups: Groups, global_hook: Callable[[], Any]) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         handle = global_hook()
         for call in (lambda: model(**text_inputs()), lambda: model.generate(**text_inputs(), **GREEDY)):
             with pytest.raises(ParallelError, match="global module hook"):
@@ -362,7 +362,7 @@ def test_a_global_hook_is_refused_in_words(groups: Groups, global_hook: Callable
         assert model(**text_inputs()).logits.shape[-1] > 0
     global_hook()
     with pytest.raises(ParallelError, match="global module hook"):
-        parallelize(model, group=groups(2))
+        parallelize(model, workers=groups(2))
 
 
 def test_an_object_that_a_hook_shares_with_a_processor_is_refused_in_words(groups: Groups) -> None:
@@ -376,7 +376,7 @@ def test_an_object_that_a_hook_shares_with_a_processor_is_refused_in_words(group
             self.calls += 1
 
     both = Both()
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         model.lm_head.register_forward_hook(both.hook)
         with pytest.raises(ParallelError, match="shares an object with a logits processor"):
             model.generate(**text_inputs(), **GREEDY, logits_processor=[both])
@@ -388,7 +388,7 @@ def test_an_object_that_a_hook_shares_with_a_processor_is_refused_in_words(group
 def test_afterwards_they_are_ordinary_hooks(groups: Groups) -> None:
     model, notes = decoder("Llama"), list[Any]()
     before = model.model.norm.register_forward_hook(lambda *_: notes.append("before"))
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         after = model.lm_head.register_forward_hook(lambda *_: notes.append("after"))
     with torch.no_grad():
         model(**text_inputs())
@@ -406,7 +406,7 @@ def test_afterwards_they_are_ordinary_hooks(groups: Groups) -> None:
 
 def test_hooks_of_state_dicts_see_whole_weights(groups: Groups) -> None:
     whole, seen = decoder("Llama"), list[Any]()
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
             layer = each.model.layers[0]
             layer.register_state_dict_post_hook(lambda m, state, prefix, _: seen.append(dict(state)))
@@ -423,7 +423,7 @@ def test_compiled_steps_stand_back(groups: Groups, caplog: pytest.LogCaptureFixt
     whole = decoder("Llama")
     listen(whole, ("model.layers.0",), want)
     tokens = whole.generate(**text_inputs(), **GREEDY)
-    with parallelize(decoder("Llama"), group=groups(2), compile=compiled) as model:
+    with parallelize(decoder("Llama"), workers=groups(2), decode=compiled) as model:
         listen(model, ("model.layers.0",), got)
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), tokens)
     assert_same(got, want)

@@ -19,8 +19,8 @@ from huggingface_hub import constants
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.checkpoint.opening import load_skeleton
 from parallelformers_ng.checkpoint.reading import read
-from parallelformers_ng.checkpoint.source import load_skeleton
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from tests.zoo.families import CASES
 
@@ -38,7 +38,8 @@ def save(directory: Path, mark: float = MARK, **options: Any) -> None:
 
 def mark_of(location: Location, **options: Any) -> float:
     """Load, and read the mark."""
-    weight = load_skeleton(location, **options).model.norm.weight
+    where = {name: value for name, value in vars(location).items() if value}
+    weight = load_skeleton(where.pop("path"), **where, **options).model.norm.weight
     held = weight if isinstance(weight, LazyTensor) else weight.data
     return read(held.node, {})[0].item()
 
@@ -184,7 +185,7 @@ def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path / "modules")
     location = Location(str(tmp_path / "model"))
     with pytest.raises(UnsupportedModelError, match="trust_remote_code=True"):
-        load_skeleton(location)
+        load_skeleton(location.path)
     assert not marker.exists()
     assert mark_of(location, trust_remote_code=True) == MARK
     assert marker.exists()
@@ -206,10 +207,10 @@ def test_a_bin_file_that_holds_code_is_refused_and_nothing_runs(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     torch.save({"weight": torch.ones(2), "bad": Payload(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged or holds more than weights"):
-        load_skeleton(Location(str(tmp_path)))
+        load_skeleton(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(str(tmp_path / "ran"))))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        load_skeleton(Location(str(tmp_path)))
+        load_skeleton(str(tmp_path))
     assert not (tmp_path / "ran").exists()
 
 
@@ -219,7 +220,7 @@ def test_a_quantized_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     quantized = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     with pytest.raises(UnsupportedModelError, match="is quantized; quantized weights cannot be cut yet"):
-        load_skeleton(Location(str(tmp_path)))
+        load_skeleton(str(tmp_path))
 
 
 def test_missing_and_unexpected_keys_are_reported_as_from_pretrained_does(
@@ -239,7 +240,7 @@ def test_missing_and_unexpected_keys_are_reported_as_from_pretrained_does(
 
     type(model).from_pretrained(tmp_path)
     (want,) = report()
-    load_skeleton(Location(str(tmp_path)), model_class=type(model))
+    load_skeleton(str(tmp_path), model_class=type(model))
     assert report() == {want}
     assert "model.norm.weight" in want
     assert "model.extra.weight" in want
@@ -249,7 +250,7 @@ def test_an_automatic_dtype_is_that_of_the_checkpoint(tmp_path: Path, groups) ->
     from parallelformers_ng import parallelize
 
     MAKE().to(torch.bfloat16).save_pretrained(tmp_path)
-    assert load_skeleton(Location(str(tmp_path))).dtype == torch.bfloat16
-    with parallelize(tmp_path, group=groups(2), dtype="auto") as model:
+    assert load_skeleton(str(tmp_path)).dtype == torch.bfloat16
+    with parallelize(tmp_path, workers=groups(2), dtype="auto") as model:
         assert model.dtype == torch.bfloat16
     assert isinstance(model, tf.LlamaForCausalLM)

@@ -195,7 +195,7 @@ def test_a_short_storm_of_interrupts(groups):
 
 def test_a_handle_that_goes_takes_no_step_in_which_an_interrupt_is_lost(groups):
     """What is raised in a finalizer is printed and dropped."""
-    model = parallelize(gpt2(), group=groups(2))
+    model = parallelize(gpt2(), workers=groups(2))
     steps = []
 
     def trace(frame: FrameType, event: str, _: Any) -> None:

@@ -177,7 +177,7 @@ def test_a_model_with_no_forward_is_held_in_parts(groups: Any) -> None:
     states = torch.randn(1, 32, 4, 4)
     with torch.no_grad():
         want = whole.encode(states)
-    with parallelize(copy.deepcopy(whole), group=groups(2)) as parallel:
+    with parallelize(copy.deepcopy(whole), workers=groups(2)) as parallel:
         got = parallel.encode(states)
         assert parallel.shard_plan.whole_share < 0.1
     assert torch.equal(got.image_tokens, want.image_tokens)
@@ -212,6 +212,6 @@ def test_and_when_it_is_parallelized(caplog: pytest.LogCaptureFixture, groups: A
     ids = torch.tensor([[5, 9, 77, 31]])
     with torch.no_grad():
         want = copy.deepcopy(whole)(ids).logits
-    with caplog.at_level(logging.WARNING, "parallelformers_ng"), parallelize(whole, group=groups(2)) as cut_model:
+    with caplog.at_level(logging.WARNING, "parallelformers_ng"), parallelize(whole, workers=groups(2)) as cut_model:
         torch.testing.assert_close(cut_model(ids).logits, want, rtol=1e-4, atol=1e-4)
     assert "stay whole on every rank" in caplog.text

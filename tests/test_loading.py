@@ -19,9 +19,9 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.files import SafetensorsFile, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.checkpoint.opening import load_skeleton
 from parallelformers_ng.checkpoint.reading import read, read_shard
-from parallelformers_ng.checkpoint.source import Checkpoint, load_skeleton
+from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
@@ -68,7 +68,7 @@ def check_shards(model: Any, want: Any, world_size: int) -> Checkpoint:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rank_reads_what_would_be_cut(name: str, world_size: int, saved: dict[str, Path]) -> None:
-    model = load_skeleton(Location(str(saved[name])))
+    model = load_skeleton(str(saved[name]))
     want = whole_model(name, saved[name])
     assert type(model) is type(want)
     assert model.state_dict().keys() == want.state_dict().keys()
@@ -77,7 +77,7 @@ def test_every_rank_reads_what_would_be_cut(name: str, world_size: int, saved: d
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dtype_is_cast_to_as_from_pretrained_does(name: str, saved: dict[str, Path]) -> None:
-    model = load_skeleton(Location(str(saved[name])), dtype=torch.bfloat16)
+    model = load_skeleton(str(saved[name]), dtype=torch.bfloat16)
     check_shards(model, whole_model(name, saved[name], dtype=torch.bfloat16), 2)
 
 
@@ -86,20 +86,20 @@ def test_bin_files_are_read(name: str, saved: dict[str, Path], tmp_path: Path) -
     want = whole_model(name, saved[name])
     want.config.save_pretrained(tmp_path)
     torch.save(want.state_dict(), tmp_path / "pytorch_model.bin")
-    check_shards(load_skeleton(Location(str(tmp_path))), want, 2)
+    check_shards(load_skeleton(str(tmp_path)), want, 2)
 
 
 def test_many_files_with_an_index_are_read(saved: dict[str, Path], tmp_path: Path) -> None:
     want = whole_model("mixtral", saved["mixtral"])
     want.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    check_shards(load_skeleton(Location(str(tmp_path))), want, 3)
+    check_shards(load_skeleton(str(tmp_path)), want, 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loaded_model_runs_and_comes_back(name: str, saved: dict[str, Path], groups) -> None:
     want, inputs = whole_model(name, saved[name]), BY_NAME[name].inputs()
-    model = parallelize(str(saved[name]), group=groups(2))
+    model = parallelize(str(saved[name]), workers=groups(2))
     assert not model.training
     with torch.no_grad():
         assert largest_difference(model(**inputs)[0], want(**inputs)[0]) <= 1e-4
@@ -114,7 +114,7 @@ def test_a_model_on_meta_takes_its_weights_from_a_directory(saved: dict[str, Pat
     want, inputs = whole_model("llama", saved["llama"]), BY_NAME["llama"].inputs()
     with torch.device("meta"):
         model = tf.LlamaForCausalLM(want.config).eval()
-    assert parallelize(model, weights=saved["llama"], group=groups(2)) is model
+    assert parallelize(model, weights=saved["llama"], workers=groups(2)) is model
     with torch.no_grad():
         assert largest_difference(model(**inputs)[0], want(**inputs)[0]) <= 1e-4
     model.deparallelize()
@@ -126,7 +126,7 @@ def test_weights_of_another_model_are_refused(saved: dict[str, Path], groups) ->
         model = tf.LlamaForCausalLM(config).eval()
         model.model.extra = torch.nn.Linear(3, 3)
     with pytest.raises(CheckpointError, match=r"holds nothing for model\.extra\.weight \[3, 3\]"):
-        parallelize(model, weights=saved["llama"], group=groups(2))
+        parallelize(model, weights=saved["llama"], workers=groups(2))
 
 
 def test_missing_keys_are_drawn_as_from_pretrained_draws_them(saved: dict[str, Path]) -> None:
@@ -134,7 +134,7 @@ def test_missing_keys_are_drawn_as_from_pretrained_draws_them(saved: dict[str, P
     torch.manual_seed(3)
     want = tf.BertForSequenceClassification.from_pretrained(saved["bert"])
     torch.manual_seed(3)
-    model = load_skeleton(Location(str(saved["bert"])), model_class=tf.BertForSequenceClassification)
+    model = load_skeleton(str(saved["bert"]), model_class=tf.BertForSequenceClassification)
     assert isinstance(model.classifier.weight, torch.nn.Parameter)
     assert not isinstance(model.classifier.weight, LazyTensor)
     checkpoint = check_shards(model, want, 2)
@@ -191,7 +191,7 @@ def test_a_cut_passes_through_operations(name: str, tmp_path: Path) -> None:
 def test_a_restarted_group_reads_the_files_again(saved: dict[str, Path], tmp_path: Path) -> None:
     want, inputs = whole_model("llama", saved["llama"]), BY_NAME["llama"].inputs()
     want.save_pretrained(tmp_path)
-    model = parallelize(tmp_path, num_gpus=2, device="cpu", timeout=60)
+    model = parallelize(tmp_path, num_gpus=2, workers={"device": "cpu", "timeout": 60})
     expected = model(**inputs)[0]
     (tmp_path / "model.safetensors").unlink()  # its name is gone; the file is held
     os.kill(deployment_of(model).pids[1], signal.SIGKILL)
@@ -216,16 +216,16 @@ def test_a_file_written_to_since_is_refused(saved: dict[str, Path], tmp_path: Pa
 
 def test_what_cannot_be_loaded_is_refused_by_name(saved: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"/nowhere is no directory"):
-        parallelize("/nowhere", 2, device="cpu")
+        parallelize("/nowhere", 2, workers={"device": "cpu"})
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        parallelize(tmp_path, 2, device="cpu")
+        parallelize(tmp_path, 2, workers={"device": "cpu"})
     config = json.loads((saved["llama"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"holds none of model\.safetensors"):
-        parallelize(tmp_path, 2, device="cpu")
+        parallelize(tmp_path, 2, workers={"device": "cpu"})
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(UnsupportedModelError, match=r"no model class NoSuchModel"):
-        parallelize(tmp_path, 2, device="cpu")
+        parallelize(tmp_path, 2, workers={"device": "cpu"})
 
 
 def test_workers_that_were_started_for_a_refused_model_are_gone(tmp_path: Path, saved: dict[str, Path]) -> None:
@@ -233,7 +233,7 @@ def test_workers_that_were_started_for_a_refused_model_are_gone(tmp_path: Path, 
     (tmp_path / "config.json").write_text((saved["llama"] / "config.json").read_text())
     before = held()
     with pytest.raises(CheckpointError, match="holds none of"):
-        parallelize(tmp_path, 2, device="cpu")
+        parallelize(tmp_path, 2, workers={"device": "cpu"})
     assert held() == before
 
 

@@ -21,7 +21,7 @@ PROMPT = text_inputs()["input_ids"]
 
 @pytest.fixture
 def model(groups) -> Any:
-    model = parallelize(gpt2(), group=groups(2))
+    model = parallelize(gpt2(), workers=groups(2))
     yield model
     model.deparallelize()
 

@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Any]:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         yield model
 
 
@@ -62,7 +62,7 @@ def test_a_pipeline_leaves_the_model_alone_where_there_is_a_gpu(llama, gpu) -> N
 def test_a_pipeline_of_an_encoder_leaves_it_alone_where_there_is_a_gpu(groups, gpu) -> None:
     options = {"task": "feature-extraction", "tokenizer": word_tokenizer()}
     want = pipeline(model=encoder("Bert", "Model"), device="cpu", **options)("w9 w17")
-    model = parallelize(encoder("Bert", "Model"), group=groups(2))
+    model = parallelize(encoder("Bert", "Model"), workers=groups(2))
     gpu()
     got = pipeline(model=model, **options)("w9 w17")
     assert torch.allclose(torch.tensor(got), torch.tensor(want), atol=1e-4)
@@ -85,7 +85,7 @@ def test_a_pipeline_for_the_cpu_works_where_there_is_no_gpu(llama, device) -> No
 
 @pytest.mark.parametrize("loop", ["workers", "here", "assistant"])
 def test_an_encoder_decoder_generates_as_before_where_there_is_a_gpu(groups, gpu, loop) -> None:
-    model = parallelize(t5(), group=groups(2))
+    model = parallelize(t5(), workers=groups(2))
     gpu()
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     inputs = seq2seq_inputs()
@@ -107,7 +107,7 @@ def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, t
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     model.hf_device_map = {"": "cpu"}  # as device_map="cpu" leaves it
     before = dict(vars(model))
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     gpu()
     assert set(model.hf_device_map.values()) == {torch.device("cpu")}
     with pytest.raises(ParallelError, match="setting hf_device_map"):
@@ -121,7 +121,7 @@ def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, t
 def test_nothing_is_left_of_the_marks_at_the_end(groups) -> None:
     model = gpt2()
     before = [(module, set(vars(module))) for module in model.modules()]
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     model(**text_inputs())
     model.deparallelize()
     assert [(module, set(vars(module))) for module in model.modules()] == before

@@ -28,7 +28,7 @@ CLASSES = (nn.Module, PreTrainedModel, GenerationMixin)
 
 @pytest.fixture
 def llama(groups) -> Iterator[Pair]:
-    with parallelize(decoder("Llama", tied=True), group=groups(2)) as parallel:
+    with parallelize(decoder("Llama", tied=True), workers=groups(2)) as parallel:
         yield Pair(decoder("Llama", tied=True), parallel, text_inputs())
 
 
@@ -225,7 +225,7 @@ def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, grou
     model = llama.parallel.deparallelize()
     assert same(seen(model.state_dict()), seen(llama.whole.state_dict()))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    parallelize(model, group=groups(2))  # for the fixture to end
+    parallelize(model, workers=groups(2))  # for the fixture to end
 
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -261,7 +261,7 @@ def test_tied_entries_of_a_state_dict_share_their_memory(llama: Pair) -> None:
 
 
 def test_a_weight_can_be_read_after_the_parallelization_has_ended(groups) -> None:
-    model = parallelize(decoder("Llama"), group=groups(2))
+    model = parallelize(decoder("Llama"), workers=groups(2))
     weight = model.model.norm.weight
     model.deparallelize()
     assert torch.equal(weight.sum(), model.model.norm.weight.sum())
@@ -292,7 +292,7 @@ def test_a_part_can_be_saved(llama: Pair, tmp_path: Path) -> None:
 
 def test_modes_and_attributes_reach_the_workers(groups) -> None:
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
             each.model.norm.variance_epsilon = 0.5
             each.model.layers[1].input_layernorm.variance_epsilon = 0.25
@@ -310,7 +310,7 @@ def test_modes_and_attributes_reach_the_workers(groups) -> None:
 
 def test_a_loss_function_that_is_set_is_used(groups) -> None:
     whole = decoder("Llama")
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
             each.loss_function = lambda logits, labels, **_: logits.mean() * 3
         ids = text_inputs()["input_ids"]
@@ -346,5 +346,5 @@ def test_input_embeddings_are_called(groups, name: str) -> None:
     whole = make()
     torch.manual_seed(0)
     ids = torch.tensor([[5, 9, 77, 31]])
-    with parallelize(make(), group=groups(2)) as model:
+    with parallelize(make(), workers=groups(2)) as model:
         assert_same(model.get_input_embeddings()(ids), whole.get_input_embeddings()(ids).detach())

@@ -94,7 +94,7 @@ def test_a_model_whose_weights_were_unpacked_is_not_quantized(groups: Callable[[
     model = marked()
     with torch.no_grad():
         want = model(IDS).logits
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     assert largest_difference(model(IDS).logits, want) <= 1e-4
     model.deparallelize()
     assert not model.is_quantized

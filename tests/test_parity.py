@@ -30,7 +30,7 @@ def test_forward_and_greedy_tokens(case: Case, world_size: int, groups) -> None:
         want = model(**inputs)
         want_tokens = model.generate(**prompt, **GREEDY) if case.generates else None
 
-    parallelize(model, group=groups(world_size))
+    parallelize(model, workers=groups(world_size))
     got = model(**inputs)
     assert type(got) is type(want)
     assert got.keys() == want.keys()
@@ -55,7 +55,7 @@ def test_attention_weights_of_all_heads(case: Case, groups) -> None:
     options = {"output_attentions": True, "output_hidden_states": True}
     with torch.no_grad():
         want = model(**inputs, **options)
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         got = model(**inputs, **options)
     for name in want:
         if "attentions" in name or "hidden_states" in name:

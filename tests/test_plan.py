@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import parallelformers_ng
 from parallelformers_ng import Column, Heads, Policy, Row, parallelize, plan
@@ -18,6 +18,7 @@ from parallelformers_ng.errors import (
     PolicyError,
     UnsupportedModelError,
 )
+from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
 from parallelformers_ng.sharding.plan import Shard
@@ -160,7 +161,7 @@ def test_policies_that_do_not_fit(policy, message: str, listed: bool) -> None:
     with pytest.raises(PolicyError, match=message):
         plan(model, custom_policies=[policy] if listed else policy)
     with pytest.raises(PolicyError, match=message):
-        parallelize(model, 2, custom_policies=[policy] if listed else policy, device="cpu")
+        parallelize(model, 2, custom_policies=[policy] if listed else policy, workers={"device": "cpu"})
     assert next(model.parameters()).device.type == "cpu", "the model is unharmed"
 
 
@@ -185,45 +186,62 @@ class Foreign(nn.Module):
         ({"num_gpus": 0}, PlacementError, "num_gpus is 0"),
         ({"num_gpus": 2.5}, PlacementError, "num_gpus is 2.5"),
         ({"num_gpus": True}, PlacementError, "num_gpus is True"),
-        ({"device": "tpu"}, PlacementError, "'auto', 'cpu' or 'cuda'"),
-        ({"device": "cpu", "device_ids": [0, 1]}, PlacementError, "device_ids"),
-        ({"num_gpus": 64, "device": "cuda"}, PlacementError, "CUDA devices are visible"),
+        ({"workers": {"device": "tpu"}}, PlacementError, "'auto', 'cpu' or 'cuda'"),
+        ({"workers": {"device": "cpu", "device_ids": [0, 1]}}, PlacementError, "device_ids"),
+        ({"num_gpus": 64, "workers": {"device": "cuda"}}, PlacementError, "CUDA devices are visible"),
         ({"fp16": True, "dtype": torch.bfloat16}, ParallelError, "contradict"),
         ({"dtype": "int8"}, ParallelError, "dtype is 'int8'"),
         ({"dtype": torch.int8}, ParallelError, "floating-point"),
         ({"verbose": "loud"}, ParallelError, "verbose is 'loud'"),
-        ({"backend": "mpi"}, ParallelError, "backend is 'mpi'"),
-        ({"timeout": 0}, ParallelError, "timeout is 0"),
+        ({"workers": {"device": "cpu", "backend": "mpi"}}, ParallelError, "backend is 'mpi'"),
+        ({"workers": {"timeout": 0}}, ParallelError, "timeout is 0"),
+        ({"workers": {"timeot": 3}}, ParallelError, "workers has no option 'timeot' .did you mean 'timeout'"),
+        ({"workers": {"timeout": "long"}}, ParallelError, "workers: timeout is 'long'; it takes int | float"),
+        ({"workers": {"restart": 1}}, ParallelError, "workers: restart is 1; it takes bool"),
+        ({"workers": WorkerOptions(device="cpu", max_restarts=0.5)}, ParallelError, "max_restarts is 0.5"),
+        ({"workers": 3}, ParallelError, "workers is 3; it takes WorkerOptions"),
+        ({"workers": {"max_restarts": -1}}, ParallelError, "max_restarts is -1"),
+        ({"decode": "fast"}, ParallelError, "decode is 'fast'"),
+        ({"device": "cpu"}, ParallelError, "takes no device: pass workers={'device': …}"),
+        ({"group": None}, ParallelError, "takes no group: pass workers=group"),
+        ({"compile": True}, ParallelError, "takes no compile: pass decode='compile'"),
+        ({"master_port": 29500}, ParallelError, "takes no master_port: the ranks meet over files"),
+        ({"daemon": True}, ParallelError, "takes no daemon"),
+        ({"device_map": "auto"}, ParallelError, "takes no device_map: the model is cut here"),
+        ({"revision": "main"}, ParallelError, "revision='main' is for loading, and the model given is loaded already"),
+        ({"num_labels": 3}, ParallelError, "no argument 'num_labels'"),
+        ({"verbos": "simple"}, ParallelError, "no argument 'verbos' .did you mean 'verbose'"),
+        ({"model_class": PreTrainedModel}, ParallelError, "model_class is for loading a path"),
     ],
     ids=str,
 )
 def test_arguments_that_make_no_sense(arguments, error, message: str) -> None:
     model = decoder("Llama")
     with pytest.raises(error, match=message):
-        parallelize(model, **{"num_gpus": 2, "device": "cpu", **arguments})
+        parallelize(model, **{"num_gpus": 2, "workers": {"device": "cpu"}, **arguments})
     assert next(model.parameters()).device.type == "cpu"
 
 
 def test_what_is_no_transformers_model() -> None:
     with pytest.raises(UnsupportedModelError, match=r"takes a transformers PreTrainedModel, not .*Foreign"):
-        parallelize(Foreign(), 2, device="cpu")
+        parallelize(Foreign(), 2, workers={"device": "cpu"})
 
 
 def test_parallelizing_twice(groups) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         with pytest.raises(AlreadyParallelizedError, match=r"deparallelize\(\) first"):
-            parallelize(model, 2, device="cpu")
+            parallelize(model, 2, workers={"device": "cpu"})
         assert model(input_ids=torch.tensor([[5]])).logits.shape == (1, 1, 131)
 
 
 def test_a_group_serves_one_model_at_a_time(groups) -> None:
     group = groups(2)
-    with parallelize(decoder("Llama"), group=group), pytest.raises(PlacementError, match="serves another model"):
-        parallelize(gpt2(), group=group)
+    with parallelize(decoder("Llama"), workers=group), pytest.raises(PlacementError, match="serves another model"):
+        parallelize(gpt2(), workers=group)
 
 
 def test_fp16_keeps_what_transformers_keeps(groups) -> None:
-    model = parallelize(decoder("Llama"), group=groups(2), fp16=True)
+    model = parallelize(decoder("Llama"), workers=groups(2), fp16=True)
     assert model.dtype == torch.float16
     assert model(input_ids=torch.tensor([[5, 6]])).logits.dtype == torch.float16
     model.deparallelize()

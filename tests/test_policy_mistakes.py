@@ -129,11 +129,11 @@ def test_a_policy_that_gives_other_numbers_is_refused(
 ) -> None:
     model = gpt2()
     with pytest.raises(PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other values than whole.*prove=False"):
-        parallelize(model, group=groups(2), custom_policies=wrong)
+        parallelize(model, workers=groups(2), custom_policies=wrong)
     with torch.no_grad():  # the model is as it was
         want = model(torch.arange(5)[None]).logits
     assert not verify_model(model, 2, wrong).equal
-    parallelize(model, group=groups(2), custom_policies=wrong, prove=False)
+    parallelize(model, workers=groups(2), custom_policies=wrong, prove=False)
     assert largest_difference(model(torch.arange(5)[None]).logits, want) > 0.1
     model.deparallelize()
 
@@ -150,11 +150,11 @@ def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], mon
         model = gpt2()
         with torch.no_grad():
             want = model(ids).logits
-        parallelize(model, group=groups(2), custom_policies=Mine)
+        parallelize(model, workers=groups(2), custom_policies=Mine)
         assert largest_difference(model(ids).logits, want) <= 1e-4
         model.deparallelize()
     assert made == ["proof"]
-    parallelize(gpt2(activation_function="relu"), group=groups(2), custom_policies=Mine).deparallelize()
+    parallelize(gpt2(activation_function="relu"), workers=groups(2), custom_policies=Mine).deparallelize()
     assert made == ["proof", "proof"]
 
 
@@ -167,7 +167,7 @@ def test_a_policy_that_no_twin_proves_is_refused(groups: Callable[[int], WorkerG
         plan = {"up": Column()}
 
     with pytest.raises(PolicyError, match=r"Extra on 2 ranks: .*prove=False"):
-        parallelize(model, group=groups(2), custom_policies=Extra)
+        parallelize(model, workers=groups(2), custom_policies=Extra)
 
 
 FILE = """

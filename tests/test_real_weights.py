@@ -18,7 +18,7 @@ def test_a_trained_decoder_says_the_same(groups) -> None:
     want = [model.generate(**each, **how) for each in inputs]
     with torch.no_grad():
         logits = model(**inputs[0]).logits
-    with parallelize(model, group=groups(2), progress=False) as parallel:
+    with parallelize(model, workers=groups(2), progress=False) as parallel:
         assert largest_difference(parallel(**inputs[0]).logits, logits) <= 1e-4
         assert all(
             torch.equal(parallel.generate(**each, **how), tokens) for each, tokens in zip(inputs, want, strict=True)
@@ -31,5 +31,5 @@ def test_a_trained_encoder_embeds_the_same(groups) -> None:
     inputs = tokenizer(PROMPTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         want = model(**inputs).last_hidden_state
-    with parallelize(model, group=groups(2), progress=False) as parallel:
+    with parallelize(model, workers=groups(2), progress=False) as parallel:
         assert largest_difference(parallel(**inputs).last_hidden_state, want) <= 1e-4

@@ -34,7 +34,7 @@ def test_without_a_device_it_says_so(groups: Callable[[int], WorkerGroup], caplo
     whole, inputs = decoder("Llama"), text_inputs()
     with (
         caplog.at_level(logging.WARNING),
-        parallelize(decoder("Llama"), group=groups(2), cuda_graphs=True) as model,
+        parallelize(decoder("Llama"), workers=groups(2), decode="cuda_graphs") as model,
     ):
         for _ in range(2):
             assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
@@ -43,10 +43,8 @@ def test_without_a_device_it_says_so(groups: Callable[[int], WorkerGroup], caplo
 
 
 def test_arguments() -> None:
-    with pytest.raises(ParallelError, match="cuda_graphs is 'yes'; it takes True or False"):
-        parallelize(decoder("Llama"), 2, device="cpu", cuda_graphs="yes")  # type: ignore[arg-type]
-    with pytest.raises(ParallelError, match="give one of them"):
-        parallelize(decoder("Llama"), 2, device="cpu", compile=True, cuda_graphs=True)
+    with pytest.raises(ParallelError, match="decode is 'yes'; it takes 'auto', 'eager', 'compile', 'cuda_graphs'"):
+        parallelize(decoder("Llama"), 2, workers={"device": "cpu"}, decode="yes")  # type: ignore[arg-type]
     assert "two caches" in static_generation(t5(), {}, CAPTURED)[1]
     sent, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
     assert (sent, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from parallelformers_ng import cli, parallelize, save_sharded
+from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.checkpoint.opening import load_skeleton
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_shard
-from parallelformers_ng.checkpoint.source import Checkpoint, load_skeleton
+from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
+from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
 from parallelformers_ng.sharding.builder import build_plan
 from tests.damage import DAMAGE, damaged, flip_weight, save_intact
@@ -39,7 +40,7 @@ def same_weights(got: Any, want: Any) -> bool:
 
 def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
     """Load as the workers would, each rank its shards, and put them together again."""
-    model = load_skeleton(Location(str(directory)))
+    model = load_skeleton(str(directory))
     plan = build_plan(model, world_size, select(model))
     checkpoint = Checkpoint.take(model, plan)
     whole = {}
@@ -55,10 +56,10 @@ def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
 def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -> None:
     """3 ranks save, 3 load, 2 load and save over what they were loaded from, 2 load again."""
     want, model = BY_NAME[name].make(), BY_NAME[name].make()
-    with parallelize(model, group=groups(3)):
+    with parallelize(model, workers=groups(3)):
         save_sharded(model, tmp_path, max_shard_size="20KB")
     for world_size in (3, 2, 2):
-        loaded = parallelize(tmp_path, group=groups(world_size))
+        loaded = parallelize(tmp_path, workers=groups(world_size))
         save_sharded(loaded, tmp_path)
         loaded.deparallelize()
         assert same_weights(loaded, want)
@@ -66,9 +67,9 @@ def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -
 
 
 def test_a_rank_reads_no_other_ranks_file(tmp_path: Path, groups) -> None:
-    with parallelize(BY_NAME["llama"].make(), group=groups(2)) as model:
+    with parallelize(BY_NAME["llama"].make(), workers=groups(2)) as model:
         save_sharded(model, tmp_path)
-    model = load_skeleton(Location(str(tmp_path)))
+    model = load_skeleton(str(tmp_path))
     plan = build_plan(model, 2, select(model))
     checkpoint = Checkpoint.take(model, plan)
     (other,) = (file for file in checkpoint.files() if "rank-00001" in file.path)
@@ -85,7 +86,7 @@ def test_save_pretrained_writes_an_ordinary_checkpoint(name: str, tmp_path: Path
     want.save_pretrained(tmp_path / "whole")
     ordinary = load_file(tmp_path / "whole" / "model.safetensors")
     for source in (BY_NAME[name].make(), tmp_path / "whole"):
-        with parallelize(source, group=groups(2)) as model:
+        with parallelize(source, workers=groups(2)) as model:
             model.save_pretrained(tmp_path / "saved", max_shard_size="60KB")
             index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
             assert index["weight_map"].keys() == ordinary.keys()
@@ -102,7 +103,7 @@ def test_arguments_that_cannot_be_served_are_refused(tmp_path: Path, groups) -> 
     model = BY_NAME["llama"].make()
     with pytest.raises(NotParallelizedError):
         save_sharded(model, tmp_path)
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         with pytest.raises(ParallelError, match=r"save_pretrained\(push_to_hub=…\)"):
             model.save_pretrained(tmp_path, push_to_hub=True)
         with pytest.raises(CheckpointError, match="max_shard_size is '5 apples'"):
@@ -129,7 +130,7 @@ def test_a_checkpoint_is_cut_from_the_shell(world_size: int, tmp_path: Path) -> 
 
 def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "saved"
-    with parallelize(BY_NAME["llama"].make(), group=groups(2)) as model:
+    with parallelize(BY_NAME["llama"].make(), workers=groups(2)) as model:
         save_sharded(model, target)
         (target / "tokenizer.json").write_text("{}")
         before = {file.name: file.read_bytes() for file in target.iterdir()}
@@ -247,7 +248,7 @@ def test_one_bar_each_shows_bytes_and_rate(tmp_path: Path, groups, monkeypatch: 
 
     def lived(progress: bool) -> str:
         monkeypatch.setattr("sys.stderr", Terminal())
-        model = parallelize(tmp_path / "whole", group=groups(2), progress=progress)
+        model = parallelize(tmp_path / "whole", workers=groups(2), progress=progress)
         model.state_dict()
         save_sharded(model, tmp_path / "cut", progress=progress)
         model.save_pretrained(tmp_path / "saved", progress=progress)
@@ -264,7 +265,7 @@ def test_one_bar_each_shows_bytes_and_rate(tmp_path: Path, groups, monkeypatch: 
 def test_an_interrupted_save_pretrained_leaves_the_previous_one(
     tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with parallelize(BY_NAME["llama"].make(), group=groups(2)) as model:
+    with parallelize(BY_NAME["llama"].make(), workers=groups(2)) as model:
         model.save_pretrained(tmp_path, max_shard_size="60KB")
         before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
         files = []
@@ -285,7 +286,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path, groups) -> None:
     model = BY_NAME["t5"].make()
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert len(tied) > len(dict(model.named_parameters()))
-    with parallelize(model, group=groups(2)):
+    with parallelize(model, workers=groups(2)):
         save_sharded(model, tmp_path / "cut")
         model.save_pretrained(tmp_path / "whole")
     index = json.loads((tmp_path / "cut" / "parallelformers_ng.index.json").read_text())

@@ -42,7 +42,7 @@ def group(request, groups) -> Iterator[WorkerGroup]:
 
 
 def _with_model(group: WorkerGroup) -> Iterator[WorkerGroup]:
-    model = parallelize(gpt2(), group=group)
+    model = parallelize(gpt2(), workers=group)
     model.generate(**text_inputs(), max_new_tokens=2, do_sample=False)
     yield group
     model.deparallelize()
@@ -149,7 +149,7 @@ def test_every_test_that_the_promises_name_exists():
 
 # Where bytes may become code, and why that is safe. One more place needs a reason here and in SECURITY.md.
 PICKLES = {
-    "runtime/decoder.py",  # after its signature was checked
+    "wire/decoder.py",  # after its signature was checked
     "checkpoint/skeleton.py",  # inside a signed pickle
     "hooks/crossing.py",  # inside a signed pickle
 }
@@ -187,7 +187,7 @@ def test_workers_import_no_code_that_a_configuration_names(groups, tmp_path, mon
     model = gpt2()
     model.config.auto_map = {"AutoModelForCausalLM": "modeling_trap.Trap", "AutoConfig": "modeling_trap.Trap"}
     model.config._name_or_path = str(tmp_path)
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     model(**text_inputs())
     model.deparallelize()
     assert not (tmp_path / "sprung").exists()

@@ -41,7 +41,7 @@ def test_plain_models_of_a_family_go_on(
     plain, model = make(), make()
     with torch.no_grad():
         want = plain(IDS).logits
-        parallelize(model, group=groups(2))
+        parallelize(model, workers=groups(2))
         assert torch.equal(plain(IDS).logits, want)
         assert largest_difference(model(IDS).logits, want) <= 1e-4
         assert torch.equal(make()(IDS).logits, want)  # one made meanwhile
@@ -59,7 +59,7 @@ def test_two_parallelized_models_may_share_what_has_no_weights(groups: Callable[
     with torch.no_grad():
         want = models[0](IDS).logits
     for model in models:
-        parallelize(model, group=groups(2))
+        parallelize(model, workers=groups(2))
     for model in models:  # the first to come is the first to go
         assert largest_difference(model(IDS).logits, want) <= 1e-4
         assert torch.equal(model.transformer.h[0].mlp.act(torch.ones(3)), nn.functional.gelu(torch.ones(3)))

@@ -11,7 +11,7 @@ from tests.walks import MODELS, Walk
 @pytest.mark.parametrize("seed", range(len(MODELS)))
 def test_a_walk(groups, seed: int) -> None:
     make, inputs = list(MODELS.values())[seed]
-    walk = Walk(make(), parallelize(make(), group=groups(2)), inputs(), seed)
+    walk = Walk(make(), parallelize(make(), workers=groups(2)), inputs(), seed)
     try:
         walk.run(20)
     except BaseException as error:

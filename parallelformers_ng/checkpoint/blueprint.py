@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.checkpoint.model_class import class_of
 
 
 def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
@@ -29,7 +29,7 @@ def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
         config: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     else:
         config = AutoConfig.from_pretrained(name, revision=revision)
-    cls = model_class(config)
+    cls = class_of(config)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=config.dtype) if config.dtype else cls._from_config(config)
     return model.eval()
@@ -38,28 +38,3 @@ def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
 def is_model_type(name: str) -> bool:
     """Whether a name stands for a type's default configuration: no file or folder is called so."""
     return not Path(name).exists() and name in transformers.CONFIG_MAPPING
-
-
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that a configuration names, else that of the most telling auto mapping.
-
-    Raises:
-        UnsupportedModelError: there is none in the installed transformers.
-    """
-    for name in config.architectures or ():
-        if (cls := getattr(transformers, name, None)) is not None:
-            return cls
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForMaskedLM,
-        AutoModel,
-    ):
-        if type(config) in auto._model_mapping:
-            cls = auto._model_mapping[type(config)]
-            return cls[0] if isinstance(cls, (list, tuple)) else cls
-    raise UnsupportedModelError(
-        f"transformers {transformers.__version__} has no model class for {type(config).__name__}"
-        f" (architectures: {config.architectures})"
-    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.checkpoint.location import Location, check_directory, read_config
 from parallelformers_ng.errors import ParallelError
@@ -51,16 +51,18 @@ class Source:
         config: its configuration, with the attributes that were passed; None where the model brings its own.
         trust_remote_code: allow code that comes with it to run here.
         options: further arguments of `from_pretrained`.
+        model_class: the class to load; None is the one that the configuration names.
     """
 
     location: Location
     config: PreTrainedConfig | None = None
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    model_class: type[PreTrainedModel] | None = None
 
 
 def refuse_options(given: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and for unknown ones."""
+    """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and unknown ones."""
     for name in given:
         _refuse_by_name(name)
         raise ParallelError(
@@ -70,13 +72,13 @@ def refuse_options(given: Mapping[str, Any], why: str) -> None:
         )
 
 
-def read_source(path: str, given: Mapping[str, Any], reads_config: bool = True) -> Source:
+def read_source(path: str, given: Mapping[str, Any], of_its_own: bool = True) -> Source:
     """Check arguments of `from_pretrained`, and read the configuration.
 
     Args:
         path: a directory or a model id of the hub.
         given: name → value. What is an attribute of the configuration overrides it.
-        reads_config: False where a model on `meta` has its own; then only where the files are can be said.
+        of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:
         ParallelError: an argument that is unknown, or refused here.
@@ -87,7 +89,7 @@ def read_source(path: str, given: Mapping[str, Any], reads_config: bool = True) 
     location = Location(path, **{name: given[name] for name in _WHERE if name in given})
     rest = {name: value for name, value in given.items() if name not in _WHERE}
     check_directory(location)
-    if not reads_config:
+    if not of_its_own:
         refuse_options(rest, "the model is built already")
         return Source(location)
     trusted = rest.pop("trust_remote_code", False)

@@ -1,37 +1,22 @@
-"""From a path or hub id to a model skeleton and, for each of its tensors, where its bytes are.
-
-Nothing is read here but headers: transformers' own `from_pretrained` runs in the parent on tensors that only remember
-(`lazy`), so names, conversions, ties, missing and unexpected keys, casts and reports are its own.
-"""
+"""Where the bytes of each tensor of a checkpoint are. Nothing is read here but headers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
-import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.files import CheckpointFile, FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.location import (
-    Location,
-    check_directory,
-    open_weights,
-    read_config,
-    read_generation_config,
-)
+from parallelformers_ng.checkpoint.location import Location, open_weights
 from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import names_of_each, place
-from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
-from parallelformers_ng.sharding.inject import get_tensor, set_tensor
+from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 
@@ -79,126 +64,6 @@ def prepare_conversions() -> None:
     get_checkpoint_conversion_mapping("")
 
 
-def load_skeleton(
-    location: Location,
-    *,
-    model_class: type[PreTrainedModel] | None = None,
-    dtype: torch.dtype | None = None,
-    trust_remote_code: bool = False,
-    options: Mapping[str, Any] | None = None,
-) -> PreTrainedModel:
-    """A model in evaluation mode whose weights have not been read.
-
-    Args:
-        location: where the checkpoint is.
-        model_class: the class to load; by default the first of the configuration's `architectures`.
-        dtype: data type to load in; None as `from_pretrained` chooses.
-        trust_remote_code: allow code that comes with the checkpoint to run here.
-        options: further arguments of `from_pretrained`: `attn_implementation`, `key_mapping`, ….
-
-    Raises:
-        CheckpointError: a file is missing or damaged; it is named.
-        UnsupportedModelError: the configuration names no class that can be loaded, or the weights are quantized.
-    """
-    check_directory(location)
-    config = read_config(location, trust_remote_code)
-    cls = model_class or _class_of(config, location, trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{location} is quantized; quantized weights cannot be cut yet")
-    model = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, options or {})
-    model.config.name_or_path = model.name_or_path = location.path
-    if model.can_generate():
-        model.generation_config = read_generation_config(location)
-    return model
-
-
-def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None) -> None:
-    """Give a model on `meta` its unread weights; what the model holds for real already, it keeps.
-
-    Args:
-        dtype: data type to load in; None is the model's own.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
-    """
-    check_directory(location)
-    tensors = _tensors(_from_pretrained(type(model), model.config, location, dtype or model.dtype, {}))
-    for name, tensor in _tensors(model).items():
-        if tensor.device.type != "meta":
-            continue
-        if name not in tensors or tensors[name].shape != tensor.shape:
-            found = list(tensors[name].shape) if name in tensors else "nothing"
-            raise CheckpointError(f"{location} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}")
-        set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
-
-
-def _from_pretrained(
-    cls: type[PreTrainedModel],
-    config: PretrainedConfig,
-    location: Location,
-    dtype: torch.dtype | str,
-    options: Mapping[str, Any],
-) -> PreTrainedModel:
-    state = lazy_state(location)
-    given = options.get("ignore_mismatched_sizes", False)
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would count tensors of which none is read
-    log, named = logging.get_logger("transformers.modeling_utils"), _Named(location)
-    log.addFilter(named)
-    # Wrong shapes are refused below, with the file's name.
-    options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
-    try:
-        model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
-    except RuntimeError as error:
-        raise CheckpointError(f"{location} cannot be converted to {cls.__name__}: {error}") from error
-    finally:
-        log.removeFilter(named)
-        if shows:
-            logging.enable_progress_bar()
-    if not given:
-        _refuse_wrong_shapes(info["mismatched_keys"], state, location)
-    _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state)
-    return model
-
-
-class _Named:
-    """Names the checkpoint in transformers' report of missing and unexpected keys, which it gets without a path."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-
-    def filter(self, record: Any) -> bool:
-        record.msg = str(record.msg).replace("from: None\n", f"from: {self._location}\n")
-        return True
-
-
-def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: Location) -> None:
-    for name, found, wanted in mismatched:
-        # A converted tensor comes from several; then the directory has to do.
-        where = _path_of(state[name]) if name in state else location
-        raise CheckpointError(f"{where} holds {list(found)} for {name}, and the configuration says {list(wanted)}")
-
-
-def _refuse_flipped_names(missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor]) -> None:
-    """A missing name of which another is one bit away was damaged; drawing random weights for it helps nobody."""
-    stored = set(unexpected)
-    for name in missing:
-        for index, letter in enumerate(name):
-            for bit in range(8):
-                other = f"{name[:index]}{chr(ord(letter) ^ (1 << bit))}{name[index + 1 :]}"
-                if other in stored and other in state:
-                    raise CheckpointError(f"{_path_of(state[other])} is damaged: it says {other!r} for {name}")
-
-
-def _path_of(tensor: LazyTensor) -> str:
-    return next(leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf))
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-
-
 def lazy_state(location: Location) -> dict[str, LazyTensor]:
     """All stored tensors by their names in the checkpoint, none of them read.
 
@@ -208,24 +73,3 @@ def lazy_state(location: Location) -> dict[str, LazyTensor]:
     if is_sharded_directory(location.directory):
         return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
     return {leaf.key: LazyTensor(leaf) for file in open_weights(location) for leaf in file_leaves(file)}
-
-
-def _class_of(config: PretrainedConfig, location: Location, trust_remote_code: bool) -> type[PreTrainedModel]:
-    names = list(getattr(config, "architectures", None) or [])
-    if not names:
-        raise UnsupportedModelError(f"{location}: its configuration names no architectures; pass model_class=")
-    remote = {value.rpartition(".")[2]: value for value in (getattr(config, "auto_map", None) or {}).values()}
-    if names[0] in remote:
-        if not trust_remote_code:
-            raise UnsupportedModelError(
-                f"{location}: {names[0]} is code that comes with the checkpoint; read it, then pass"
-                " trust_remote_code=True"
-            )
-        download = {key: value for key, value in location.download.items() if key != "subfolder"}
-        return get_class_from_dynamic_module(remote[names[0]], location.path, **download)
-    cls = getattr(transformers, names[0], None)
-    if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"{location}: transformers {transformers.__version__} has no model class {names[0]}; pass model_class="
-        )
-    return cls

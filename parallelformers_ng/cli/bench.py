@@ -154,7 +154,7 @@ def bench(
         speed = read_bandwidth(device, num_gpus)
         say(f"loading {model}")
         with start_group(num_gpus, device=device) as group:
-            cut = parallelize(load(), group=group, progress=False)
+            cut = parallelize(load(), workers=group, progress=False)
             contestants = {f"{num_gpus} ranks": cut}
             if baseline:
                 contestants["one process"] = load().to("cuda:0" if device == "cuda" else "cpu")

@@ -1,4 +1,4 @@
-"""`parallelize(cuda_graphs=True)`: a decode step is recorded once and then only run again, without its Python.
+"""`parallelize(decode="cuda_graphs")`: a decode step is recorded once and then only run again, without its Python.
 
 The prompt's pass runs as it is. Of the steps that follow, alike in the shapes of their arguments, the first runs as it
 is and is watched, the second is recorded, and the recording serves from then on, also in later calls: what it reads and

@@ -1,8 +1,8 @@
-"""`parallelize(compile=…)` and `parallelize(cuda_graphs=True)`: decode steps over caches of a fixed size.
+"""`parallelize(decode="compile")` and `"cuda_graphs"`: decode steps over caches of a fixed size.
 
 transformers compiles the forward of a decode step where the cache is static; the prompt's own pass stays as it is. What
 is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask
-for the same cache, and for no compiler; `generation/captured.py` does the rest, on the workers.
+for the same cache, and for no compiler; `captured.py` does the rest, on the workers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from transformers import CompileConfig, PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
 
+Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
 _CACHES = ("past_key_values", "cache_params")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
@@ -36,57 +37,35 @@ class StaticSteps:
     captured: bool = False
 
 
-def static_steps(
-    compile: bool | CompileConfig, cuda_graphs: bool, device: str, world_size: int
-) -> tuple[StaticSteps | None, str]:
+def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
     """What `parallelize` was asked for.
 
     Args:
-        compile, cuda_graphs: its arguments.
-        device, world_size: as in `compile_config`.
+        decode: its argument.
+        device: "cpu" or "cuda".
+        world_size: number of ranks. A compiled step of one rank becomes a CUDA graph; that of several has collectives
+            in it, and is compiled in pieces around them.
 
     Returns:
         How decode steps run, None for as they are; and why that is not as asked, "" where it is.
 
     Raises:
-        ParallelError: an argument is something else, or both are given.
+        ParallelError: `decode` is something else.
     """
-    if not isinstance(cuda_graphs, bool):
-        raise ParallelError(f"cuda_graphs is {cuda_graphs!r}; it takes True or False")
-    config = compile_config(compile, device, world_size)
-    if config is not None and cuda_graphs:
-        raise ParallelError("compile and cuda_graphs are two ways to run the same steps; give one of them")
-    if config is not None:
-        return StaticSteps({"compile_config": config}, "generate runs without compiled steps"), ""
-    if not cuda_graphs:
+    if decode in ("auto", "eager"):
         return None, ""
-    if device != "cuda":
-        return None, NO_DEVICE
-    return CAPTURED, ""
-
-
-def compile_config(asked: bool | CompileConfig, device: str, world_size: int) -> CompileConfig | None:
-    """How the workers compile, None where they do not.
-
-    Args:
-        asked: what `parallelize` was given.
-        device: "cpu" or "cuda".
-        world_size: number of ranks. A step of one rank becomes a CUDA graph; that of several has collectives in it, and
-            is compiled in pieces around them.
-
-    Raises:
-        ParallelError: `asked` is something else.
-    """
-    if asked is False:
-        return None
-    if isinstance(asked, CompileConfig):
-        config = copy.deepcopy(asked)
-    elif asked is not True:
-        raise ParallelError(f"compile is {asked!r}; it takes True, False or a transformers CompileConfig")
-    else:
+    if decode == "cuda_graphs":
+        return (CAPTURED, "") if device == "cuda" else (None, NO_DEVICE)
+    if isinstance(decode, CompileConfig):
+        config = copy.deepcopy(decode)
+    elif decode == "compile":
         config = CompileConfig(mode="reduce-overhead" if device == "cuda" and world_size == 1 else "default")
+    else:
+        raise ParallelError(
+            f"decode is {decode!r}; it takes 'auto', 'eager', 'compile', 'cuda_graphs' or a transformers CompileConfig"
+        )
     config._compile_all_devices = True  # transformers by itself compiles on accelerators alone
-    return config
+    return StaticSteps({"compile_config": config}, "generate runs without compiled steps"), ""
 
 
 CAPTURED = StaticSteps({"disable_compile": True}, "generate runs without CUDA graphs", captured=True)

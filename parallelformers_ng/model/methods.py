@@ -39,7 +39,7 @@ REFUSED = {
     "enable_peft_hotswap": "prepares adapters, whose weights the workers do not have",
     "dequantize": "changes weights that the workers hold",
     "to_empty": "drops weights that the workers hold",
-    "compile": "compiles modules that have no weights here; pass compile=True to parallelize",
+    "compile": 'compiles modules that have no weights here; pass decode="compile" to parallelize',
     "gradient_checkpointing_enable": _TRAINS,
     "activation_checkpointing_enable": _TRAINS,
     "enable_input_require_grads": _TRAINS,

@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.checkpoint.opening import load_skeleton
 from parallelformers_ng.checkpoint.pretrained import shard_checkpoint
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index
-from parallelformers_ng.checkpoint.source import load_skeleton
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
@@ -77,16 +76,14 @@ def shard(
         max_shard_size: as in `save_sharded`.
         dtype: data type to save in; None as `from_pretrained` chooses.
         progress: show a progress bar where standard error is a terminal.
-        options: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`, `variant`, `trust_remote_code`,
-            as in `parallelize`.
+        options: arguments of `from_pretrained`, as in `parallelize`.
 
     Raises:
         CheckpointError: a file of the source is missing or damaged, or `directory` holds something else.
         UnsupportedModelError: no policy fits the model.
         OSError: the disk is full, or the directory cannot be written to.
     """
-    trusted = options.pop("trust_remote_code", False)
-    model = load_skeleton(Location(source, **options), dtype=dtype, trust_remote_code=trusted)
+    model = load_skeleton(source, dtype, **options)
     model.config.architectures = [type(model).__name__]
     shard_checkpoint(
         model, build_plan(model, num_gpus, select(model, None, num_gpus)), directory, max_shard_size, progress

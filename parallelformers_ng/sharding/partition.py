@@ -28,10 +28,12 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
     >>> spread(96, 3, (0.2, 0.4, 0.4))
     [(0, 16), (16, 64), (64, 96)]
     """
-    if shares:
-        granule = math.gcd(count, 16)  # whole cache lines
+    granule = math.gcd(count, 16) if shares else 0  # whole cache lines, where they leave each rank some
+    while granule:
         bounds = [round(count * sum(shares[:rank]) / granule) * granule for rank in range(world_size + 1)]
-        return list(pairwise(bounds))
+        if all(start < stop for start, stop in pairwise(bounds)):
+            return list(pairwise(bounds))
+        granule //= 2
     share, rest = divmod(count, world_size)
     starts = [rank * share + min(rank, rest) for rank in range(world_size + 1)]
     return list(pairwise(starts))

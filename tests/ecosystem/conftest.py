@@ -36,7 +36,7 @@ class Pair:
 
 def _pair(load: Callable[[], tuple[Any, Any]], groups: Any) -> Iterator[Pair]:
     whole, tokenizer = load()
-    with parallelize(copy.deepcopy(whole), group=groups(2), progress=False) as cut:
+    with parallelize(copy.deepcopy(whole), workers=groups(2), progress=False) as cut:
         yield Pair(whole, cut, tokenizer)
 
 

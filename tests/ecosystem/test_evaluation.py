@@ -97,7 +97,7 @@ def test_sentence_transformers_parallelized_in_place(encoder, groups) -> None:
 
     made = SentenceTransformer(str(minilm_folder()), device="cpu")
     want = made.encode(["w"], convert_to_tensor=True)
-    with parallelize(made.transformers_model, group=groups(2), progress=False) as cut:
+    with parallelize(made.transformers_model, workers=groups(2), progress=False) as cut:
         torch.testing.assert_close(made.encode(["w"], convert_to_tensor=True), want, rtol=1e-4, atol=1e-4)
         assert made.to("cpu") is made
         assert is_parallelized(cut)

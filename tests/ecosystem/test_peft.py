@@ -40,7 +40,7 @@ def llama(groups) -> Iterator[Any]:
     model = decoder("Llama")
     attributes = set(vars(model))
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    yield parallelize(model, group=groups(2))
+    yield parallelize(model, workers=groups(2))
     model.deparallelize()
     assert set(vars(model)) == attributes
     assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
@@ -64,5 +64,5 @@ def test_a_soft_prompt_is_not_trained_or_is_refused(groups, config) -> None:
         prompted = peft.get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
         prompted(**text_inputs(), labels=text_inputs()["input_ids"]).loss.backward()
 
-    with parallelize(decoder("Llama"), group=groups(2)) as model, pytest.raises(ParallelError):
+    with parallelize(decoder("Llama"), workers=groups(2)) as model, pytest.raises(ParallelError):
         train(model)

@@ -39,7 +39,7 @@ def trainer(model: Any, directory: Any, **settings: Any) -> Trainer:
 
 def both(name: str, groups: Any, directory: Any, gpu: Any, **settings: Any) -> None:
     whole, model = MODELS[name](), MODELS[name]()
-    parallelize(model, group=groups(2))
+    parallelize(model, workers=groups(2))
     before = trainer(whole, directory, use_cpu=True, **settings)
     want, metrics = before.predict(rows(whole)), before.evaluate(rows(whole))
     if gpu is not None:
@@ -69,7 +69,7 @@ def test_predict_and_evaluate_where_there_is_a_gpu(name, groups, tmp_path, gpu) 
 
 
 def test_train_is_refused_in_words(groups, tmp_path) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         before = model.state_dict()
         with pytest.raises(ParallelError, match=r"rules out training.*deparallelize\(\) first"):
             trainer(model, tmp_path, max_steps=2).train()
@@ -78,7 +78,7 @@ def test_train_is_refused_in_words(groups, tmp_path) -> None:
 
 
 def test_accelerate_prepares_and_places_what_is_placed_already(groups) -> None:
-    with parallelize(decoder("Llama"), group=groups(2)) as model:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
         want = model(input_ids=token_ids()).logits
         assert accelerate.Accelerator(cpu=True).prepare(model) is model
         assert torch.equal(model(input_ids=token_ids()).logits, want)

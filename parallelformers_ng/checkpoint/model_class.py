@@ -1,0 +1,65 @@
+"""Which class a configuration stands for: the one decision, for models with weights and without."""
+
+from __future__ import annotations
+
+import logging
+
+import transformers
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from parallelformers_ng.checkpoint.location import Location
+from parallelformers_ng.errors import UnsupportedModelError
+
+log = logging.getLogger("parallelformers_ng")
+
+
+def class_of(
+    config: PreTrainedConfig, location: Location | None = None, trust_remote_code: bool = False
+) -> type[PreTrainedModel]:
+    """The class that a configuration names, else that of the most telling auto mapping, which a log line says.
+
+    Args:
+        config: the configuration.
+        location: where it came from, which may have code of its own.
+        trust_remote_code: allow that code to run here.
+
+    Raises:
+        UnsupportedModelError: there is none in the installed transformers, or it is code that is not trusted.
+    """
+    names = list(config.architectures or ())
+    where = location or type(config).__name__
+    remote = {value.rpartition(".")[2]: value for value in (getattr(config, "auto_map", None) or {}).values()}
+    if names and names[0] in remote and location is not None:
+        if not trust_remote_code:
+            raise UnsupportedModelError(
+                f"{where}: {names[0]} is code that comes with the checkpoint; read it, then pass trust_remote_code=True"
+            )
+        download = {key: value for key, value in location.download.items() if key != "subfolder"}
+        return get_class_from_dynamic_module(remote[names[0]], location.path, **download)
+    for name in names:
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
+    if names or (found := _of_auto_mappings(config)) is None:
+        raise UnsupportedModelError(
+            f"{where}: transformers {transformers.__version__} has no model class"
+            f" {' or '.join(names) or f'for {type(config).__name__}, and it names none'}; pass model_class="
+        )
+    if location is not None:
+        log.warning("%s names no architectures and is taken as %s; model_class= says otherwise", where, found.__name__)
+    return found
+
+
+def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForMaskedLM,
+        AutoModel,
+    ):
+        if type(config) in auto._model_mapping:
+            cls = auto._model_mapping[type(config)]
+            return cls[0] if isinstance(cls, (list, tuple)) else cls
+    return None
