@@ -11,7 +11,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.cuda_graphs.modes import StaticSteps, compile_config, static_generation
+from parallelformers_ng.cuda_graphs.modes import StaticSteps, static_generation, static_steps
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs
@@ -95,9 +95,15 @@ def test_a_model_that_transformers_does_not_compile() -> None:
 
 
 def test_how() -> None:
-    assert compile_config(False, "cuda", 1) is None
-    assert compile_config(True, "cuda", 1).mode == "reduce-overhead"
-    assert compile_config(True, "cuda", 2).mode == compile_config(True, "cpu", 1).mode == "default"
-    assert compile_config(TRACED, "cpu", 2).fullgraph
-    with pytest.raises(ParallelError, match="compile is 'max'; it takes True, False or"):
+    def config(decode: Any, device: str, world_size: int) -> CompileConfig:
+        steps, why = static_steps(decode, device, world_size)
+        assert steps is not None
+        assert not why
+        return steps.options["compile_config"]
+
+    assert static_steps("auto", "cuda", 1) == static_steps("eager", "cuda", 1) == (None, "")
+    assert config("compile", "cuda", 1).mode == "reduce-overhead"
+    assert config("compile", "cuda", 2).mode == config("compile", "cpu", 1).mode == "default"
+    assert config(TRACED, "cpu", 2).fullgraph
+    with pytest.raises(ParallelError, match="decode is 'max'; it takes 'auto', 'eager'"):
         parallelize(decoder("Llama"), 2, workers={"device": "cpu"}, decode="max")

@@ -69,7 +69,7 @@ server.join()
 print(all(list(answers.queue)), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
 STARTED_IN_A_THREAD = """
-thread = threading.Thread(target=parallelize, args=(model, 2), kwargs={"device": "cpu"})
+thread = threading.Thread(target=parallelize, args=(model, 2), kwargs={"workers": {"device": "cpu"}})
 thread.start()
 thread.join()
 print(right(), flush=True)

@@ -36,7 +36,7 @@ _INSTEAD = {
     "cuda_graphs": "pass decode='cuda_graphs'",
     "master_addr": "the ranks meet over files of this machine; no address is needed",
     "master_port": "the ranks meet over files of this machine; no port is needed",
-    "init_method": "the ranks meet over files of this machine",
+    "init_method": "the workers are always processes of their own, started afresh",
     "daemon": "the workers end with this process in any case",
     **{each.name: f"pass workers={{{each.name!r}: …}}" for each in dataclasses.fields(WorkerOptions)},
 }

@@ -29,7 +29,9 @@ def placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | Non
     available = torch.cuda.device_count()
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":
-        _say_once("no CUDA device here: the workers run on the CPU (device='cpu' says so and silences this)")
+        _say_once(
+            "no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} says so and silences this)"
+        )
     count = num_gpus if num_gpus is not None else len(device_ids) if device_ids else available if kind == "cuda" else 2
     check_count(count)
     if kind == "cpu":
