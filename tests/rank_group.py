@@ -38,7 +38,7 @@ def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
             communicator = communicators.get(kernel) or open_kernel(*kernel)
             try:
                 pipe.send((function(communicator, *arguments), None))
-            except Exception:
+            except BaseException:  # pytest's own failures are none of Exception
                 pipe.send((None, traceback.format_exc()))
 
 
@@ -47,7 +47,7 @@ class RankGroup:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "parallelformers_ng.collectives"])
+        context.set_forkserver_preload(["torch", "parallelformers_ng.collectives.connect"])
         self.world_size = world_size
         self.arena = Arena.create(world_size, SLOT_BYTES, ONE_SHOT_BYTES)
         self.pipes, self.processes = [], []

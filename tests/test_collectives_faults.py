@@ -34,7 +34,7 @@ def _check_works(communicator: Communicator) -> None:
 def _late_rank(communicator: Communicator, late: int) -> tuple[float, str]:
     start = time.monotonic()
     if communicator.rank == late:
-        time.sleep(1.0)
+        time.sleep(2.0)
     with pytest.raises(CollectiveAbortedError) as caught:
         communicator.all_reduce(torch.ones(3))
     return time.monotonic() - start, str(caught.value)

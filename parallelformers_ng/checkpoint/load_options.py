@@ -96,7 +96,7 @@ def read_source(path: str, given: Mapping[str, Any], of_its_own: bool = True) ->
     options = {name: rest.pop(name) for name in _OF_THE_MODEL if name in rest}
     config, unknown = read_config(location, trusted, rest)
     for name in unknown:
-        known = [*_arguments(), *_WHERE, *_OF_THE_MODEL, "trust_remote_code", *config.to_dict()]
+        known = [*_arguments(), *_WHERE, *_OF_THE_MODEL, "trust_remote_code", *config.to_dict(), "num_labels"]
         raise ParallelError(
             f"{name!r} is neither an argument of parallelize or from_pretrained nor an attribute of"
             f" {type(config).__name__}{_near(name, known)}"
