@@ -229,9 +229,7 @@ def _source(
     if isinstance(model, (str, os.PathLike)):
         if weights is not None:
             raise ParallelError("weights is for a model on meta; a path has its own")
-        source = read_source(os.fspath(model), given)
-        source.model_class = model_class
-        return source
+        return read_source(os.fspath(model), given, model_class)
     _check_model(model)
     if model_class is not None:
         raise ParallelError(f"model_class is for loading a path, and the model given is a {type(model).__name__}")

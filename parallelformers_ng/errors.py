@@ -6,6 +6,9 @@ says who, the offending value, the limit and, where there is one, the next step.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ParallelError(Exception):
     """Base of every error raised on purpose by parallelformers_ng."""
@@ -124,3 +127,9 @@ class StaleCacheError(ParallelError):
 
 class RequestCancelledError(GroupError):
     """A request was stopped at its caller's wish, on all ranks at the same step."""
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """` (did you mean 'timeout'?)`, for the end of a message; "" where none of the known names is near."""
+    near = difflib.get_close_matches(wrong, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import dacite
 
-from parallelformers_ng.errors import ParallelError, PlacementError
+from parallelformers_ng.errors import ParallelError, PlacementError, did_you_mean
 
 Seconds = int | float
 _Options = TypeVar("_Options")
@@ -46,8 +45,7 @@ class WorkerOptions:
         if self.device not in ("auto", "cpu", "cuda"):
             raise PlacementError(f"device is {self.device!r}; it takes 'auto', 'cpu' or 'cuda'")
         for name in ("timeout", "start_timeout", "restart_window"):
-            if not getattr(self, name) > 0:
-                raise ParallelError(f"{name} is {getattr(self, name)!r}; it takes seconds, more than 0")
+            checked_seconds(getattr(self, name), name)
         if self.max_restarts < 0:
             raise ParallelError(f"max_restarts is {self.max_restarts}; it takes a number, at least 0")
 
@@ -78,17 +76,19 @@ def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None
     except dacite.UnexpectedDataError as error:
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         wrong = min(error.keys)
-        raise ParallelError(f"{argument} has no option {wrong!r}{did_you_mean(wrong, known)}") from None
+        hint = did_you_mean(wrong, known) or f"; it takes {', '.join(known)}"
+        raise ParallelError(f"{argument} has no option {wrong!r}{hint}") from None
     except dacite.WrongTypeError as error:
         raise ParallelError(
             f"{argument}: {error.field_path} is {error.value!r}; it takes {_words(error.field_type)}"
         ) from None
 
 
-def did_you_mean(wrong: str, known: list[str]) -> str:
-    """` (did you mean 'timeout'?)`, or the names there are where none is near."""
-    near = difflib.get_close_matches(wrong, known, 1)
-    return f" (did you mean {near[0]!r}?)" if near else f"; it takes {', '.join(known)}"
+def checked_seconds(seconds: Any, name: str) -> Seconds:
+    """`seconds`, or a ParallelError that names the argument."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    return seconds
 
 
 def _words(kind: Any) -> str:

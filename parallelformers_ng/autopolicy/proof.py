@@ -120,12 +120,10 @@ def _find(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | U
         # Written policies need no proof; what they leave stays whole, as the plan says.
         return Proof(base, unproven=str(error)) if base.policies else error
     first = _known(model, base, _FIRST) if world_size > _FIRST else None
-    tried: list[str] = []
-    search = Search(Trials(twin, base, world_size))
-    if isinstance(first, Proof):
-        search, tried = Search(search.trials, first.chosen, first.selection.vocabulary), first.tried
+    earlier = first if isinstance(first, Proof) else Proof(base)
+    search = Search(Trials(twin, base, world_size), earlier.chosen, earlier.selection.vocabulary)
     try:
-        return Proof(search.result(), [*tried, *search.tried], twin.untold, search.chosen)
+        return Proof(search.result(), [*earlier.tried, *search.tried], twin.untold, search.chosen)
     except UnsupportedModelError as error:
         return error
 

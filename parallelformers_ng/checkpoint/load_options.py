@@ -10,11 +10,17 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.checkpoint.location import Location, check_directory, read_config
-from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.options import WorkerOptions, did_you_mean
+from parallelformers_ng.errors import ParallelError, did_you_mean
+from parallelformers_ng.options import WorkerOptions
 
 _WHERE = tuple(each.name for each in dataclasses.fields(Location) if each.name != "path")
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
+_FOR_LOADING = (*_WHERE, *_OF_THE_MODEL, "trust_remote_code")
+_ARGUMENTS = (
+    "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "workers", "decode", "seed", "prove",
+    "verbose", "progress",
+)  # fmt: skip
+"""Those of `parallelize`."""
 _CUT_HERE = "the model is cut here, over num_gpus ranks"
 _INSTEAD = {
     "device_map": _CUT_HERE,
@@ -65,19 +71,24 @@ def refuse_options(given: Mapping[str, Any], why: str) -> None:
     """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and unknown ones."""
     for name in given:
         _refuse_by_name(name)
-        raise ParallelError(
-            f"parallelize has no argument {name!r}{did_you_mean(name, _arguments())}"
-            if name not in (*_WHERE, *_OF_THE_MODEL, "trust_remote_code")
-            else f"{name}={given[name]!r} is for loading, and {why}"
-        )
+        if name in _FOR_LOADING:
+            raise ParallelError(f"{name}={given[name]!r} is for loading, and {why}")
+        hint = did_you_mean(name, _ARGUMENTS) or f"; it takes {', '.join(_ARGUMENTS)}"
+        raise ParallelError(f"parallelize has no argument {name!r}{hint}")
 
 
-def read_source(path: str, given: Mapping[str, Any], of_its_own: bool = True) -> Source:
+def read_source(
+    path: str,
+    given: Mapping[str, Any],
+    model_class: type[PreTrainedModel] | None = None,
+    of_its_own: bool = True,
+) -> Source:
     """Check arguments of `from_pretrained`, and read the configuration.
 
     Args:
         path: a directory or a model id of the hub.
         given: name → value. What is an attribute of the configuration overrides it.
+        model_class: as in `Source`.
         of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:
@@ -96,26 +107,14 @@ def read_source(path: str, given: Mapping[str, Any], of_its_own: bool = True) ->
     options = {name: rest.pop(name) for name in _OF_THE_MODEL if name in rest}
     config, unknown = read_config(location, trusted, rest)
     for name in unknown:
-        known = [*_arguments(), *_WHERE, *_OF_THE_MODEL, "trust_remote_code", *config.to_dict(), "num_labels"]
+        known = (*_ARGUMENTS, *_FOR_LOADING, *config.to_dict(), "num_labels")
         raise ParallelError(
             f"{name!r} is neither an argument of parallelize or from_pretrained nor an attribute of"
-            f" {type(config).__name__}{_near(name, known)}"
+            f" {type(config).__name__}{did_you_mean(name, known)}"
         )
-    return Source(location, config, trusted, options)
+    return Source(location, config, trusted, options, model_class)
 
 
 def _refuse_by_name(name: str) -> None:
     if name in _INSTEAD:
         raise ParallelError(f"parallelize takes no {name}: {_INSTEAD[name]}")
-
-
-def _near(name: str, known: list[str]) -> str:
-    hint = did_you_mean(name, known)
-    return hint if "did you mean" in hint else ""
-
-
-def _arguments() -> list[str]:
-    return [
-        "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "workers", "decode", "seed", "prove",
-        "verbose", "progress",
-    ]  # fmt: skip

@@ -54,9 +54,7 @@ def load_skeleton(
     path: str, dtype: torch.dtype | None = None, model_class: type[PreTrainedModel] | None = None, **options: Any
 ) -> PreTrainedModel:
     """`open_source` of a path with arguments of `from_pretrained`."""
-    source = read_source(path, options)
-    source.model_class = model_class
-    return open_source(source, None, dtype)
+    return open_source(read_source(path, options, model_class), None, dtype)
 
 
 def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None) -> None:

@@ -23,7 +23,8 @@ from parallelformers_ng.generation.streaming import deliver_to
 from parallelformers_ng.hooks.registered import Outgoing, Registered
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import CONFIGURATIONS, AttributeWatch, EditWatch, owners_of_configurations
-from parallelformers_ng.runtime.deadline import checked_seconds, deadline
+from parallelformers_ng.options import checked_seconds
+from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.interrupts import Held
 from parallelformers_ng.worker.call import Answer, Call
@@ -128,8 +129,8 @@ class Dispatcher:
         with self.hooks.turn(end) if self.hooks else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
             workers = self.deployment.ready(end)
-            call = Call(path, method, args, kwargs, streams=how.streamer is not None, captured=how.captured)
-            call.unsure = how.unsure
+            streams = how.streamer is not None
+            call = Call(path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.captured)
             with Held():  # what is noted here, and what the workers have done, must not part
                 return self._request(model, call, how, end, hooks, workers)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.options import checked_seconds
 
 _deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
 
@@ -36,10 +36,3 @@ def deadline(seconds: float) -> Iterator[None]:
 def deadline_of(timeout: float) -> float:
     """When a call must be done that begins now and may take `timeout` seconds, on the clock of `time.monotonic`."""
     return min(_deadline.get(), time.monotonic() + timeout)
-
-
-def checked_seconds(seconds: float, name: str) -> float:
-    """`seconds`, or a ParallelError that names the argument."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
-    return seconds

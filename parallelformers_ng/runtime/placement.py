@@ -24,8 +24,6 @@ def placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | Non
     Raises:
         PlacementError: there are not as many devices as asked for.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise PlacementError(f"device is {device!r}; it takes 'auto', 'cpu' or 'cuda'")
     available = torch.cuda.device_count()
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from operator import attrgetter
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.leftovers import cut_leftovers
@@ -179,6 +178,5 @@ def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:
 
 def _no_match(policy: type[Policy], rule_path: str, blocks: Sequence[tuple[str, nn.Module]]) -> str:
     names = list(dict.fromkeys(name for _, block in blocks for name, _ in block.named_modules() if name))
-    near = difflib.get_close_matches(rule_path, names, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else f" (its layers: {', '.join(names[:12])})"
+    hint = did_you_mean(rule_path, names) or f" (its layers: {', '.join(names[:12])})"
     return f"{policy.__name__}: rule {rule_path!r} matches no layer of {'/'.join(policy.blocks())}{hint}"

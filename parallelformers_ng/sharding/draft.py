@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
 from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerKind, LayerPlan, Shard
 from parallelformers_ng.sharding.policy import Part, Unit
@@ -111,8 +110,7 @@ class Draft:
         value: Any = module
         for part in name.split("."):
             if not hasattr(value, part):
-                near = difflib.get_close_matches(part, [key for key in vars(value) if not key.startswith("_")], 1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                hint = did_you_mean(part, (key for key in vars(value) if not key.startswith("_")))
                 raise PolicyError(f"{self.who}: {type(module).__name__} has no attribute {name!r}{hint}")
             value = getattr(value, part)
         if not isinstance(value, int) or value < 1:

@@ -4,13 +4,12 @@ in an error of Python's deep below, or in none: a text in the place of a tuple i
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.sharding import policy as words
 from parallelformers_ng.sharding.policy import Column, HeadNorms, Heads, Policy, Renewed, Rule
 
@@ -157,5 +156,4 @@ def _choices(hint: Any) -> Iterator[str]:
 
 
 def _near(name: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1) if isinstance(name, str) else []
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    return did_you_mean(name, known) if isinstance(name, str) else ""
