@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
-    from parallelformers_ng.sharding.policy import (
+    from parallelformers_ng.sharding.rules import (
         Column,
         Experts,
         Gather,
@@ -102,7 +102,7 @@ _find_policies()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name, "errors" if name.endswith("Error") else "sharding.policy")
+    home = _HOMES.get(name, "errors" if name.endswith("Error") else "sharding.rules")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

@@ -36,8 +36,8 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.casting import holds_plain_weights
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.policy import Policy
 from parallelformers_ng.sharding.registry import check_custom, written_policies
+from parallelformers_ng.sharding.rules import Policy
 
 log = logging.getLogger("parallelformers_ng")
 

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.policies.mamba2 import Mamba2Policy
-from parallelformers_ng.sharding.policy import moved
+from parallelformers_ng.sharding.rules import moved
 
 
 class BambaMixerPolicy(Mamba2Policy):

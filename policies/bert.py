@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
-from parallelformers_ng.sharding.policy import Column, Policy, Renewed
+from parallelformers_ng.sharding.rules import Column, Policy, Renewed
 
 
 class BigBirdPolicy(BertPolicy):

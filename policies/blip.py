@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 from parallelformers_ng.policies.clip import CLIPProjectionPolicy
-from parallelformers_ng.sharding.policy import Column, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class BlipVisionPolicy(Policy):

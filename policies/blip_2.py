@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 _ATTENTION = {
     "attention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),

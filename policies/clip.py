@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.bart import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class CLIPPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Slice
+from parallelformers_ng.sharding.rules import Slice
 
 
 class CoherePolicy(LlamaPolicy):

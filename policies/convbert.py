@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.policies.electra import ElectraProjectionPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class ConvBertPolicy(Policy):

@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class DFineEncoderPolicy(Policy):

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Reduce, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Reduce, Row, Slice
 
 
 class DbrxPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class DebertaPolicy(Policy):

@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Reduce, Row
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Reduce, Row
 
 LATENT_ATTENTION = {
     "self_attn": Heads("num_heads"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 _DECODER_ATTENTION = {**ATTENTION, "self_attn": Heads("config.decoder_attention_heads")}
 

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.policies.vit import ViTPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class Dinov2Policy(ViTPolicy):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class DPRProjectionPolicy(Policy):

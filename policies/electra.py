@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class ElectraPolicy(BertPolicy):

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Policy, Stored
+from parallelformers_ng.sharding.rules import Policy, Stored
 
 
 class EncodecPolicy(Policy):

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.policies.mamba2 import INNER, STATE, TIME_STEP, Mamba2Policy
-from parallelformers_ng.sharding.policy import Slice, moved
+from parallelformers_ng.sharding.rules import Slice, moved
 
 
 class FalconH1MixerPolicy(Mamba2Policy):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class FunnelPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.policy import Column, GaussianTopK, Policy
+from parallelformers_ng.sharding.rules import Column, GaussianTopK, Policy
 
 
 class Gemma3nPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Row, Stored
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Row, Stored
 
 
 class Gemma4Policy(Policy):

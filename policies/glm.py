@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Row
+from parallelformers_ng.sharding.rules import Column, Row
 
 
 class GlmPolicy(LlamaPolicy):

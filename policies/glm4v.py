@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.policies.qwen2_vl import Qwen25VLVisionPolicy
-from parallelformers_ng.sharding.policy import Column, Policy, moved
+from parallelformers_ng.sharding.rules import Column, Policy, moved
 
 
 class Glm4vVisionPolicy(Qwen25VLVisionPolicy):

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GPTBigCodePolicy(Policy):

@@ -2,7 +2,7 @@ from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.policies.mamba2 import Mamba2Policy
-from parallelformers_ng.sharding.policy import Column, Experts, Row
+from parallelformers_ng.sharding.rules import Column, Experts, Row
 
 
 class GraniteMoePolicy(LlamaPolicy):

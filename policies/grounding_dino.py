@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.detr import DetrBoxPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GroundingDinoAttentionPolicy(Policy):

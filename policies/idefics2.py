@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.clip import CLIPPolicy
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
 
 class Idefics2VisionPolicy(CLIPPolicy):

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy, DeepseekV2Policy
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class KimiLinearPolicy(DeepseekV2Policy):

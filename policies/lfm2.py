@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Row
 
 
 class Lfm2Policy(Policy):

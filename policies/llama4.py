@@ -2,7 +2,7 @@ from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.policies.qwen3_next import Qwen3NextMoEPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class Llama4Policy(Policy):

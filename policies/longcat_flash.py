@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.deepseek_v2 import LATENT_ATTENTION
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.policy import Experts, Policy, moved
+from parallelformers_ng.sharding.rules import Experts, Policy, moved
 
 
 class LongcatFlashPolicy(Policy):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Vocabulary
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
 
 
 class LukePolicy(BertPolicy):

@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class MambaPolicy(Policy):

@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Norm, Part, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Norm, Part, Policy, Row, Slice
 
 INNER = Part("query", "head_dim")
 STATE = Part("key", "ssm_state_size")

@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.policies.olmoe import OlmoePolicy
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
 
 
 class MiniMaxLightningPolicy(Policy):

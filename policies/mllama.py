@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.policies.llama4 import Llama4VisionPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
 _ATTENTION = {**ATTENTION, "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups")}
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
-from parallelformers_ng.sharding.policy import Column, Gather, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Gather, Policy, Row, Slice
 
 
 class MobileBertPolicy(BertPolicy):

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 _ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", scaled=("config.num_key_value_heads",))
 

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class MPNetPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Experts, Policy
+from parallelformers_ng.sharding.rules import Column, Experts, Policy
 
 
 class MuseSparkPolicy(LlamaPolicy):

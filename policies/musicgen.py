@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bart import BartPolicy
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class MusicgenPolicy(BartPolicy):

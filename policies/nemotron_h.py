@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.policies.mamba2 import Mamba2Policy
-from parallelformers_ng.sharding.policy import Column, Experts, Policy, Row, moved
+from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row, moved
 
 
 class NemotronHMixerPolicy(Mamba2Policy):

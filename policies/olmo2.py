@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import Norm
+from parallelformers_ng.sharding.rules import Norm
 
 
 class Olmo2Policy(LlamaPolicy):

@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
-from parallelformers_ng.sharding.policy import Experts, Norm
+from parallelformers_ng.sharding.rules import Experts, Norm
 
 
 class OlmoePolicy(LlamaPolicy):

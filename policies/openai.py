@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class OpenAIGPTPolicy(Policy):

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class PaliGemmaPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.dinov3 import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class PixtralPolicy(Policy):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.attention import NgramAttentionParallel
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class ProphetNetEncoderPolicy(Policy):
@@ -28,7 +29,7 @@ class ProphetNetDecoderPolicy(ProphetNetEncoderPolicy):
             "num_attn_heads",
             biases=("attention_mask", "extended_predict_attention_mask"),
             more_weights=((2, 2),),
-            layer="ngram_attention",
+            layer=NgramAttentionParallel,
         ),
         "self_attn.relative_pos_embeddings": Column("column", gather=True),
         "cross_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),

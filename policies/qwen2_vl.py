@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import MLP, LlamaPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 _VISION_ATTENTION = {"attn": Heads("num_heads"), "attn.qkv": Column(fused=3), "attn.proj": Row()}
 

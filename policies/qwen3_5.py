@@ -1,6 +1,6 @@
 from parallelformers_ng.policies.qwen3_next import DELTA_NET, KEY, VALUE, Qwen3NextMoEPolicy, Qwen3NextPolicy
 from parallelformers_ng.policies.qwen3_vl import Qwen3VLMergerPolicy, Qwen3VLVisionPolicy
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class Qwen35Policy(Qwen3NextPolicy):

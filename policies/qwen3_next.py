@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.policy import Column, Experts, Heads, Part, Policy, Reduce, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Part, Policy, Reduce, Row, Slice
 
 KEY = Part("key", "head_k_dim")
 VALUE = Part("query", "head_v_dim")

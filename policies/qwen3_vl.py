@@ -2,7 +2,7 @@ from typing import ClassVar
 
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.policies.qwen3_moe import Qwen3MoePolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class Qwen3VLPolicy(LlamaPolicy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, moved
 
 
 class RecurrentGemmaPolicy(Policy):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.attention import ReformerAttentionParallel
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class ReformerPolicy(Policy):
@@ -8,7 +9,9 @@ class ReformerPolicy(Policy):
 
     block = "ReformerLayer"
     plan = {
-        "attention.self_attention": Heads("num_attention_heads", scaled=("all_head_size",), layer="reformer_attention"),
+        "attention.self_attention": Heads(
+            "num_attention_heads", scaled=("all_head_size",), layer=ReformerAttentionParallel
+        ),
         "attention.self_attention.query_key": Column(),
         "attention.self_attention.query": Column(),
         "attention.self_attention.key": Column(),

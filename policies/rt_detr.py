@@ -1,7 +1,7 @@
 from parallelformers_ng.policies.detr import DetrBoxPolicy, DetrDecoderPolicy, DetrEncoderPolicy
 from parallelformers_ng.policies.grounding_dino import GroundingDinoDeformablePolicy
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy
+from parallelformers_ng.sharding.rules import Column, Heads, Policy
 
 
 class RTDetrEncoderPolicy(DetrEncoderPolicy):

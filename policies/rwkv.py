@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.policy import Column, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class RwkvAttentionPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bart import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, moved
 
 
 class SeamlessM4TPolicy(Policy):

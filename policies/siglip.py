@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.clip import CLIPPolicy
-from parallelformers_ng.sharding.policy import Column, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class SiglipPolicy(CLIPPolicy):

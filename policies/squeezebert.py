@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class SqueezeBertPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.policy import HeadNorms, Heads
+from parallelformers_ng.sharding.rules import HeadNorms, Heads
 
 
 class StableLmPolicy(LlamaPolicy):

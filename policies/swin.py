@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.vit import ViTPolicy
-from parallelformers_ng.sharding.policy import Column, Policy, Slice
+from parallelformers_ng.sharding.rules import Column, Policy, Slice
 
 
 class SwinPolicy(ViTPolicy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class TimesFmPolicy(Policy):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
-from parallelformers_ng.sharding.policy import Column, Policy
+from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class VisualBertPolicy(BertPolicy):

@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class Wav2Vec2Policy(Policy):

@@ -1,5 +1,6 @@
 from parallelformers_ng.policies.wav2vec2 import CTCHeadPolicy, Wav2Vec2Policy, Wav2Vec2ProjectionPolicy
-from parallelformers_ng.sharding.policy import Column, Heads, Slice
+from parallelformers_ng.sharding.attention import WavLMAttentionParallel
+from parallelformers_ng.sharding.rules import Column, Heads, Slice
 
 
 class WavLMPolicy(Wav2Vec2Policy):
@@ -8,7 +9,7 @@ class WavLMPolicy(Wav2Vec2Policy):
     block = ("WavLMEncoderLayer", "WavLMEncoderLayerStableLayerNorm")
     plan = {
         **Wav2Vec2Policy.plan,
-        "attention": Heads("num_heads", scaled=("embed_dim",), layer="wavlm_attention"),
+        "attention": Heads("num_heads", scaled=("embed_dim",), layer=WavLMAttentionParallel),
         "attention.gru_rel_pos_const": Slice(1),
         "attention.rel_attn_embed": Column(),
     }

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class XLMAttentionPolicy(Policy):

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.attention import XLNetAttentionParallel
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class XLNetPolicy(Policy):
@@ -9,7 +10,7 @@ class XLNetPolicy(Policy):
     plan = {
         "rel_attn": Heads(
             "n_head",
-            layer="xlnet_attention",
+            layer=XLNetAttentionParallel,
             weights=2,
             weights_dim=3,
             more_weights=(((2, 0), 3), ((2, 1), 3)),

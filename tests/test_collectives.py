@@ -15,7 +15,8 @@ from parallelformers_ng.collectives.process_group import create_rendezvous, rend
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 from parallelformers_ng.collectives.traced import register
 from parallelformers_ng.errors import CollectiveAbortedError
-from parallelformers_ng.sharding.layers import GatheredColumnParallel, RowParallel, parallel_class
+from parallelformers_ng.sharding.layers import parallel_class
+from parallelformers_ng.sharding.linear import GatheredColumnParallel, RowParallel
 from tests.patience import PROMPTLY
 from tests.rank_group import FLOATS, KERNELS, OTHERS, SLOT_BYTES, RankGroup, bytes_of, expected_sum, values
 

@@ -16,8 +16,8 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.policy import Column, Heads, Policy, Row
-from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 from parallelformers_ng.sharding.wholeness import Alone, alone
 from tests.zoo.build import randomise
 
@@ -67,8 +67,8 @@ def model() -> Model:
     return randomise(Model()).eval()  # type: ignore[return-value]
 
 
-def kinds(made: ShardPlan, path: str) -> set[str]:
-    return {layer.kind for layer in made.layers if layer.path == path}
+def kinds(made: ShardPlan, path: str) -> set[Any]:
+    return {layer.cls for layer in made.layers if layer.path == path}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -95,15 +95,15 @@ def test_a_recurrent_layer_is_held_in_parts_only_where_much_lies_whole() -> None
 
 def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
     made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
-    assert kinds(made, "called") == kinds(made, "image") == {"gathered_column"}
-    assert kinds(made, "layers.1.mix") == kinds(made, "attention") == kinds(made, "grouped") == {"stored"}
+    assert kinds(made, "called") == kinds(made, "image") == {GatheredColumnParallel}
+    assert kinds(made, "layers.1.mix") == kinds(made, "attention") == kinds(made, "grouped") == {StoredInParts}
     alone = build_plan(model(), 2, Selection((), ""), exhaustive=True)
-    assert kinds(alone, "layers.1.mix") == {"gathered_column"}
+    assert kinds(alone, "layers.1.mix") == {GatheredColumnParallel}
 
 
 def test_a_module_that_holds_parameters_in_parts_is_no_more_whole_for_it() -> None:
     made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
-    assert "stored" in kinds(made, "layers.1")
+    assert StoredInParts in kinds(made, "layers.1")
     assert alone(made, "layers.1") is Alone.UNSURE
     assert alone(made, "layers.1.query") is Alone.PART
     assert alone(made, "layers.1.mix") is alone(made, "attention") is Alone.WHOLE

@@ -22,8 +22,8 @@ from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
 from parallelformers_ng.sharding.plan import Shard
-from parallelformers_ng.sharding.policy import Rule, moved
-from parallelformers_ng.sharding.selection import is_block
+from parallelformers_ng.sharding.policy import is_block
+from parallelformers_ng.sharding.rules import Rule, moved
 from tests.zoo.decoders import decoder, gpt2
 
 

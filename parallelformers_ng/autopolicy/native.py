@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.proposal import Proposal
-from parallelformers_ng.sharding.policy import Column, Row, Rule
+from parallelformers_ng.sharding.rules import Column, Row, Rule
 from parallelformers_ng.sharding.structure import Layer
 
 _COLUMN = ("colwise", "local_colwise")

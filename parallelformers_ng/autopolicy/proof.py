@@ -17,8 +17,8 @@ from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.policy import Policy
-from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.rules import Policy
 
 
 @dataclass

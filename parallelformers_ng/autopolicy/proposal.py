@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from parallelformers_ng.sharding.policy import Column, Policy, Rule
+from parallelformers_ng.sharding.rules import Column, Policy, Rule
 
 Kind = Literal["attention", "mlp", "experts", "gathered"]
 

@@ -13,8 +13,8 @@ from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
 from parallelformers_ng.autopolicy.trials import Choice, Trials
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.experts import has_experts_interface
-from parallelformers_ng.sharding.policy import Column, Experts, Rule
-from parallelformers_ng.sharding.selection import Selection, written_places
+from parallelformers_ng.sharding.registry import Selection, written_places
+from parallelformers_ng.sharding.rules import Column, Experts, Rule
 from parallelformers_ng.sharding.structure import called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 

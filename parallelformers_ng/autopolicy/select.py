@@ -8,9 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.sharding.policy import Policy
-from parallelformers_ng.sharding.registry import known_policies, repeated_blocks
-from parallelformers_ng.sharding.selection import Selection, is_covered
+from parallelformers_ng.sharding.registry import Selection, is_covered, known_policies, repeated_blocks
+from parallelformers_ng.sharding.rules import Policy
 
 
 def select(

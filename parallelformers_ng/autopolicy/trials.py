@@ -19,8 +19,8 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Rule
-from parallelformers_ng.sharding.selection import Selection
+from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.rules import Rule
 from parallelformers_ng.sharding.structure import tensors
 
 Choice = tuple[Proposal, dict[str, Rule]]
@@ -117,7 +117,7 @@ def telling(twin: Twin, plan: ShardPlan) -> list[Probe]:
 
     A single layer that a policy cuts within its block gives, by itself, a part of what it gives whole.
     """
-    parts_only = {layer.path for layer in plan.layers if layer.kind in ("column", "row")}
+    parts_only = {layer.path for layer in plan.layers if layer.takes_part != layer.gives_part}
     return [probe for probe in twin.probes if probe.path not in twin.lone or probe.path not in parts_only]
 
 

@@ -21,7 +21,7 @@ from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.checkpoint.nodes import leaves
 from parallelformers_ng.checkpoint.source import lazy_state
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
-from parallelformers_ng.sharding.inject import set_tensor
+from parallelformers_ng.sharding.tensors import set_tensor
 
 
 def open_source(source: Source, model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:

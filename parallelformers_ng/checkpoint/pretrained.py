@@ -25,8 +25,8 @@ from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
-from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.tensors import get_tensor
 
 
 def write_pretrained(

@@ -22,8 +22,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.hooks.crossing import is_of_library
 from parallelformers_ng.hooks.registered import check
-from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensors import get_tensor
 
 
 class Skeleton:

@@ -16,8 +16,8 @@ from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import names_of_each, place
-from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.tensors import get_tensor
 
 
 class Checkpoint:

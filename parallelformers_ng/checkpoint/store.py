@@ -20,8 +20,8 @@ from torch import nn
 from parallelformers_ng.checkpoint.layout import lay_out
 from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.sharding.inject import get_tensor, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
 

@@ -16,9 +16,8 @@ from parallelformers_ng.autopolicy.proof import check, prove, prove_custom
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.plan import human_bytes
-from parallelformers_ng.sharding.policy import Policy
-from parallelformers_ng.sharding.registry import check_custom, known_policies, written_policies
-from parallelformers_ng.sharding.selection import is_covered
+from parallelformers_ng.sharding.registry import check_custom, is_covered, known_policies, written_policies
+from parallelformers_ng.sharding.rules import Policy
 
 
 def policy_sources() -> dict[str, str]:

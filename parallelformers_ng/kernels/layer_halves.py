@@ -16,7 +16,9 @@ from parallelformers_ng.kernels.cached_attention import fits_mask, is_usual, mas
 from parallelformers_ng.kernels.held import Held
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.kernels.streaming_linear import KINDS, MOST_ROWS, FusedRMSNorm, StreamingLinear, _decode
-from parallelformers_ng.sharding.layers import HeadParallel, RowParallel, parallel_class
+from parallelformers_ng.sharding.heads import HeadParallel
+from parallelformers_ng.sharding.layers import parallel_class
+from parallelformers_ng.sharding.linear import RowParallel
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 """What a layer may be given that a single query over a cache has no use for."""

@@ -19,8 +19,8 @@ from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.dispatch import Dispatcher
 from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
-from parallelformers_ng.sharding.inject import get_tensor
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.worker.memory import detail_report, device_totals, simple_report
 
 

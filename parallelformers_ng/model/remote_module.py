@@ -70,7 +70,7 @@ class Remote:
     def cut(self) -> str:
         """How the module itself is cut, for people."""
         plan = self.dispatcher.deployment.plan
-        kinds = [layer.kind.replace("_", " ") for layer in plan.layers if layer.path == self.path]
+        kinds = [layer.kind for layer in plan.layers if layer.path == self.path]
         tensor = plan.tensors.get(f"{self.path}.weight")
         if tensor is not None and not tensor.is_replicated:
             kinds += ["weight " + ", ".join(str(list(shard.shape(tensor.shape))) for shard in tensor.shards)]

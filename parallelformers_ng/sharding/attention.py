@@ -1,8 +1,10 @@
-"""Attention that cannot run on a share of its heads as it is written, computed anew. Names are the modelling code's."""
+"""Kinds of attention whose modelling code cannot run on some of the heads: what of it is computed otherwise.
+
+Names are the modelling code's.
+"""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,39 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelformers_ng.collectives.traced import all_reduce
-from parallelformers_ng.sharding.layers import BiasedHeadParallel, HeadParallel, ParallelLayer, parallel_class
-
-
-class NarrowedHeadParallel(BiasedHeadParallel):
-    """Attention that merges its heads to the width of its input: `merged.view(batch, length, hidden.size(-1))`.
-
-    On a rank the merged heads are narrower than the input, so such a view can only be meant for them.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        width = hidden.shape[-1]
-        with _NarrowedViews(width, width // self.head_count * len(self.head_indices)):
-            return super().forward(*args, **kwargs)
-
-
-class _NarrowedViews(TorchFunctionMode):
-    """Turns a view to `whole` columns, of a tensor with elements for `own` columns only, into one to these."""
-
-    def __init__(self, whole: int, own: int) -> None:
-        super().__init__()
-        self.whole = whole
-        self.own = own
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
-            tensor, *size = args
-            shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
-            if shape and shape[-1] == self.whole and tensor.numel() == math.prod(shape[:-1]) * self.own:
-                args = (tensor, (*shape[:-1], self.own))
-        return func(*args, **(kwargs or {}))
+from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel
 
 
 class NgramAttentionParallel(NarrowedHeadParallel):
@@ -110,26 +80,6 @@ class _WholeDraws(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         (shape,) = args
         return func((self.head_count, *shape[1:]), **(kwargs or {}))[self.head_indices]
-
-
-class RenewedAttention(ParallelLayer):
-    """A module that changes between full and sparse attention by making a new one around the same layers.
-
-    Attributes:
-        carried: what the new one takes over from the old: its counts of heads and what `HeadParallel` needs.
-    """
-
-    carried: Sequence[str]
-
-    def set_attention_type(self, *args: Any, **kwargs: Any) -> None:
-        before = self.self
-        super().set_attention_type(*args, **kwargs)  # type: ignore[misc]
-        after: Any = self.self
-        cls: type = type(after)
-        if after is not before:
-            after.__class__ = parallel_class(HeadParallel, cls)
-            for name in self.carried:
-                setattr(after, name, getattr(before, name))
 
 
 class XLNetAttentionParallel(HeadParallel):

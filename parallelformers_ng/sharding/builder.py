@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,14 +14,16 @@ from torch.nn.modules.conv import _ConvNd
 from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.heads import Heads
 from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Heads, Policy
-from parallelformers_ng.sharding.rules import apply_rule, count_heads
-from parallelformers_ng.sharding.selection import Selection, is_block
-from parallelformers_ng.sharding.structure import dotted
-from parallelformers_ng.sharding.vocabulary import find_vocabulary
+from parallelformers_ng.sharding.policy import Policy, is_block
+from parallelformers_ng.sharding.tensors import dotted
+from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
+
+if TYPE_CHECKING:
+    from parallelformers_ng.sharding.registry import Selection
 
 _ABOUT_THE_SAME = 1.05
 """The most of a tensor's bytes on one rank, against the least, where its width is shared out evenly."""
@@ -38,7 +41,7 @@ def build_plan(
     Args:
         model: the model, on any device, also `meta`.
         world_size: number of ranks, at least 1.
-        selection: the policies that apply, from `registry.select`.
+        selection: the policies that apply, from `known_policies`.
         dtype: data type to cast floating-point parameters to; None leaves them.
         exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
 
@@ -100,7 +103,8 @@ class _Builder:
                 self.draft.counter = self.draft.modules.get(dotted(path, above))
                 for target in self._targets(dotted(path, rule_path)):
                     self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
-                    if apply_rule(self.draft, rule, target, heads.get(above, [])):
+                    if rule.finds(self.draft, target):
+                        rule.apply(self.draft, target, heads.get(above, []))
                         unmatched.discard(rule_path)
         for rule_path in sorted(unmatched):
             if not any(rule_path == path or rule_path.startswith(path + ".") for path in policy.optional):
@@ -131,14 +135,14 @@ class _Builder:
             if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
                 continue
             self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {dotted(path, rule_path)}"
-            shares[rule_path] = share_heads(*count_heads(self.draft, rule, module), self.world_size)
+            shares[rule_path] = share_heads(*rule.count(self.draft, module), self.world_size)
         return shares
 
     def cut_vocabulary(self) -> None:
         """Cut input embeddings and output heads by rows of the vocabulary, tied or not."""
         for layer in find_vocabulary(self.model, taken=set(self.draft.cuts)):
             self.draft.who = f"vocabulary of {layer.path}"
-            self.draft.vocabulary(layer.path, layer.kind, layer.size, layer.tensors, rule="vocabulary")
+            cut_rows(self.draft, layer, rule="vocabulary")
 
     def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
         keep_whole = (WHOLE,) * self.world_size

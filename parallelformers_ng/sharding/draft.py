@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
+from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
-from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerKind, LayerPlan, Shard
+from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerPlan, Shard
 from parallelformers_ng.sharding.policy import Part, Unit
 
 
@@ -32,7 +34,7 @@ class Draft:
         self.model = model
         self.modules = dict(model.named_modules())
         self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
-        self.layers: dict[str, LayerPlan] = {}
+        self.layers: dict[tuple[str, Any], LayerPlan] = {}
         self.who = ""
         self.counter: nn.Module | None = None
 
@@ -47,49 +49,40 @@ class Draft:
     def cut_on_first_rank(self, name: str) -> None:
         self.cut(name, [WHOLE] + [ZERO] * (self.world_size - 1))
 
-    def layer(self, path: str, kind: LayerKind, attributes: Sequence[dict[str, Any]]) -> None:
-        self.layers[f"{path}:{kind}"] = LayerPlan(path, kind, tuple(attributes))
+    def layer(
+        self, path: str, cls: type[ParallelLayer] | None, attributes: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Note what a module becomes on each rank: which parallel layer, and with which attributes."""
+        local = [{} for _ in range(self.world_size)] if attributes is None else attributes
+        self.layers[path, cls] = LayerPlan(path, cls, tuple(local))
 
     def widths(self, owner: str, layer: str, names: Sequence[str], widths: Sequence[int]) -> None:
         """Set attributes of a module that say how many outputs one of its layers has."""
         for name in names:
             self.attribute(self.modules[owner], name)
         attributes = tuple(dict.fromkeys(names, width) for width in widths)
-        self.layers[f"{owner}:{layer}"] = LayerPlan(owner, "column", attributes)
-
-    def vocabulary(self, path: str, kind: LayerKind, size: int, tensors: Sequence[str], rule: str = "") -> None:
-        """Cut an embedding or a head of `size` by rows of the vocabulary."""
-        ranges = cut_width(size, ["column"], [], self.world_size, shares=self.shares)
-        for name in tensors:
-            self.cut(name, [Shard(0, held) for held in ranges], rule)
-        bounds = [held[0] if held else (0, 0) for held in ranges]
-        sizes = tuple(stop - start for start, stop in bounds)
-        self.layer(
-            path,
-            kind,
-            [{"first_row": start, "row_count": stop - start, "gathered_sizes": sizes} for start, stop in bounds],
-        )
+        self.layers[owner, layer] = LayerPlan(owner, None, attributes)
 
     # -- shares --------------------------------------------------------------------------------------------------
 
     def ranges(
-        self, size: int, unit: Unit, fused: int | tuple[Unit | Part, ...], heads: list[HeadShare]
+        self,
+        size: int,
+        unit: Unit,
+        fused: int | tuple[Unit | Part, ...],
+        heads: list[HeadShare],
+        interleaved: bool = False,
     ) -> list[tuple[Range, ...]]:
-        default: Unit = "query" if heads else "column"
+        """What each rank holds of a dimension of `size`, made of parts that lie side by side, or `interleaved`
+        within the group of each key/value head."""
+        default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
         if not heads and any(part in ("query", "key") for part in units):
             raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
         try:
+            if interleaved:
+                return cut_interleaved(size, units, heads, widths)
             return cut_width(size, units, heads, self.world_size, widths, self.shares)
-        except PolicyError as error:
-            raise PolicyError(f"{self.who}: {error}") from None
-
-    def interleaved(self, size: int, parts: tuple[Unit | Part, ...], heads: list[HeadShare]) -> list[tuple[Range, ...]]:
-        if not heads:
-            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
-        units, widths = self._parts(parts, "query")
-        try:
-            return cut_interleaved(size, units, heads, widths)
         except PolicyError as error:
             raise PolicyError(f"{self.who}: {error}") from None
 
@@ -101,6 +94,12 @@ class Draft:
             raise PolicyError(f"{self.who}: either all or none of its parts must be a Part")
         widths = [self.counted(width) if isinstance(width, str) else width for width in named]
         return units, widths
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The parameter or buffer of that name; None where the model has none."""
+        path, _, short = name.rpartition(".")
+        owner = self.modules.get(path)
+        return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
         """An attribute of the module that counts the heads."""

@@ -11,35 +11,9 @@ from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.traced import register
-from parallelformers_ng.sharding import attention, layers, norms
-from parallelformers_ng.sharding.plan import LayerKind, ShardPlan
-
-_CLASSES: dict[LayerKind, type[layers.ParallelLayer]] = {
-    "gathered_column": layers.GatheredColumnParallel,
-    "row": layers.RowParallel,
-    "reduced": layers.Reduced,
-    "reduced_input": layers.ReducedInput,
-    "on_first_rank": layers.OnFirstRank,
-    "vocabulary_embedding": layers.VocabularyParallelEmbedding,
-    "vocabulary_head": layers.VocabularyParallelHead,
-    "heads": layers.HeadParallel,
-    "biased_heads": layers.BiasedHeadParallel,
-    "narrowed_heads": attention.NarrowedHeadParallel,
-    "ngram_attention": attention.NgramAttentionParallel,
-    "reformer_attention": attention.ReformerAttentionParallel,
-    "renewed": attention.RenewedAttention,
-    "gathered_input": layers.GatheredInput,
-    "grouped_column": layers.GroupedColumnParallel,
-    "stored": layers.Stored,
-    "quantized_embedding": layers.QuantizedEmbeddingParallel,
-    "wavlm_attention": attention.WavLMAttentionParallel,
-    "xlnet_attention": attention.XLNetAttentionParallel,
-    "norm": norms.RMSNormParallel,
-    "gated_norm": norms.GatedRMSNormParallel,
-    "gaussian_topk": norms.GaussianTopKParallel,
-    "head_norms": norms.HeadNormsParallel,
-}
-
+from parallelformers_ng.sharding.layers import parallel_class
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 _COPY_OF = "_parallelformers_ng_copy_of"
 
@@ -53,14 +27,11 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
     settle(model, plan)
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)
-        if layer.kind in _CLASSES:
-            module.__class__ = layers.parallel_class(_CLASSES[layer.kind], type(module))  # type: ignore[arg-type]
+        if layer.cls is not None:
+            module.__class__ = parallel_class(layer.cls, type(module))
             module.communicator = communicator
         for name, value in layer.attributes[rank].items():
             set_attribute(module, name, value)
-        if isinstance(module, layers.VocabularyParallelEmbedding):
-            # torch checks it against the rows held here; it only matters to gradients.
-            module.padding_idx = None  # type: ignore[assignment]
 
 
 def settle(model: nn.Module, plan: ShardPlan) -> None:
@@ -96,25 +67,6 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
     for config in (whole, *(module.__dict__.get("config") for module in model.modules())):
         if (config is whole or getattr(config, _COPY_OF, None) is whole) and getattr(config, last, None) == before:
             setattr(config, last, value)
-
-
-def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    """The parameter or buffer called `name`, as it is held: a rank's own part."""
-    path, _, short = name.rpartition(".")
-    owner = model.get_submodule(path)
-    held = (owner._buffers if is_buffer else owner._parameters)[short]
-    assert held is not None, f"{name} is None"
-    return held
-
-
-def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
-    """Put `tensor` where `name` says, as a buffer or as a parameter (one without gradient, if it is none yet)."""
-    path, _, short = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if not is_buffer and not isinstance(tensor, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=False)
-    held: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-    held[short] = tensor
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:

@@ -16,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.sharding.calls import CONVOLUTIONS, is_only_called
 from parallelformers_ng.sharding.draft import Draft
-from parallelformers_ng.sharding.policy import Column
-from parallelformers_ng.sharding.rules import apply_rule, store
-from parallelformers_ng.sharding.structure import Place, dotted, places, uses
+from parallelformers_ng.sharding.linear import Column
+from parallelformers_ng.sharding.stored import store
+from parallelformers_ng.sharding.structure import Place, places, uses
+from parallelformers_ng.sharding.tensors import dotted
 
 _ENOUGH = 0.02
 """So much more than an even share of all bytes may lie on a rank because it is whole."""
@@ -27,10 +28,6 @@ _WORTH = 0.0015
 _MUCH = 0.15
 """Only where as much more lies on a rank are recurrent layers held in parts: one that a decoder runs is read whole for
 every token."""
-_GIVES_WHOLE = {
-    "gathered_column", "row", "reduced", "stored", "vocabulary_embedding", "vocabulary_head", "quantized_embedding",
-}  # fmt: skip
-"""Layers that give the same on all ranks. Beside any other, a layer may get what differs from rank to rank."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,8 @@ def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
     multiplies = type(module) in (nn.Linear, Conv1D, *CONVOLUTIONS) and getattr(module, "groups", 1) == 1
     called = leftover.name == "weight" and is_only_called(draft.model, path)
     if called and (looks_up or (multiplies and gets_whole)) and leftover.shape[outputs] >= draft.world_size:
-        return apply_rule(draft, Column("column", gather=True), path, [])
+        Column("column", gather=True).apply(draft, path, [])
+        return True
     dim = next((dim for dim, size in enumerate(leftover.shape) if size >= draft.world_size), None)
     if dim is None:
         return False
@@ -107,7 +105,7 @@ def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
 
 def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
     """Paths of blocks and models within which ranks compute different things."""
-    return {_instance(layer.path, where) for layer in draft.layers.values() if layer.kind not in _GIVES_WHOLE}
+    return {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:

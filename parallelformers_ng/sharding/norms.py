@@ -1,14 +1,22 @@
-"""Parallel layers that need a figure of a whole width of which a rank holds some columns: norms, choices by them."""
+"""Layers that need a figure of all columns, of which a rank has some: norms, and choices by mean and deviation."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from parallelformers_ng.collectives.traced import all_reduce
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.partition import HeadShare, count_once, group_runs
+from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.policy import Rule, Unit
 
 
 class RMSNormParallel(ParallelLayer):
@@ -90,3 +98,62 @@ class HeadNormsParallel(ParallelLayer):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         heads = hidden_states.split(1, dim=1)
         return torch.cat([self.norms[index](head) for index, head in zip(self.head_indices, heads, strict=True)], dim=1)
+
+
+@dataclass(frozen=True)
+class Norm(Rule):
+    """Normalise cut outputs by the root mean square of all of them, as the whole model does; the ranks sum their
+    squares. Groups of columns with a root mean square each, and a gate, come from the norm itself.
+
+    A norm per head needs no rule: its width is not cut.
+
+    Args:
+        unit: what the width is counted in, as in `Column`.
+        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+    """
+
+    unit: Unit = ""
+    heads: str | None = None
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        module: Any = draft.modules[path]
+        names = dict(module.named_parameters(recurse=False))
+        if list(names) != ["weight"] or names["weight"].ndim != 1 or not hasattr(module, "variance_epsilon"):
+            what = type(module).__name__
+            raise PolicyError(f"{draft.who}: a {what} is no norm with one `weight` and a `variance_epsilon`")
+        width = names["weight"].shape[0]
+        ranges = draft.ranges(width, self.unit, 1, heads)
+        draft.cut(f"{path}.weight", [Shard(0, held) for held in ranges])
+        count = width // module.group_size if hasattr(module, "group_size") else getattr(module, "n_groups", 1)
+        attributes = [
+            {"runs": group_runs(held, counted, width // count), "group_count": count, "group_width": width // count}
+            for held, counted in zip(ranges, count_once(ranges), strict=True)
+        ]
+        gated = "gate" in inspect.signature(module.forward).parameters
+        draft.layer(path, GatedRMSNormParallel if gated else RMSNormParallel, attributes)
+
+
+@dataclass(frozen=True)
+class HeadNorms(Rule):
+    """Apply to each head its own norm, for a module that keeps one per head in a list `norms`. All ranks hold all of
+    them.
+
+    Args:
+        unit: "query" or "key": which heads they are.
+    """
+
+    unit: Literal["query", "key"] = "query"
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        indices = [share.key if self.unit == "key" else share.query for share in heads]
+        draft.layer(path, HeadNormsParallel, [{"head_indices": mine} for mine in indices])
+
+
+@dataclass(frozen=True)
+class GaussianTopK(Rule):
+    """Keep of cut outputs those that stand out from the mean and the deviation of all of them; the ranks sum both. For
+    a module whose forward does so in `_gaussian_topk` (Gemma 3n's MLP)."""
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        width = draft.attribute(draft.modules[path], "intermediate_size")
+        draft.layer(path, GaussianTopKParallel, [{"width": width}] * draft.world_size)

@@ -165,13 +165,8 @@ def cut_width(
         if sum(widths) != size:
             raise PolicyError(f"its parts are {' + '.join(map(str, widths))} wide, not {size}")
     elif heads and "column" not in parts:
-        units = sum(whole[part] for part in parts)
-        if size % units:
-            counted = (
-                f"its {units} heads" if len(parts) == 1 else f"{units}, the heads of its {len(parts)} parts together"
-            )
-            raise PolicyError(f"its width {size} is not a multiple of {counted}")
-        widths = [size // units * whole[part] for part in parts]
+        head = _head_width(size, sum(whole[part] for part in parts), len(parts))
+        widths = [head * whole[part] for part in parts]
     elif size % len(parts) == 0:
         widths = [size // len(parts)] * len(parts)
     else:
@@ -215,13 +210,7 @@ def cut_interleaved(
     ratio = _total(heads, "query") // groups
     counts = [ratio if part == "query" else 1 for part in parts]
     if not head_widths:
-        units = sum(counts) * groups
-        if size % units:
-            counted = (
-                f"its {units} heads" if len(parts) == 1 else f"{units}, the heads of its {len(parts)} parts together"
-            )
-            raise PolicyError(f"its width {size} is not a multiple of {counted}")
-        head_widths = [size // units] * len(parts)
+        head_widths = [_head_width(size, sum(counts) * groups, len(parts))] * len(parts)
     elif sum(count * head for count, head in zip(counts, head_widths, strict=True)) * groups != size:
         raise PolicyError(f"its width {size} is not {groups} groups of {counts} heads, {list(head_widths)} wide each")
     per_rank = []
@@ -235,6 +224,14 @@ def cut_interleaved(
                 start += head * count
         per_rank.append(join(ranges))
     return per_rank
+
+
+def _head_width(size: int, heads: int, parts: int) -> int:
+    """Columns of one head where all heads of all packed parts are equally wide."""
+    if size % heads:
+        counted = f"its {heads} heads" if parts == 1 else f"{heads}, the heads of its {parts} parts together"
+        raise PolicyError(f"its width {size} is not a multiple of {counted}")
+    return size // heads
 
 
 def count_once(per_rank: Sequence[Sequence[Range]]) -> list[tuple[Range, ...]]:
@@ -282,6 +279,11 @@ def group_runs(
         indices = [index for index, _ in same]
         runs.append((indices[0], indices[-1] + 1, group, is_counted))
     return tuple(runs)
+
+
+def width_of(ranges: Sequence[Range]) -> int:
+    """Columns that some ranges hold in all."""
+    return sum(stop - start for start, stop in ranges)
 
 
 def _total(heads: Sequence[HeadShare], unit: str) -> int:

@@ -10,18 +10,14 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallelformers_ng.sharding.partition import Range
+from parallelformers_ng.sharding.partition import Range, width_of
 
-LayerKind = Literal[
-    "column", "gathered_column", "row", "reduced", "norm", "gated_norm", "gaussian_topk", "head_norms",
-    "vocabulary_embedding", "vocabulary_head", "heads", "biased_heads", "wavlm_attention", "xlnet_attention",
-    "narrowed_heads", "ngram_attention", "reformer_attention", "renewed",
-    "gathered_input", "grouped_column", "quantized_embedding", "stored", "on_first_rank", "reduced_input",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from parallelformers_ng.sharding.layers import ParallelLayer
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,7 @@ class Shard:
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         if self.dim is None:
             return whole
-        width = sum(stop - start for start, stop in self.ranges)
-        return (*whole[: self.dim], width, *whole[self.dim + 1 :])
+        return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
@@ -117,13 +112,29 @@ class LayerPlan:
 
     Attributes:
         path: its dotted path.
-        kind: which parallel layer it becomes; "heads" only adjusts attributes.
+        cls: the parallel layer that it becomes; None where the attributes are all that changes, as of a layer cut by its
+            outputs.
         attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
     """
 
     path: str
-    kind: LayerKind
+    cls: type[ParallelLayer] | None
     attributes: tuple[dict[str, Any], ...]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether its inputs differ from rank to rank."""
+        return self.cls is not None and self.cls.takes_part
+
+    @property
+    def gives_part(self) -> bool:
+        """Whether its outputs do."""
+        return self.cls is None or self.cls.gives_part
+
+    @property
+    def kind(self) -> str:
+        """How it is cut, for people."""
+        return "column" if self.cls is None else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", self.cls.__name__).lower()
 
 
 @dataclass

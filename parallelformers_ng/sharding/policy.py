@@ -1,4 +1,4 @@
-"""The vocabulary in which a policy says how a block is cut. Data only: no torch, no arithmetic.
+"""How a policy is written: a block, and a rule for each layer beneath it. The rules are in `rules.py`.
 
 A policy names a *block* (a module class of the modelling code, usually one layer) and gives each layer beneath it
 a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053):
@@ -6,25 +6,27 @@ a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.0805
     hidden ─┬─► Column ──► (each rank: its heads, its columns) ──► Row ─► all-reduce ─► hidden
             └─► Column ──┘
 
-`builder.py` turns a policy, a model skeleton and a world size into slices; nothing here computes one.
+`builder.py` makes a plan of a policy, a model and a number of ranks.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from parallelformers_ng.errors import PolicyError
+from torch import nn
+
+from parallelformers_ng.errors import PolicyError, did_you_mean
+
+if TYPE_CHECKING:
+    from parallelformers_ng.sharding.draft import Draft
+    from parallelformers_ng.sharding.partition import HeadShare
 
 Unit = Literal["", "query", "key", "column"]
 """What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module
 with a `Heads` rule and "column" elsewhere."""
-
-Place = int | str
-"""Where a tensor is among the outputs of a module: an index in a tuple or a key in a dictionary."""
 
 
 class _Word:
@@ -36,8 +38,8 @@ class _Word:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                near = [found for name in kwargs for found in difflib.get_close_matches(name, signature.parameters, 1)]
-                hint = f" (did you mean {near[0]!r}?)" if near and near[0] not in kwargs else ""
+                strange = (name for name in kwargs if name not in signature.parameters)
+                hint = did_you_mean(next(strange, ""), set(signature.parameters) - set(kwargs))
                 takes = ", ".join(signature.parameters) or "nothing"
                 raise PolicyError(f"{cls.__name__}: {error}{hint}; it takes {takes}") from None
         return super().__new__(cls)
@@ -59,209 +61,26 @@ class Part(_Word):
 
 @dataclass(frozen=True)
 class Rule(_Word):
-    """Base of all rules."""
+    """What becomes of the layer that a policy names. A rule is declared beside the parallel layer that it makes."""
 
+    def mistake(self) -> str:
+        """Why its arguments contradict each other, in words; "" where they do not."""
+        return ""
 
-@dataclass(frozen=True)
-class Column(Rule):
-    """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
+    def finds(self, draft: Draft, path: str) -> bool:
+        """Whether a model has at `path` what the rule is for."""
+        return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
 
-    Args:
-        unit: what the outputs are counted in; "key" marks key and value projections of a model with fewer key/value
-            than query heads.
-        fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
-            `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
-            Each part is cut on its own; one whose heads have a width of their own is a `Part`. Projections interleaved
-            *per head* (Bloom) are one part: a head is contiguous.
-        interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
-            group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
-        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
-        gather: put the cut outputs together again, for a layer whose reader needs all of them.
-        gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
-        widths: attributes of the module that holds the layer that are as large as its outputs are many (`conv_dim`),
-            where the forward reads them.
-    """
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        """Note in the draft which slices of the tensors at `path` each rank holds, and which parallel layer it becomes.
 
-    unit: Unit = ""
-    fused: int | tuple[Unit | Part, ...] = 1
-    interleaved: tuple[Unit | Part, ...] = ()
-    heads: str | None = None
-    gather: bool = False
-    gather_inputs: bool = False
-    widths: tuple[str, ...] = ()
+        Args:
+            heads: each rank's heads of the attention around it; none outside of attention.
 
-
-@dataclass(frozen=True)
-class Row(Rule):
-    """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
-
-    Args:
-        unit: what the inputs are counted in, as in `Column`.
-        fused: parts packed side by side along the input, as in `Column`.
-        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
-        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
-    """
-
-    unit: Unit = ""
-    fused: int | tuple[Unit, ...] = 1
-    heads: str | None = None
-    reduce: bool = True
-
-
-@dataclass(frozen=True)
-class Heads(Rule):
-    """Says that a module is attention: layers beneath it are cut by whole heads.
-
-    Attribute names are relative to the module; `config.x` is read from the module's configuration. A count read there
-    is left as it is unless it is also among the scaled ones: most forwards do not look at it again.
-
-    Args:
-        query: attribute that holds the number of query heads.
-        key: attribute that holds the number of key/value heads; "" where `groups` says it, or where it is the number
-            of query heads.
-        groups: attribute that holds query heads per key/value head, "" where the module has none.
-        scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
-        scaled_key: the same for attributes proportional to the key/value heads.
-        weights: place of the attention weights among the module's outputs: an index, a key, or several one after
-            another; None where it gives none of its own.
-        weights_dim: their dimension of heads.
-        more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
-        biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
-            (ALiBi). Each rank takes those of its heads: dimension 1 of four or more, or dimension 0 (batch × heads) of
-            three.
-        fresh: attributes that keep a state from call to call, as wide as all heads; a rank begins without.
-        input_width: the forward takes the width of its merged heads from its input and not from an attribute.
-        layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the
-            heads as it is; "" for all others.
-    """
-
-    query: str
-    key: str = ""
-    groups: str = ""
-    scaled: tuple[str, ...] = ()
-    scaled_key: tuple[str, ...] = ()
-    weights: Place | tuple[Place, ...] | None = 1
-    weights_dim: int = 1
-    more_weights: tuple[tuple[Place | tuple[Place, ...], int], ...] = ()
-    biases: tuple[str, ...] = ()
-    fresh: tuple[str, ...] = ()
-    input_width: bool = False
-    layer: Literal["", "ngram_attention", "reformer_attention", "wavlm_attention", "xlnet_attention"] = ""
-
-
-@dataclass(frozen=True)
-class Experts(Rule):
-    """Cut every expert of a mixture by width: gate and up by columns, down by rows, the outputs summed.
-
-    For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Their geometry
-    (transposed, gate and up side by side or interleaved, biases) comes from the attributes of transformers' experts
-    interface.
-
-    Args:
-        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
-    """
-
-    reduce: bool = True
-
-
-@dataclass(frozen=True)
-class Slice(Rule):
-    """Cut a bare parameter or buffer along one dimension, nothing is exchanged.
-
-    Args:
-        dim: the dimension to cut.
-        unit: what that dimension is counted in, as in `Column`.
-        fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
-            `Heads` rule.
-        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
-        partial: its products are summed over the ranks, so a rank without heads holds zeros.
-    """
-
-    dim: int
-    unit: Unit = ""
-    fused: int | str | tuple[Unit | Part, ...] = 1
-    heads: str | None = None
-    partial: bool = False
-
-
-@dataclass(frozen=True)
-class Reduce(Rule):
-    """Sum a module's output over the ranks, for one whose cut layers or parameters leave partial sums."""
-
-
-@dataclass(frozen=True)
-class Vocabulary(Rule):
-    """Cut an embedding by rows: each rank looks up the ids that it holds, and the results are summed. Needed for tables
-    that the model does not name as its input embeddings."""
-
-
-@dataclass(frozen=True)
-class Stored(Rule):
-    """Hold some rows of a module's tensors, and put all of them together whenever they are read: for a table that the
-    forward does more with than look up rows (a codebook it searches, positions it interpolates).
-
-    Args:
-        names: its parameters and buffers, none of which the forward may write to.
-    """
-
-    names: tuple[str, ...] = ("weight",)
-
-
-@dataclass(frozen=True)
-class Gather(Rule):
-    """Put a module's cut outputs together, for one that uses the weights of a cut layer past that layer.
-
-    Args:
-        layer: path, beneath the module, of the layer whose outputs it computes.
-    """
-
-    layer: str
-
-
-@dataclass(frozen=True)
-class Renewed(Rule):
-    """Says that a module may put another attention in the place of one of its own while it runs (`set_attention_type`);
-    the new one takes over the share of heads.
-
-    Args:
-        attention: name of the child that is replaced, which has a `Heads` rule above this one.
-    """
-
-    attention: str
-
-
-@dataclass(frozen=True)
-class Norm(Rule):
-    """Normalise cut outputs by the root mean square of all of them, as the whole model does; the ranks sum their
-    squares. Groups of columns with a root mean square each, and a gate, come from the norm itself.
-
-    A norm per head needs no rule: its width is not cut.
-
-    Args:
-        unit: what the width is counted in, as in `Column`.
-        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
-    """
-
-    unit: Unit = ""
-    heads: str | None = None
-
-
-@dataclass(frozen=True)
-class HeadNorms(Rule):
-    """Apply to each head its own norm, for a module that keeps one per head in a list `norms`. All ranks hold all of
-    them.
-
-    Args:
-        unit: "query" or "key": which heads they are.
-    """
-
-    unit: Unit = "query"
-
-
-@dataclass(frozen=True)
-class GaussianTopK(Rule):
-    """Keep of cut outputs those that stand out from the mean and the deviation of all of them; the ranks sum both. For
-    a module whose forward does so in `_gaussian_topk` (Gemma 3n's MLP)."""
+        Raises:
+            PolicyError: the layer cannot be cut so.
+        """
+        raise PolicyError(f"{draft.who}: {type(self).__name__} says of no layer how it is cut")
 
 
 class Policy:
@@ -306,3 +125,18 @@ def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
         return rule if heads is None else replace(rule, heads=place(heads))  # type: ignore[call-arg]
 
     return {place(name): counted(rule) for name, rule in plan.items()}
+
+
+def block_names(module: nn.Module) -> set[str]:
+    """The names by which a policy may call a module: those of its classes, alone and behind their package."""
+    names = set()
+    for cls in type(module).__mro__:
+        package = cls.__module__.rpartition(".")[0].rpartition(".")[2]
+        names |= {cls.__name__, f"{package}.{cls.__name__}"}
+    return names
+
+
+def is_block(module: nn.Module, policy: type[Policy]) -> bool:
+    """Whether `module` is a block of `policy`, by class name, a subclass included, and by the layers it must hold."""
+    named = not block_names(module).isdisjoint(policy.blocks())
+    return named and (not policy.holds or set(policy.holds) <= {name for name, _ in module.named_modules()})

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
-from parallelformers_ng.sharding import policy as words
-from parallelformers_ng.sharding.policy import Column, HeadNorms, Heads, Policy, Renewed, Rule
+from parallelformers_ng.sharding import rules
+from parallelformers_ng.sharding.heads import Heads
+from parallelformers_ng.sharding.policy import Part, Policy, Rule
+from parallelformers_ng.sharding.tensors import dotted
 
 _ATTRIBUTES = {
     "block": "a class name, or a tuple of them",
@@ -35,10 +36,12 @@ def check_policy(policy: type[Policy]) -> None:
         if isinstance(rule, type) and issubclass(rule, Rule):
             raise PolicyError(f"{where} is the class {rule.__name__}; write {rule.__name__}(…), with parentheses")
         if not isinstance(rule, Rule):
-            raise PolicyError(f"{where} is {rule!r}; it takes one of {', '.join(sorted(_rules()))}")
+            raise PolicyError(f"{where} is {rule!r}; it takes one of {', '.join(_rules())}")
         _check_fields(where, rule)
         _check_counting(where, rule)
         _check_paths(where, path, rule, policy)
+        if mistake := rule.mistake():
+            raise PolicyError(f"{where}: {mistake}")
 
 
 def _check_attributes(policy: type[Policy], who: str) -> None:
@@ -67,7 +70,7 @@ def _check_fields(where: str, rule: Any) -> None:
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
         for inner in value if isinstance(value, tuple) else ():
-            if isinstance(inner, words.Part):
+            if isinstance(inner, Part):
                 _check_fields(f"{where}: {field.name}", inner)
         if not _fits(value, hints[field.name]):
             choices = [choice for choice in _choices(hints[field.name]) if choice]
@@ -92,10 +95,6 @@ def _check_counting(where: str, rule: Rule) -> None:
     if unit and (interleaved or isinstance(fused, tuple)):
         name = "interleaved" if interleaved else "fused"
         raise PolicyError(f"{where}: unit is {unit!r}, and {name} names a unit for each part; leave unit out")
-    if isinstance(rule, HeadNorms) and unit not in ("query", "key"):
-        raise PolicyError(f"{where}: HeadNorms' unit is {unit!r}; it takes 'query' or 'key'")
-    if isinstance(rule, Column) and rule.gather and rule.widths:
-        raise PolicyError(f"{where}: widths are those of outputs that stay cut, and gather puts them together")
 
 
 def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> None:
@@ -104,16 +103,14 @@ def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> Non
     above = getattr(rule, "heads", None)
     if above is not None and above not in heads:
         raise PolicyError(f"{where}: heads is {above!r}, and no rule there says Heads(…){_near(above, heads)}")
-    if isinstance(rule, Renewed):
-        carried = f"{path}.{rule.attention}".removeprefix(".")
+    if isinstance(rule, rules.Renewed):
+        carried = dotted(path, rule.attention)
         if carried not in heads:
             raise PolicyError(f"{where}: no rule {carried!r} says Heads(…){_near(carried, heads)}")
 
 
-@cache
-def _rules() -> dict[str, type[Rule]]:
-    found = vars(words).values()
-    return {rule.__name__: rule for rule in found if isinstance(rule, type) and issubclass(rule, Rule) and rule != Rule}
+def _rules() -> list[str]:
+    return [name for name in rules.__all__ if issubclass(getattr(rules, name), Rule) and name != "Rule"]
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -129,6 +126,8 @@ def _fits(value: Any, hint: Any) -> bool:
         if arguments[-1] is Ellipsis:
             return all(_fits(item, arguments[0]) for item in value)
         return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if origin is type:
+        return isinstance(value, type) and issubclass(value, arguments[0])
     return type(value) is bool if hint is bool else isinstance(value, hint) and type(value) is not bool
 
 

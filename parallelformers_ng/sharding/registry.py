@@ -7,18 +7,40 @@ import importlib
 import logging
 import pkgutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import misfit
-from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.sharding.policy import Policy, block_names, is_block
 from parallelformers_ng.sharding.policy_check import check_policy
-from parallelformers_ng.sharding.selection import Selection, block_names, is_block
+from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 log = logging.getLogger("parallelformers_ng")
+_LEFT_AT_MOST = 0.1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The policies that apply to a model.
+
+    Attributes:
+        policies: each with at least one block in the model.
+        source: "custom", "written", "native plan" or "inferred", joined by "+" where parts differ; "held in parts"
+            where only leftovers are cut.
+        vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
+        leftovers: whether what the policies leave whole is cut where it is large.
+    """
+
+    policies: tuple[type[Policy], ...]
+    source: str
+    vocabulary: bool = True
+    leftovers: bool = True
 
 
 def known_policies(
@@ -90,3 +112,35 @@ def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[
         if not policy.blocks() or not policy.plan:
             raise PolicyError(f"{policy.__name__}: both `block` and `plan` must be set")
     return tuple(listed)
+
+
+def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
+    """Paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they name."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        for policy in policies:
+            if is_block(module, policy):
+                if path and not any(hasattr(child, "config_class") for child in module.children()):
+                    found.add(path)
+                else:
+                    found.update(f"{path}.{rule.partition('*')[0]}".strip(".") for rule in policy.plan)
+    return found
+
+
+def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
+    """Whether the policies answer for nearly all of what could be cut, tables of positions aside."""
+    places = written_places(model, policies)
+    vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
+    total = left = 0
+    for path, module in model.named_modules():
+        large = [p.numel() for p in module._parameters.values() if p is not None and p.ndim == 3]
+        if isinstance(module, _ConvNd):
+            large = []
+        if isinstance(module, (nn.Linear, Conv1D)):
+            large = [module.weight.numel()]
+        if not large or path in vocabulary:
+            continue
+        total += sum(large)
+        if not any(path == place or path.startswith(place + ".") for place in places):
+            left += sum(large)
+    return left <= _LEFT_AT_MOST * total

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from parallelformers_ng.sharding.tensors import dotted
+
 
 @dataclass(frozen=True)
 class Place:
@@ -44,11 +46,6 @@ class Layer:
     outputs: int
     order: int
     is_embedding: bool = False
-
-
-def dotted(path: str, name: str) -> str:
-    """A name beneath a path; either may be empty."""
-    return f"{path}.{name}" if path and name else path or name
 
 
 def places(model: nn.Module) -> dict[str, Place]:

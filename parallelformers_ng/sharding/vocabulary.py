@@ -1,12 +1,88 @@
-"""Finds the layers that are as wide as the vocabulary: input embeddings and output heads, tied or not."""
+"""Embeddings and output heads, cut by rows of the vocabulary: z = Σᵣ Eᵣ[id] and logits = [h E₀ᵀ | h E₁ᵀ | …]."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from parallelformers_ng.collectives.traced import all_reduce, is_traced
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.linear import GatheredColumnParallel, cannot_cut
+from parallelformers_ng.sharding.partition import HeadShare, cut_width
+from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.policy import Rule
+
+
+class VocabularyParallelEmbedding(ParallelLayer):
+    """Looks up the ids that this rank's rows hold, zeros for the others, and sums over the ranks.
+
+    Attributes:
+        first_row: first id of this rank.
+        row_count: number of its rows, possibly 0.
+        gathered_sizes: rows of each rank.
+    """
+
+    takes_part = False
+    gives_part = False
+    weight: torch.Tensor
+    first_row: int
+    row_count: int
+    gathered_sizes: Sequence[int]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_range(input)
+        if self.row_count == 0:
+            found = self.weight.new_zeros(*input.shape, self.weight.shape[1])
+        else:
+            local = input - self.first_row
+            elsewhere = (local < 0) | (local >= self.row_count)
+            found = self._look_up(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return all_reduce(self.communicator, found)
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows)
+
+    def _check_range(self, ids: torch.Tensor) -> None:
+        """A whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on every rank."""
+        if ids.numel() == 0:
+            return
+        size = sum(self.gathered_sizes)
+        if ids.device.type == "cpu" and not is_traced():
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= size:
+                raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
+        else:
+            torch._assert_async(((ids >= 0) & (ids < size)).all())
+
+
+class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
+    """I-BERT's embedding, which gives a scaling factor as well: none, as long as it does not quantize."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(ids), None
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        return super()._look_up(rows)[0]
+
+
+@dataclass(frozen=True)
+class Vocabulary(Rule):
+    """Cut an embedding by rows: each rank looks up the ids that it holds, and the results are summed. Needed for tables
+    that the model does not name as its input embeddings."""
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        module: Any = draft.modules[path]
+        if not isinstance(module, nn.Embedding) and not hasattr(module, "weight_integer"):
+            raise PolicyError(cannot_cut(draft.who, module, "rows of its vocabulary (an Embedding can)"))
+        cls = VocabularyParallelEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingParallel
+        cut_rows(draft, VocabularyLayer(path, cls, module.weight.shape[0], (f"{path}.weight",)))
 
 
 @dataclass(frozen=True)
@@ -15,15 +91,30 @@ class VocabularyLayer:
 
     Attributes:
         path: dotted path of the module.
-        kind: which parallel layer it becomes.
+        cls: the parallel layer that it becomes.
         size: rows of the vocabulary.
         tensors: names of the parameters to cut, dimension 0 each.
     """
 
     path: str
-    kind: Literal["vocabulary_embedding", "vocabulary_head"]
+    cls: type[ParallelLayer]
     size: int
     tensors: tuple[str, ...]
+
+
+def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
+    """Give each rank its rows of an embedding or a head."""
+    ranges = cut_width(layer.size, ["column"], [], draft.world_size, shares=draft.shares)
+    for name in layer.tensors:
+        draft.cut(name, [Shard(0, held) for held in ranges], rule)
+    bounds = [held[0] if held else (0, 0) for held in ranges]
+    sizes = tuple(stop - start for start, stop in bounds)
+    shared: dict[str, Any] = {"gathered_sizes": sizes}
+    if issubclass(layer.cls, VocabularyParallelEmbedding):
+        shared["padding_idx"] = None  # torch checks it against the rows held here; it only matters to gradients
+    draft.layer(
+        layer.path, layer.cls, [{"first_row": start, "row_count": stop - start, **shared} for start, stop in bounds]
+    )
 
 
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
@@ -48,7 +139,7 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
         if isinstance(head, nn.Linear) and id(head) in paths and not _holds_layers(head):
             path = paths[id(head)]
             tensors = (f"{path}.weight",) if head.bias is None else (f"{path}.weight", f"{path}.bias")
-            found[path] = VocabularyLayer(path, "vocabulary_head", head.weight.shape[0], tensors)
+            found[path] = VocabularyLayer(path, GatheredColumnParallel, head.weight.shape[0], tensors)
 
     weights = {id(model.get_submodule(layer.path).weight) for layer in found.values()}
     owners: dict[int, set[str]] = {}
@@ -67,7 +158,7 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
 def _add_embedding(found: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
     """Note an embedding, unless it renormalises its rows in place, which a rank can do only to its own."""
     if embedding.max_norm is None and not _holds_layers(embedding):
-        found[path] = VocabularyLayer(path, "vocabulary_embedding", embedding.weight.shape[0], (f"{path}.weight",))
+        found[path] = VocabularyLayer(path, VocabularyParallelEmbedding, embedding.weight.shape[0], (f"{path}.weight",))
 
 
 def _holds_layers(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@ the ranks have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -12,16 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.sharding.plan import LayerKind, LayerPlan, ShardPlan
-
-_OPENS: frozenset[LayerKind] = frozenset({"column", "grouped_column", "on_first_rank"})
-"""Layers that make this rank's part of a result from whole inputs."""
-_CLOSES: frozenset[LayerKind] = frozenset({"row", "reduced_input"})
-"""Layers that make a whole result from the parts of all ranks."""
-_WHOLE: frozenset[LayerKind] = frozenset(
-    {"gathered_column", "vocabulary_embedding", "quantized_embedding", "vocabulary_head", "reduced"}
-)
-"""Layers that make a whole result from whole inputs."""
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.stored import StoredInParts
 
 
 class Alone(Enum):
@@ -36,17 +27,17 @@ class Alone(Enum):
 def alone(plan: ShardPlan, path: str) -> Alone:
     """Judge the module at `path` by the layers beneath it."""
     cut = [layer for layer in plan.layers if _is_at_or_beneath(layer.path, path)]
-    layers = [layer for layer in cut if layer.kind != "stored"]  # whose parameters are whole whenever they are read
-    here = [layer.kind for layer in layers if layer.path == path]
-    if here and all(kind in _WHOLE for kind in here):
+    layers = [layer for layer in cut if layer.cls is not StoredInParts]  # whose parameters are whole when they are read
+    whole = [layer.path for layer in layers if not layer.takes_part and not layer.gives_part]
+    here = [layer for layer in layers if layer.path == path]
+    if here and whole.count(path) == len(here):
         return Alone.WHOLE
-    covered = [layer.path for layer in layers if layer.kind in _WHOLE]
-    open_layers = [layer for layer in layers if not _is_covered(layer, covered)]
-    kinds = {layer.kind for layer in open_layers}
-    bare = _cut_outside_layers(plan, path, [layer.path for layer in cut])
-    if not kinds and not bare:
+    inside = [layer for layer in layers if not any(_is_at_or_beneath(layer.path, each) for each in whole)]
+    if not inside and not _cut_outside_layers(plan, path, [layer.path for layer in cut]):
         return Alone.WHOLE
-    return Alone.UNSURE if kinds & _OPENS and kinds & _CLOSES else Alone.PART
+    opens = any(layer.gives_part and not layer.takes_part for layer in inside)
+    closes = any(layer.takes_part and not layer.gives_part for layer in inside)
+    return Alone.UNSURE if opens and closes else Alone.PART
 
 
 _SAMPLE = 4096  # numbers of a tensor that are compared
@@ -90,10 +81,6 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)
     count = sizes.new_tensor(tensor.numel())
     return torch.stack([count, sizes.sum(), sizes.square().sum(), (sizes * order).sum()])
-
-
-def _is_covered(layer: LayerPlan, covered: Iterable[str]) -> bool:
-    return any(_is_at_or_beneath(layer.path, path) for path in covered)
 
 
 def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:

@@ -44,9 +44,11 @@ from parallelformers_ng.hooks.mounted import Mounted
 from parallelformers_ng.kernels.cached_attention import install_attention
 from parallelformers_ng.kernels.installation import forget, install
 from parallelformers_ng.kernels.streaming_linear import StreamingLinear
-from parallelformers_ng.sharding.inject import get_tensor, inject, set_config, set_tensor
+from parallelformers_ng.sharding.inject import inject, set_config
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.stored import StoredInParts
+from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wholeness import check_is_whole
 from parallelformers_ng.wire.leaves import FileDescriptor, Handle
 from parallelformers_ng.worker.call import Answer, Call
@@ -83,7 +85,7 @@ class ModelRunner:
         np.random.seed(0)
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
-            install(model, {layer.path for layer in self.plan.layers if layer.kind == "stored"})
+            install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
         self.model = model
         self.hooks = Mounted(model, self.device, lambda cache: self.caches.handle(handed_out(cache)))

@@ -1,0 +1,266 @@
+"""Attention: a rank computes whole query heads and the key/value heads that they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from parallelformers_ng.collectives.traced import all_gather, is_traced
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.layers import ParallelLayer, parallel_class
+from parallelformers_ng.sharding.own_heads import OwnHeads, own_part
+from parallelformers_ng.sharding.partition import HeadShare
+from parallelformers_ng.sharding.policy import Rule
+
+Place = int | str
+"""Where a tensor is among the outputs of a module: an index in a tuple or a key in a dictionary."""
+
+
+class HeadParallel(ParallelLayer):
+    """Attention over this rank's heads. Nothing is exchanged, unless the weights of all heads are looked at.
+
+    Attributes:
+        head_sizes: query heads of each rank, 0 for a rank without any.
+        weights_at: the outputs with a dimension of heads: their places, step by step, and that dimension.
+    """
+
+    head_sizes: Sequence[int]
+    weights_at: Sequence[tuple[tuple[Place, ...], int]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(own_part, args))
+        output = super().forward(*args, **{name: own_part(value) for name, value in kwargs.items()})
+        for place, dim in self.weights_at:
+            output = replaced(output, place, partial(self.shown, dim=dim))
+        return output
+
+    def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
+        """What others get for the weights of this rank's heads: all heads' when they look.
+
+        Args:
+            weights: four or more dimensions; a tensor of another shape has no heads in it.
+            dim: their dimension of heads.
+            change: made of the weights of all heads before they are looked at.
+        """
+        if weights.ndim < 4 or weights.shape[dim] != max(1, self.head_sizes[self.communicator.rank]):
+            return weights
+
+        def gather() -> torch.Tensor:
+            whole = self.gather_heads(weights, dim)
+            return whole if change is None else change(whole)
+
+        if is_traced():
+            return gather()  # the compiler leaves out what nobody looks at
+        return OwnHeads(weights, dim, sum(self.head_sizes), gather)
+
+    def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
+        """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
+        out."""
+        own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
+        return all_gather(self.communicator, own, dim, self.head_sizes)
+
+
+class BiasedHeadParallel(HeadParallel):
+    """Attention over this rank's heads where the model makes a bias for all heads outside: b ↦ b[heads of this rank].
+
+    Attributes:
+        bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or
+            more dimensions, or `[batch · heads, …, keys]` of three.
+        head_indices: this rank's heads.
+        head_count: heads of the whole model.
+    """
+
+    bias_names: Sequence[str]
+    head_indices: Sequence[int]
+    head_count: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name in self.bias_names:
+            if name not in kwargs:
+                raise PolicyError(f"{type(self).__name__}: bias {name!r} is not among the arguments {sorted(kwargs)}")
+            if kwargs[name] is not None:
+                kwargs[name] = self._own_part(kwargs[name])
+        return super().forward(*args, **kwargs)
+
+    def _own_part(self, bias: torch.Tensor) -> torch.Tensor:
+        heads = torch.tensor(self.head_indices, device=bias.device)
+        if bias.ndim >= 4:
+            return bias if bias.shape[1] == 1 else bias.index_select(1, heads)
+        return bias.unflatten(0, (-1, self.head_count)).index_select(1, heads).flatten(0, 1)
+
+
+class NarrowedHeadParallel(BiasedHeadParallel):
+    """Attention that merges its heads to the width of its input: `merged.view(batch, length, hidden.size(-1))`.
+
+    On a rank the merged heads are narrower than the input, so such a view can only be meant for them.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        width = hidden.shape[-1]
+        with _NarrowedViews(width, width // self.head_count * len(self.head_indices)):
+            return super().forward(*args, **kwargs)
+
+
+class _NarrowedViews(TorchFunctionMode):
+    """Turns a view to `whole` columns, of a tensor with elements for `own` columns only, into one to these."""
+
+    def __init__(self, whole: int, own: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.own = own
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
+            tensor, *size = args
+            shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+            if shape and shape[-1] == self.whole and tensor.numel() == math.prod(shape[:-1]) * self.own:
+                args = (tensor, (*shape[:-1], self.own))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Heads(Rule):
+    """Says that a module is attention: layers beneath it are cut by whole heads.
+
+    Attribute names are relative to the module; `config.x` is read from the module's configuration. A count read there
+    is left as it is unless it is also among the scaled ones: most forwards do not look at it again.
+
+    Args:
+        query: attribute that holds the number of query heads.
+        key: attribute that holds the number of key/value heads; "" where `groups` says it, or where it is the number
+            of query heads.
+        groups: attribute that holds query heads per key/value head, "" where the module has none.
+        scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
+        scaled_key: the same for attributes proportional to the key/value heads.
+        weights: place of the attention weights among the module's outputs: an index, a key, or several one after
+            another; None where it gives none of its own.
+        weights_dim: their dimension of heads.
+        more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
+        biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
+            (ALiBi). Each rank takes those of its heads: dimension 1 of four or more, or dimension 0 (batch × heads) of
+            three.
+        fresh: attributes that keep a state from call to call, as wide as all heads; a rank begins without.
+        input_width: the forward takes the width of its merged heads from its input and not from an attribute.
+        layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the
+            heads as it is.
+    """
+
+    query: str
+    key: str = ""
+    groups: str = ""
+    scaled: tuple[str, ...] = ()
+    scaled_key: tuple[str, ...] = ()
+    weights: Place | tuple[Place, ...] | None = 1
+    weights_dim: int = 1
+    more_weights: tuple[tuple[Place | tuple[Place, ...], int], ...] = ()
+    biases: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+    input_width: bool = False
+    layer: type[HeadParallel] | None = None
+
+    def count(self, draft: Draft, module: nn.Module) -> tuple[int, int]:
+        """(query heads, key/value heads) of an attention."""
+        query = draft.attribute(module, self.query)
+        if self.key:
+            return query, draft.attribute(module, self.key)
+        return query, query // draft.attribute(module, self.groups) if self.groups else query
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        module = draft.modules[path]
+        query, key = self.count(draft, module)
+        cls = self.layer or (
+            NarrowedHeadParallel if self.input_width else BiasedHeadParallel if self.biases else HeadParallel
+        )
+        places = ((self.weights, self.weights_dim), *self.more_weights)
+        shared = {
+            "head_sizes": tuple(0 if share.idle else len(share.query) for share in heads),
+            "weights_at": tuple(
+                (place if isinstance(place, tuple) else (place,), dim) for place, dim in places if place is not None
+            ),
+            **dict.fromkeys(self.fresh),
+        }
+        local: list[dict[str, Any]] = []
+        for share in heads:
+            counts = dict.fromkeys(_set_on_ranks(self.key, self.scaled_key), (len(share.key), key))
+            counts |= dict.fromkeys(_set_on_ranks(self.query, self.scaled), (len(share.query), query))
+            mine = {name: draft.scale(module, name, *own_and_all) for name, own_and_all in counts.items()}
+            if self.groups:
+                mine[self.groups] = share.groups
+            chosen = {"bias_names": self.biases, "head_count": query, "head_indices": share.query}
+            local.append({**mine, **shared, **(chosen if cls is not HeadParallel else {})})
+        draft.layer(path, cls, local)
+
+
+@dataclass(frozen=True)
+class Renewed(Rule):
+    """Says that a module may put another attention in the place of one of its own while it runs (`set_attention_type`);
+    the new one takes over the share of heads.
+
+    Args:
+        attention: name of the child that is replaced, which has a `Heads` rule above this one.
+    """
+
+    attention: str
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        (carried,) = (layer for layer in draft.layers.values() if layer.path == f"{path}.{self.attention}")
+        names = (*carried.attributes[0], "communicator")
+        draft.layer(path, RenewedAttention, [{"carried": names}] * draft.world_size)
+
+
+class RenewedAttention(ParallelLayer):
+    """A module that changes between full and sparse attention by making a new one around the same layers.
+
+    Attributes:
+        carried: what the new one takes over from the old: its counts of heads and what `HeadParallel` needs.
+    """
+
+    carried: Sequence[str]
+
+    def set_attention_type(self, *args: Any, **kwargs: Any) -> None:
+        before = self.self
+        super().set_attention_type(*args, **kwargs)  # type: ignore[misc]
+        after: Any = self.self
+        cls: type = type(after)
+        if after is not before:
+            after.__class__ = parallel_class(HeadParallel, cls)
+            for name in self.carried:
+                setattr(after, name, getattr(before, name))
+
+
+def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same outputs with the tensor at `place` changed; as they are, where there is none."""
+    step: Any
+    step, *rest = place
+    known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
+    if not known:
+        return output
+    before = found = output[step]
+    if rest:
+        found = replaced(found, rest, change)
+    elif isinstance(found, torch.Tensor):
+        found = change(found)
+    if found is before:
+        return output
+    if isinstance(output, dict):
+        return {**output, step: found}
+    items = [*output[:step], found, *output[step + 1 :]]
+    if isinstance(output, list):
+        return items
+    return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
+
+
+def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
+    """The attributes to set per rank. A count in the configuration is set only where the policy lists it as scaled."""
+    return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)

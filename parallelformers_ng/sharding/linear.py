@@ -1,0 +1,328 @@
+"""Linear layers, convolutions and embeddings: cut by their outputs (`Column`), by their inputs (`Row`).
+
+                    column-parallel                  row-parallel
+    x ──────► [A₀] ──► y₀ ─► …nonlinearity… ─► [B₀] ──► z₀ ─┐
+    x ──────► [A₁] ──► y₁ ─► …nonlinearity… ─► [B₁] ──► z₁ ─┴─ Σ ─► z       (Megatron-LM, arXiv:1909.08053, §3)
+
+A layer cut by its outputs needs no class of its own: it is the same layer with fewer outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.collectives.traced import all_gather
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.calls import CONVOLUTIONS
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.layers import ParallelLayer, Reduced
+from parallelformers_ng.sharding.partition import HeadShare, Range, width_of
+from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.policy import Part, Rule, Unit
+
+
+@dataclass(frozen=True)
+class Column(Rule):
+    """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
+
+    Args:
+        unit: what the outputs are counted in; "key" marks key and value projections of a model with fewer key/value
+            than query heads.
+        fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
+            `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
+            Each part is cut on its own; one whose heads have a width of their own is a `Part`. Projections interleaved
+            *per head* (Bloom) are one part: a head is contiguous.
+        interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
+            group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
+        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        gather: put the cut outputs together again, for a layer whose reader needs all of them.
+        gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
+        widths: attributes of the module that holds the layer that are as large as its outputs are many (`conv_dim`),
+            where the forward reads them.
+    """
+
+    unit: Unit = ""
+    fused: int | tuple[Unit | Part, ...] = 1
+    interleaved: tuple[Unit | Part, ...] = ()
+    heads: str | None = None
+    gather: bool = False
+    gather_inputs: bool = False
+    widths: tuple[str, ...] = ()
+
+    def mistake(self) -> str:
+        return (
+            "widths are those of outputs that stay cut, and gather puts them together"
+            if self.gather and self.widths
+            else ""
+        )
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        module: Any = draft.modules[path]
+        if hasattr(module, "group_out_dim"):
+            return _cut_groups(draft, path, 2, "output_size", "group_out_dim")
+        dim, size_names = _output_geometry(draft.who, module)
+        size = module.weight.shape[dim]
+        ranges = draft.ranges(size, self.unit, self.interleaved or self.fused, heads, bool(self.interleaved))
+        draft.cut(f"{path}.weight", [Shard(dim, held) for held in ranges])
+        if getattr(module, "bias", None) is not None:
+            draft.cut(f"{path}.bias", [Shard(0, held) for held in ranges])
+        widths = [width_of(held) for held in ranges]
+        if getattr(module, "groups", 1) > 1 and not _is_depthwise(module):
+            draft.layer(path, GroupedColumnParallel, [{"pieces": _pieces(module, held)} for held in ranges])
+        if self.gather_inputs:
+            if not heads:
+                raise PolicyError(
+                    f"{draft.who}: gathers inputs that are counted in heads, but no rule above it says Heads(...)"
+                )
+            own = draft.ranges(module.weight.shape[1 - dim], self.unit, 1, heads)
+            sizes = tuple(0 if share.idle else width_of(held) for share, held in zip(heads, own, strict=True))
+            draft.layer(path, GatheredInput, [{"input_sizes": sizes}] * draft.world_size)
+        attributes: list[dict[str, Any]] = [dict.fromkeys(size_names, width) for width in widths]
+        if self.gather:
+            if sum(widths) != size:
+                raise PolicyError(f"{draft.who}: outputs that ranks hold twice cannot be gathered")
+            for mine in attributes:
+                mine.update(gathered_sizes=tuple(widths), gathered_dim=_output_dim(module))
+        draft.layer(path, GatheredColumnParallel if self.gather else None, attributes)
+        if self.widths:
+            owner, _, name = path.rpartition(".")
+            draft.widths(owner, name, self.widths, widths)
+
+
+@dataclass(frozen=True)
+class Row(Rule):
+    """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
+
+    Args:
+        unit: what the inputs are counted in, as in `Column`.
+        fused: parts packed side by side along the input, as in `Column`.
+        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
+    """
+
+    unit: Unit = ""
+    fused: int | tuple[Unit, ...] = 1
+    heads: str | None = None
+    reduce: bool = True
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        module: Any = draft.modules[path]
+        if hasattr(module, "group_in_dim"):
+            return _cut_groups(draft, path, 1, "input_size", "group_in_dim")
+        dim, size_name = _input_geometry(draft.who, module)
+        ranges = draft.ranges(module.weight.shape[dim], self.unit, self.fused, heads)
+        idle = [share.idle for share in heads] or [False] * draft.world_size
+        draft.cut(f"{path}.weight", [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
+        if getattr(module, "bias", None) is not None:
+            draft.cut_on_first_rank(f"{path}.bias")
+        draft.layer(path, RowParallel if self.reduce else None, [{size_name: width_of(held)} for held in ranges])
+
+
+@dataclass(frozen=True)
+class Slice(Rule):
+    """Cut a bare parameter or buffer along one dimension, nothing is exchanged.
+
+    Args:
+        dim: the dimension to cut.
+        unit: what that dimension is counted in, as in `Column`.
+        fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
+            `Heads` rule.
+        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+        partial: its products are summed over the ranks, so a rank without heads holds zeros.
+    """
+
+    dim: int
+    unit: Unit = ""
+    fused: int | str | tuple[Unit | Part, ...] = 1
+    heads: str | None = None
+    partial: bool = False
+
+    def finds(self, draft: Draft, path: str) -> bool:
+        return draft.tensor(path) is not None
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        tensor = draft.tensor(path)
+        assert tensor is not None
+        if not -tensor.ndim <= self.dim < tensor.ndim:
+            raise PolicyError(f"{draft.who}: has {tensor.ndim} dimensions, so there is no dimension {self.dim}")
+        dim = self.dim % tensor.ndim
+        fused = draft.counted(self.fused) if isinstance(self.fused, str) else self.fused
+        ranges = draft.ranges(tensor.shape[dim], self.unit, fused, heads)
+        idle = [self.partial and share.idle for share in heads] or [False] * draft.world_size
+        draft.cut(path, [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
+
+
+@dataclass(frozen=True)
+class Reduce(Rule):
+    """Sum a module's output over the ranks, for one whose cut layers or parameters leave partial sums."""
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        draft.layer(path, Reduced)
+
+
+@dataclass(frozen=True)
+class Gather(Rule):
+    """Put a module's cut outputs together, for one that uses the weights of a cut layer past that layer.
+
+    Args:
+        layer: path, beneath the module, of the layer whose outputs it computes.
+    """
+
+    layer: str
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        layer = draft.modules.get(f"{path}.{self.layer}")
+        if layer is None or not hasattr(layer, "weight"):
+            raise PolicyError(f"{draft.who}: there is no layer {self.layer!r} with a weight beneath it")
+        widths = tuple(map(width_of, draft.ranges(layer.weight.shape[0], "column", 1, [])))
+        draft.layer(path, GatheredColumnParallel, [{"gathered_sizes": widths}] * draft.world_size)
+
+
+class RowParallel(Reduced):
+    """Computes a partial product from this rank's inputs and sums it over the ranks: z = Σᵣ yᵣ Bᵣ + b.
+
+    Rank 0 holds b and the others zeros, so it is added once.
+    """
+
+    takes_part = True
+
+
+class GatheredColumnParallel(ParallelLayer):
+    """Computes this rank's outputs and puts those of all ranks side by side: z = [x A₀ | x A₁ | …].
+
+    Attributes:
+        gathered_sizes: outputs of each rank.
+        gathered_dim: their dimension; a convolution's is that of its channels.
+    """
+
+    takes_part = False
+    gives_part = False
+    gathered_sizes: Sequence[int]
+    gathered_dim: int = -1
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        part = super().forward(*args, **kwargs)
+        return all_gather(self.communicator, part, self.gathered_dim, self.gathered_sizes)
+
+
+class GatheredInput(ParallelLayer):
+    """Puts its inputs together, of which each rank has some, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
+
+    Attributes:
+        input_sizes: inputs that each rank has to give, 0 for a rank with nothing but a copy.
+    """
+
+    input_sizes: Sequence[int]
+
+    def forward(self, part: torch.Tensor) -> torch.Tensor:
+        own = part.narrow(-1, 0, self.input_sizes[self.communicator.rank])
+        return super().forward(all_gather(self.communicator, own, -1, self.input_sizes))
+
+
+class GroupedColumnParallel(ParallelLayer):
+    """A convolution in groups of channels of which this rank computes some outputs, each from its own group's inputs.
+
+    Attributes:
+        pieces: for each group that has outputs here, the range of its input channels and how many outputs they are.
+    """
+
+    takes_part = False
+    weight: torch.Tensor
+    bias: torch.Tensor
+    pieces: Sequence[tuple[int, int, int]]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        counts = [count for *_, count in self.pieces]
+        biases = [None] * len(counts) if self.bias is None else self.bias.split(counts)
+        outputs = [
+            nn.functional.conv1d(states[:, start:stop], weight, bias, self.stride, self.padding, self.dilation)
+            for (start, stop, _), weight, bias in zip(self.pieces, self.weight.split(counts), biases, strict=True)
+        ]
+        return torch.cat(outputs, dim=1) if outputs else states[:, :0]
+
+
+def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: str) -> None:
+    """Cut a linear layer in groups, its weight `[groups, in, out]`: each group alike."""
+    module: Any = draft.modules[path]
+    ranges = draft.ranges(module.weight.shape[dim], "column", 1, [])
+    draft.cut(f"{path}.weight", [Shard(dim, held) for held in ranges])
+    if dim == 2:
+        biases = draft.ranges(module.bias.shape[0], "column", module.num_groups, [])
+        draft.cut(f"{path}.bias", [Shard(0, held) for held in biases])
+    else:
+        draft.cut_on_first_rank(f"{path}.bias")
+    sizes = [{size_name: width_of(held) * module.num_groups, group_name: width_of(held)} for held in ranges]
+    draft.layer(path, None if dim == 2 else RowParallel, sizes)
+
+
+def _pieces(module: nn.Conv1d, held: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
+    """What of each group's outputs lies in the ranges held, with the group's input channels."""
+    inputs, outputs = module.in_channels // module.groups, module.out_channels // module.groups
+    found = []
+    for start, stop in held:
+        for group in range(start // outputs, (stop - 1) // outputs + 1):
+            count = min(stop, (group + 1) * outputs) - max(start, group * outputs)
+            found.append((group * inputs, (group + 1) * inputs, count))
+    return tuple(found)
+
+
+def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]:
+    """(dimension of `weight` that holds the outputs, attributes that count them)."""
+    if _is_linear(module):
+        return 0, ("out_features",)
+    if isinstance(module, CONVOLUTIONS):
+        # A depthwise one has as many channels coming in as going out, each a group of its own.
+        return 0, ("in_channels", "out_channels", "groups") if _is_depthwise(module) else ("out_channels",)
+    if isinstance(module, Conv1D):
+        return 1, ("nf",)
+    if isinstance(module, nn.Embedding):
+        return 1, ("embedding_dim",)
+    if _stacks_linears(module):
+        return 1, ("output_size",)
+    raise PolicyError(cannot_cut(who, module, "columns (a Linear, Conv1D, Embedding or convolution can)"))
+
+
+def _output_dim(module: nn.Module) -> int:
+    """Where a layer's outputs have their columns, or channels."""
+    return -module.weight.ndim + 1 if isinstance(module, CONVOLUTIONS) else -1
+
+
+def _is_depthwise(module: Any) -> bool:
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
+
+
+def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
+    """(dimension of `weight` that holds the inputs, attribute that counts them)."""
+    if _is_linear(module):
+        return 1, "in_features"
+    if isinstance(module, Conv1D):
+        return 0, "nx"
+    if isinstance(module, nn.Conv1d) and module.groups == 1:
+        return 1, "in_channels"
+    if _stacks_linears(module):
+        return 2, "input_size"
+    raise PolicyError(cannot_cut(who, module, "rows (a Linear, Conv1D or ungrouped Conv1d can)"))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
+
+
+def _stacks_linears(module: nn.Module) -> bool:
+    """Whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
+
+
+def cannot_cut(who: str, module: nn.Module, how: str) -> str:
+    if hasattr(module, "base_layer"):
+        return f"{who}: a {type(module).__name__} holds an adapter; merge it into the weights first (merge_and_unload)"
+    return f"{who}: a {type(module).__name__} cannot be cut by {how}"

@@ -1,0 +1,78 @@
+"""Parameters and buffers that are spread over the ranks and put together whenever they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallelformers_ng.collectives.traced import all_gather
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.partition import HeadShare, width_of
+from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.policy import Rule
+from parallelformers_ng.sharding.tensors import dotted
+
+
+@dataclass(frozen=True)
+class Stored(Rule):
+    """Hold some rows of a module's tensors, and put all of them together whenever they are read: for a table that the
+    forward does more with than look up rows (a codebook it searches, positions it interpolates).
+
+    Args:
+        names: its parameters and buffers, none of which the forward may write to.
+    """
+
+    names: tuple[str, ...] = ("weight",)
+
+    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+        for name in self.names:
+            store(draft, path, name, 0)
+
+
+def store(draft: Draft, path: str, name: str, dim: int) -> None:
+    """Spread a module's parameter or buffer over the ranks along `dim`."""
+    tensor = draft.tensor(dotted(path, name))
+    if tensor is None:
+        what = type(draft.modules[path]).__name__
+        raise PolicyError(f"{draft.who}: {what} has no parameter or buffer {name!r}")
+    ranges = draft.ranges(tensor.shape[dim], "column", 1, [])
+    draft.cut(dotted(path, name), [Shard(dim, held) for held in ranges])
+    known = draft.layers.get((path, StoredInParts))
+    before = known.attributes[0]["stored"] if known else {}
+    stored = {**before, name: (dim, tuple(map(width_of, ranges)))}
+    draft.layer(path, StoredInParts, [{"stored": stored}] * draft.world_size)
+
+
+class StoredInParts(ParallelLayer):
+    """A module with parameters and buffers that are spread over the ranks and put together whenever they are read.
+
+    Attributes:
+        stored: name → its dimension that is spread, and how much of it each rank holds.
+    """
+
+    takes_part = False
+    gives_part = False
+    stored: Mapping[str, tuple[int, Sequence[int]]]
+
+    @property
+    def _flat_weights(self) -> list[torch.Tensor]:
+        """What torch's recurrent layers take for their parameters; they keep a list of them besides."""
+        return [getattr(self, name) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[torch.Tensor]) -> None:
+        """The list that torch makes is left aside: it has the parts."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # where torch looks up parameters
+        if name not in self.__dict__.get("stored", ()):
+            return value
+        dim, sizes = self.stored[name]
+        if value.shape[dim] != sizes[self.communicator.rank]:
+            return value  # the modelling code has put a new tensor in its place
+        return all_gather(self.communicator, value, dim, sizes)

@@ -1,0 +1,32 @@
+"""Parameters and buffers of a module, by their dotted names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def dotted(path: str, name: str) -> str:
+    """A name beneath a path; either may be empty."""
+    return f"{path}.{name}".strip(".")
+
+
+def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
+    """The parameter or buffer called `name`, as it is held: a rank's own part."""
+    path, _, short = name.rpartition(".")
+    owner = model.get_submodule(path)
+    held = (owner._buffers if is_buffer else owner._parameters)[short]
+    assert held is not None, f"{name} is None"
+    return held
+
+
+def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
+    """Put `tensor` where `name` says, as a buffer or as a parameter (one without gradient, if it is none yet)."""
+    path, _, short = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if not is_buffer and not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    held: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
+    held[short] = tensor
