@@ -15,9 +15,11 @@ from parallelformers_ng import plan
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.linear import GatheredColumnParallel
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import Selection
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import Alone, alone
 from tests.zoo.build import randomise
 

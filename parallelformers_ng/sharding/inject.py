@@ -28,7 +28,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)
         if layer.cls is not None:
-            module.__class__ = parallel_class(layer.cls, type(module))
+            module.__class__ = parallel_class(layer.cls, type(module))  # type: ignore[arg-type]
             module.communicator = communicator
         for name, value in layer.attributes[rank].items():
             set_attribute(module, name, value)

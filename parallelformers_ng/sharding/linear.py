@@ -56,11 +56,9 @@ class Column(Rule):
     widths: tuple[str, ...] = ()
 
     def mistake(self) -> str:
-        return (
-            "widths are those of outputs that stay cut, and gather puts them together"
-            if self.gather and self.widths
-            else ""
-        )
+        if self.gather and self.widths:
+            return "widths are those of outputs that stay cut, and gather puts them together"
+        return ""
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         module: Any = draft.modules[path]

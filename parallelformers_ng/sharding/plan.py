@@ -112,8 +112,7 @@ class LayerPlan:
 
     Attributes:
         path: its dotted path.
-        cls: the parallel layer that it becomes; None where the attributes are all that changes, as of a layer cut by its
-            outputs.
+        cls: the parallel layer that it becomes; None where only attributes change, as of a layer cut by its outputs.
         attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
     """
 

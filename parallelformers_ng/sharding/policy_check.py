@@ -110,7 +110,8 @@ def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> Non
 
 
 def _rules() -> list[str]:
-    return [name for name in rules.__all__ if issubclass(getattr(rules, name), Rule) and name != "Rule"]
+    found = ((name, getattr(rules, name)) for name in rules.__all__)
+    return [name for name, cls in found if isinstance(cls, type) and issubclass(cls, Rule) and cls is not Rule]
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -141,6 +142,8 @@ def _described(hint: Any) -> Iterator[str]:
     elif origin is tuple:
         items = [" or ".join(_described(item)) for item in arguments if item is not Ellipsis]
         yield f"a tuple, each item {items[0]}" if arguments[-1] is Ellipsis else f"({', '.join(items)})"
+    elif origin is type:
+        yield f"a subclass of {arguments[0].__name__}"
     else:
         plain = {int: "a number", str: "a name", bool: "True or False", types.NoneType: "None"}
         yield plain.get(hint, f"a {getattr(hint, '__name__', hint)}")
