@@ -13,52 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelformers_ng.api import parallelize, plan, start_group
-    from parallelformers_ng.errors import (
-        AlreadyParallelizedError,
-        ChannelClosedError,
-        CheckpointError,
-        CollectiveAbortedError,
-        DivergedError,
-        GroupClosedError,
-        GroupError,
-        NotParallelizedError,
-        NotPortableError,
-        ParallelError,
-        PlacementError,
-        PolicyError,
-        ProtocolError,
-        RequestCancelledError,
-        RequestTimeoutError,
-        RestartLimitError,
-        SharedMemoryError,
-        StaleCacheError,
-        StartupError,
-        UnsupportedModelError,
-        UnsupportedPlatformError,
-        WorkerDiedError,
-        WorkerError,
-        WrongProcessError,
-    )
+    from parallelformers_ng.errors import *
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
-    from parallelformers_ng.sharding.rules import (
-        Column,
-        Experts,
-        Gather,
-        GaussianTopK,
-        HeadNorms,
-        Heads,
-        Norm,
-        Part,
-        Policy,
-        Reduce,
-        Renewed,
-        Row,
-        Slice,
-        Stored,
-        Vocabulary,
-    )
+    from parallelformers_ng.sharding.rules import *
 
 __all__ = [
     "AlreadyParallelizedError", "ChannelClosedError", "CheckpointError", "CollectiveAbortedError", "Column",

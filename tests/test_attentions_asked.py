@@ -21,8 +21,9 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.heads import own_part
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.own_heads import OwnHeads, own_part
+from parallelformers_ng.sharding.own_heads import OwnHeads
 from tests.test_generate import assert_same
 from tests.zoo.build import build
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids

@@ -11,7 +11,8 @@ from torch import nn
 from parallelformers_ng.collectives.traced import all_reduce
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
-from parallelformers_ng.sharding.layers import ParallelLayer, Reduced
+from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.linear import Reduced
 from parallelformers_ng.sharding.partition import HeadShare, Range, join, spread_aligned
 from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Rule

@@ -16,7 +16,7 @@ from parallelformers_ng.collectives.traced import all_gather, is_traced
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer, parallel_class
-from parallelformers_ng.sharding.own_heads import OwnHeads, own_part
+from parallelformers_ng.sharding.own_heads import OwnHeads
 from parallelformers_ng.sharding.partition import HeadShare
 from parallelformers_ng.sharding.policy import Rule
 
@@ -237,6 +237,11 @@ class RenewedAttention(ParallelLayer):
             after.__class__ = parallel_class(HeadParallel, cls)
             for name in self.carried:
                 setattr(after, name, getattr(before, name))
+
+
+def own_part(value: Any) -> Any:
+    """What this rank has of the weights of all heads, which is what attention reads; anything else as it is."""
+    return value.own if type(value) is OwnHeads else value
 
 
 def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

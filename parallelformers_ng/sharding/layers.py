@@ -6,15 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.traced import all_reduce
 
 
 class ParallelLayer(nn.Module):
@@ -33,21 +30,6 @@ class ParallelLayer(nn.Module):
     if TYPE_CHECKING:
         # It is mixed into a layer and has whatever that has: `weight`, `norms`, ….
         def __getattr__(self, name: str) -> Any: ...
-
-
-class Reduced(ParallelLayer):
-    """Sums what a module with cut parameters gives: its output, or the first item of a tuple of outputs."""
-
-    takes_part = False
-    gives_part = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
-
-
-def on_tensor(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change an output, or the first item of a tuple of outputs."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 @cache

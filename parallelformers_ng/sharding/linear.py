@@ -9,19 +9,20 @@ A layer cut by its outputs needs no class of its own: it is the same layer with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from parallelformers_ng.collectives.traced import all_gather
+from parallelformers_ng.collectives.traced import all_gather, all_reduce
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.calls import CONVOLUTIONS
 from parallelformers_ng.sharding.draft import Draft
-from parallelformers_ng.sharding.layers import ParallelLayer, Reduced
+from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, width_of
 from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Part, Rule, Unit
@@ -182,6 +183,16 @@ class Gather(Rule):
         draft.layer(path, GatheredColumnParallel, [{"gathered_sizes": widths}] * draft.world_size)
 
 
+class Reduced(ParallelLayer):
+    """Sums what a module with cut parameters gives: its output, or the first item of a tuple of outputs."""
+
+    takes_part = False
+    gives_part = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
+
+
 class RowParallel(Reduced):
     """Computes a partial product from this rank's inputs and sums it over the ranks: z = Σᵣ yᵣ Bᵣ + b.
 
@@ -243,6 +254,11 @@ class GroupedColumnParallel(ParallelLayer):
             for (start, stop, _), weight, bias in zip(self.pieces, self.weight.split(counts), biases, strict=True)
         ]
         return torch.cat(outputs, dim=1) if outputs else states[:, :0]
+
+
+def _on_tensor(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change an output, or the first item of a tuple of outputs."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: str) -> None:

@@ -71,8 +71,3 @@ class OwnHeads(Tensor):
 def gathered(value: Any) -> Any:
     """A tensor of all heads in the place of one of a rank's own; anything else as it is."""
     return value.whole() if type(value) is OwnHeads else value
-
-
-def own_part(value: Any) -> Any:
-    """The inverse, for attention, which reads of its arguments what belongs to its heads."""
-    return value.own if type(value) is OwnHeads else value
