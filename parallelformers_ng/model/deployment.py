@@ -8,7 +8,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,15 +23,16 @@ from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_ov
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError
 from parallelformers_ng.generation.book import CacheBook
-from parallelformers_ng.model.attach import attach, revive
 from parallelformers_ng.runtime.deadline import deadline_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.frames import OUT_OF_MEMORY
+from parallelformers_ng.wire.leaves import FileDescriptor
 from parallelformers_ng.worker.memory import RankMemory
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
+_BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
 
 
 class Deployment:
@@ -230,3 +231,49 @@ class Deployment:
         elif not self._borrowed:
             group.close()
         self._closed = True
+
+
+def attach(
+    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
+    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
+    group.call_each("attach", [(*pair, checkpoint) for pair in fds])
+    for names, size in _batches(plan, checkpoint):
+        group.call("load", names)
+        if progress is not None:
+            progress(size)
+    group.call("loaded")
+
+
+def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
+    """Tensors to load with one request each, so that progress shows, and their bytes."""
+    names: list[str] = []
+    size = 0
+    for tensor in plan.stored():
+        if tensor.name in checkpoint.nodes:
+            names.append(tensor.name)
+            size += tensor.bytes_whole
+            if size >= _BATCH_BYTES:
+                yield names, size
+                names, size = [], 0
+    if names:
+        yield names, size
+
+
+def revive(
+    make_group: Callable[[], WorkerGroup],
+    skeleton: Skeleton,
+    plan: ShardPlan,
+    store: ShardStore,
+    checkpoint: Checkpoint,
+) -> WorkerGroup:
+    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
+    group = make_group()
+    try:
+        group.call("build", skeleton)
+        attach(group, plan, store, checkpoint)
+    except BaseException:
+        group.close()
+        raise
+    return group

@@ -1,4 +1,4 @@
-"""From a method call on the parallelized model to a `Call` for the replicas, and from their `Answer` back."""
+"""From a method call on the parallelized model to a `Call` for the workers, and from their `Answer` back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, static_generation
@@ -22,7 +21,8 @@ from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import deliver_to
 from parallelformers_ng.hooks.registered import Outgoing, Registered
 from parallelformers_ng.model.deployment import Deployment
-from parallelformers_ng.model.edits import CONFIGURATIONS, AttributeWatch, EditWatch, owners_of_configurations
+from parallelformers_ng.model.edits import Edits
+from parallelformers_ng.model.marks import own_loop
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -79,18 +79,16 @@ class Dispatcher:
         self, model: Any, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
     ) -> None:
         self.deployment = deployment
-        self._owners = owners_of_configurations(model)
-        self._configs = EditWatch(self._configurations(model))
+        self._edits = Edits(model)
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._steps = steps
         self.hooks = Registered(model, deployment.plan)
         self._said: set[str] = set()
         self._thread = _Thread()
-        self._attributes = AttributeWatch()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """Have the replicas set an attribute of a module before the next call.
+        """Have the workers set an attribute of a module before the next call.
 
         Raises:
             ParallelError: the ranks have values of their own for it.
@@ -101,15 +99,7 @@ class Dispatcher:
                     f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
                     " first"
                 )
-        self._attributes.note(path, name, value)
-        if name in CONFIGURATIONS and (path, name) not in self._owners:
-            self._owners.append((path, name))
-
-    def _configurations(self, model: nn.Module) -> dict[str, Any]:
-        return {
-            f"{path}.{name}" if path else name: getattr(model.get_submodule(path) if path else model, name)
-            for path, name in self._owners
-        }
+        self._edits.set_attribute(path, name, value)
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
@@ -154,14 +144,12 @@ class Dispatcher:
             call.hooks = hooks.sent
         call.rng, store_rng = self._random_stream(how.seed)
         call.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        call.configs, configs_arrived = self._configs.changes(self._configurations(model), incarnation)
-        call.attributes, attributes_arrived = self._attributes.changes(incarnation)
+        call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         call.cache_block, call.freed_caches = book.new_block(), book.take_freed()
         on_event = None if how.streamer is None else deliver_to(how.streamer)
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
-            configs_arrived()
-            attributes_arrived()
+            arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
             watch.restore(answer.states)
             if hooks is not None:
@@ -231,10 +219,10 @@ class Dispatcher:
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
         if how.seed is None and self._stream is None:
-            with limit, self._thread.here():
+            with limit, own_loop(), self._thread.here():
                 return original(model, **kwargs)
         rng, store = self._random_stream(how.seed)
-        with limit, self._thread.here(), torch.random.fork_rng(devices=[]):
+        with limit, own_loop(), self._thread.here(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
             output = original(model, **kwargs)
             after = torch.get_rng_state()

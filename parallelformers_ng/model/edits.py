@@ -1,5 +1,4 @@
-"""Notices what the caller changes in a model's configurations and modules after it was parallelized, to tell the
-replicas."""
+"""Notices what the caller changes in a parallelized model's configurations and modules, to tell the workers."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ class Snapshot:
     """The attributes of configurations, and of those within them, as they were.
 
     Args:
-        configs: dotted name → any object whose state is its attributes; None has none.
+        configs: dotted name → any object whose state is its attributes, or None.
     """
 
     def __init__(self, configs: dict[str, Any]) -> None:
         self._roots = list(configs.items())
         self._parts = [
-            (prefix, part, {name: _kept(value) for name, value in vars(part).items()})
+            (prefix, part, {name: _copied(value) for name, value in vars(part).items()})
             for root, config in configs.items()
             for prefix, part in _parts(config, f"{root}.")
         ]
@@ -46,30 +45,64 @@ class Snapshot:
         }
 
 
-class EditWatch:
-    """Tells what the replicas do not know yet of some configurations: dotted name → configuration."""
+class Edits:
+    """What the caller has changed since the model was parallelized, and which of it the workers do not know yet.
 
-    def __init__(self, configs: dict[str, Any]) -> None:
-        self._built = Snapshot(configs)  # what every new incarnation of the workers begins with
-        self._known = (0, self._built)
+    Args:
+        model: the model, as the workers have it.
+    """
 
-    def changes(self, configs: dict[str, Any], incarnation: int) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Attributes that differ from what the replicas of this incarnation have: dotted name → value.
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = owners_of_configurations(model)
+        self._built = Snapshot(self._configurations(model))  # what every new incarnation of the workers begins with
+        self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
+        self._count = 0
+        self._lock = threading.Lock()
+        self._known = (
+            0,
+            self._built,
+            0,
+        )  # what the workers of an incarnation know: configurations, all set up to a time
 
-        The second result is to be called once they have them. A request that fails on its way has taught them nothing.
+    def set_attribute(self, path: str, name: str, value: Any) -> None:
+        """The module at `path` has a new value of an attribute."""
+        with self._lock:
+            self._count += 1
+            self._attributes[path, name] = self._count, value
+        if name in CONFIGURATIONS and (path, name) not in self._owners:
+            self._owners.append((path, name))
+
+    def changes(
+        self, model: nn.Module, incarnation: int
+    ) -> tuple[dict[str, Any], dict[tuple[str, str], Any], Callable[[], None]]:
+        """What differs from what the workers of this incarnation have.
+
+        Returns:
+            Dotted name → value of attributes of configurations; (path, name) → value of attributes of modules; and what
+            is to be called once the workers have them. A request that fails on its way has taught them nothing.
         """
-        known_incarnation, known = self._known
+        known_incarnation, known, time = self._known
         if known_incarnation != incarnation:
-            known = self._built
-        if known.still_holds(configs):
-            return {}, _nothing
+            known, time = self._built, 0
+        configs, count = self._configurations(model), self._count
+        if time == count and known.still_holds(configs):
+            return {}, {}, _nothing
         current = Snapshot(configs)
         before, now = known.values(), current.values()
+        with self._lock:
+            attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
 
         def arrived() -> None:
-            self._known = (incarnation, current)
+            self._known = incarnation, current, count
 
-        return {name: value for name, value in now.items() if name not in before or before[name] != value}, arrived
+        edited = {name: value for name, value in now.items() if name not in before or before[name] != value}
+        return edited, attributes, arrived
+
+    def _configurations(self, model: nn.Module) -> dict[str, Any]:
+        return {
+            f"{path}.{name}" if path else name: getattr(model.get_submodule(path) if path else model, name)
+            for path, name in self._owners
+        }
 
 
 CONFIGURATIONS = ("config", "generation_config")
@@ -90,38 +123,6 @@ def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
     return owners
 
 
-class AttributeWatch:
-    """Attributes of modules that were set after the model was parallelized, to tell the replicas."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._set: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
-        self._count = 0
-        self._known = (0, 0)  # what the replicas of an incarnation know: all that was set up to a time
-
-    def note(self, path: str, name: str, value: Any) -> None:
-        """The module at `path` has a new value of an attribute."""
-        with self._lock:
-            self._count += 1
-            self._set[path, name] = self._count, value
-
-    def changes(self, incarnation: int) -> tuple[dict[tuple[str, str], Any], Callable[[], None]]:
-        """What the replicas of this incarnation do not know; as `EditWatch.changes`."""
-        known_incarnation, known = self._known
-        if known_incarnation != incarnation:
-            known = 0
-        if known == self._count:
-            return {}, _nothing
-        with self._lock:
-            count = self._count
-            news = {key: value for key, (time, value) in self._set.items() if time > known}
-
-        def arrived() -> None:
-            self._known = (incarnation, count)
-
-        return news, arrived
-
-
 def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
     """A configuration and those within it, each with the dotted name that leads to it."""
     if config is None:
@@ -133,10 +134,10 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _kept(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """The value, or a copy where it could change in place."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _nothing() -> None:
-    """The replicas know it all."""
+    """The workers know it all."""

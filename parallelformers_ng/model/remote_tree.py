@@ -15,7 +15,6 @@ from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.dispatch import Dispatcher
-from parallelformers_ng.model.marks import own_loop
 from parallelformers_ng.model.methods import REFUSED, generates, place_of, public_methods
 from parallelformers_ng.model.remote_module import (
     REMOTE,
@@ -134,8 +133,7 @@ def _generated(name: str, original: Callable) -> Callable:
         if not is_remote(self):
             return original(self, *args, **kwargs)
         remote = remote_of(self)
-        with own_loop():
-            return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
+        return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
 
     return generate
 
