@@ -48,7 +48,7 @@ def policies(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Cut a tiny random twin of the model and compare it with itself whole."""
+    """Check the policy on a tiny random copy of the model."""
     from parallelformers_ng.checkpoint.blueprint import blueprint
     from parallelformers_ng.cli.coverage import verify_model
 
@@ -154,10 +154,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "verify",
         parents=[model, policy, output],
-        help="prove on a tiny twin that a model, cut, gives what it gives whole",
-        description="Build a tiny random twin of the model (its class, head counts and layer pattern, from the"
-        " configuration alone), run it whole and cut over N ranks, and compare. Prints what is cut, what stays whole"
-        " and why. Exits with 1 where the outputs differ, with 2 where the model is refused.",
+        help="check a model's policy on a tiny random copy: sharded and whole outputs must match",
+        description="Build a tiny random copy of the model (its class, head counts and layer pattern, from the"
+        " configuration alone), run it whole and sharded over N ranks, and compare the outputs. Prints what is cut,"
+        " what stays whole and why. Exits with 1 where the outputs differ, with 2 where the model is refused.",
     )
     command.set_defaults(command=verify)
 

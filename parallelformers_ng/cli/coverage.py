@@ -1,4 +1,4 @@
-"""What is covered: the source of every model type's policy, and the proof for one model."""
+"""Where every model type's policy comes from, and the proof for one model."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def policy_sources() -> dict[str, str]:
 
 @dataclass
 class Verification:
-    """What a twin proof says of a model.
+    """What the proof on a tiny random copy, the twin, says of a model.
 
     Attributes:
         model_class, world_size: of what.
-        equal: whether the twin gave, cut, what it gives whole.
+        equal: whether the sharded twin gave the outputs of the whole one.
         source: where the policies came from.
         cut_share: share of the model's cuttable bytes that are cut, 0 to 1.
         rules: how many of the model's tensors each rule cuts.
@@ -93,7 +93,7 @@ class Verification:
 def verify_model(
     model: PreTrainedModel, num_gpus: int = 2, custom_policies: type[Policy] | Sequence[type[Policy]] | None = None
 ) -> Verification:
-    """Prove on a tiny twin that `model`, cut over `num_gpus` ranks, gives what it gives whole.
+    """Check the policy of a model on a tiny random copy: sharded over `num_gpus` ranks and whole, outputs must match.
 
     Args:
         model: the model; on the `meta` device it will do.

@@ -1,4 +1,4 @@
-"""Says in words that the workers compute without gradients, where a training step would ask for them."""
+"""Makes a backward pass through a parallelized model an error in words: the workers compute without gradients."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _NoGradients(torch.autograd.Function):
 
 
 def refuse_gradients(model: nn.Module, output: Any) -> Any:
-    """Let the loss, and in training mode every output, know whom to blame where it is asked for gradients.
+    """Give the loss, and in training mode every output, a backward that refuses.
 
-    Outside of training mode nothing but a loss does: what is computed with outputs there is seldom meant to be trained,
-    and may be turned into an array as it is.
+    Outside of training mode other outputs stay as they are: they are seldom meant for training, and code that turns them
+    into arrays would refuse tensors that ask for gradients.
     """
     if torch.is_grad_enabled():
         anchor = torch.empty(0, requires_grad=True)

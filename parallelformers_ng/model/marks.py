@@ -1,4 +1,4 @@
-"""The mark by which other libraries know that a model is placed already, so that they leave it where it is.
+"""`hf_device_map`: tells other libraries that the model is on its devices, so that they do not move it.
 
 Where there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it unless the
 model has a map of its parts, as accelerate's big models have. What they read of it:

@@ -1,4 +1,4 @@
-"""Where each method and attribute of a parallelized model, and of its parts, is dealt with: a table.
+"""Which methods and attributes of a parallelized model run on the workers, which in this process, which are refused.
 
 `python -m parallelformers_ng.model.methods` prints it as docs/methods.md has it.
 """

@@ -1,7 +1,7 @@
-"""The modules of a parallelized model in the caller's process: the tree as it was, its weights and its work elsewhere.
+"""The modules of a parallelized model in the caller's process. Their weights and their work are with the workers.
 
-Each keeps its class, its name and its place; the class is given `RemoteModule` in front. A module without weights and
-without children computes here as ever: it may serve other models as well.
+Each module keeps its class, its name and its place; `RemoteModule` is put in front of its class. A module without
+weights and without children stays as it is and computes here: other models may share it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIXED = frozenset({"forward", "use_kernels", "hf_device_map"})
 
 
 class Remote:
-    """Where a module's work is done.
+    """What carries a module's calls to the workers.
 
     Args:
         model: the parallelized model.
@@ -195,7 +195,7 @@ class _Locked(dict):
 
 
 def lock(module: nn.Module) -> None:
-    """Have nobody replace the parts of a module."""
+    """Make the parameters, buffers and children of a module read-only."""
     tables = remote_of(module).tables = {table: vars(module)[table] for table in _TABLES}
     vars(module).update((table, _Locked(items, module)) for table, items in tables.items())
 
@@ -231,7 +231,7 @@ def is_remote(module: object) -> bool:
 
 
 def refusal(module: Any, what: str, why: str) -> str:
-    """What is said of something that a parallelized model, or a part of one, does not do."""
+    """The error message for something that a parallelized model, or a part of one, does not do."""
     path = remote_of(module).path if is_remote(module) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
     return f"{whose}, which rules out {what}: {why}. Call deparallelize() first"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.sharding.registry import Selection
 
 _ABOUT_THE_SAME = 1.05
-"""The most of a tensor's bytes on one rank, against the least, where its width is shared out evenly."""
+"""A tensor counts as spread evenly while its largest shard is at most this many times its smallest."""
 
 
 def build_plan(
@@ -65,7 +65,7 @@ def build_plan(
 
 
 def _flexible_bytes(plan: ShardPlan) -> int:
-    """Bytes of the tensors of which all ranks have about the same: those that are not counted in heads, mostly."""
+    """Bytes of the tensors that are spread evenly: mostly those that are not counted in heads."""
     found = 0
     for tensor in plan.stored():
         held = [tensor.bytes_on(rank) for rank in range(plan.world_size)]

@@ -1,7 +1,7 @@
-"""Whether the modelling code does nothing with a layer but call it.
+"""Tells, from the source of the modelling code, whether it only calls a layer.
 
-Such a layer gives, cut by its outputs and gathered, what it gives whole, whatever surrounds it. One whose weight or
-widths are read elsewhere may not.
+Such a layer can be cut by columns, and its outputs gathered, wherever it is. One whose weight or widths the code reads
+elsewhere cannot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROWS = re.compile(
     r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
     r"|self\.weight\[([^\[\],]|\[\d\])*\]"
 )
-"""What an embedding may return whose columns are to be computed apart: rows of its weight, at most scaled."""
+"""What the forward of an embedding may return that is to be cut by columns: rows of its weight, at most scaled."""
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:

@@ -1,8 +1,8 @@
-"""What a change of data type does to a model: what `from_pretrained(dtype=…)` would have made of it.
+"""The data types of a model after `dtype=`: those that `from_pretrained(dtype=…)` would have given it.
 
-That is no cast. The class is built with another default type, so what its code asks for by name (the frequencies of
-rotary positions, a router's bias) stays as it is, and what it leaves to the default changes, buffers that no checkpoint
-holds among them. A copy of the class, built so without weights, says which is which.
+`from_pretrained` does not cast every tensor. It builds the class with another default type: tensors whose type the
+modelling code names (rotary frequencies, a router's bias) keep theirs, and all others change, also buffers that no
+checkpoint holds. A copy of the class, built in the same way on `meta`, shows which is which.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger("parallelformers_ng")
 class CastRule:
     """The data types of a model after a cast to `dtype`; None leaves all as they are.
 
-    What the class would not have made itself (a module put in by its user, any module that is no transformers model) is
-    cast if a checkpoint holds it.
+    Tensors that the class does not make itself (of a module that the user put in, or of no transformers model) are cast
+    if a checkpoint holds them.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:

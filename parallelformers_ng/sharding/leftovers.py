@@ -1,7 +1,7 @@
-"""What no policy cuts and what is yet large: cut in ways that are right whatever surrounds it.
+"""Cuts the large parameters that no policy names, in two ways that are right whatever surrounds them.
 
-A layer that the modelling code merely calls, on inputs that all ranks hold, is cut by its outputs, which are put
-together. Anything else is held in parts, and put together whenever it is read.
+A layer that the modelling code only calls, on inputs that all ranks have, is cut by columns and its outputs are
+gathered. Any other parameter is stored in parts, and gathered whenever it is read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from parallelformers_ng.sharding.structure import Place, places, uses
 from parallelformers_ng.sharding.tensors import dotted
 
 _ENOUGH = 0.02
-"""So much more than an even share of all bytes may lie on a rank because it is whole."""
+"""Nothing more is cut once what is replicated adds no more than this to each rank's even share of the bytes."""
 _WORTH = 0.0015
-"""A kind of parameter that makes up less than this share of all bytes is not worth its exchanges."""
+"""A kind of parameter with a smaller share of all bytes is not worth the collectives that cutting it costs."""
 _MUCH = 0.15
-"""Only where as much more lies on a rank are recurrent layers held in parts: one that a decoder runs is read whole for
-every token."""
+"""Recurrent layers are stored in parts only above this: one in a decoder is gathered for every token."""
 
 
 @dataclass(frozen=True)
 class _Leftover:
-    """A parameter that is whole so far."""
+    """A parameter that no rule has cut."""
 
     path: str
     name: str
@@ -42,11 +41,11 @@ class _Leftover:
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
-    """Cut parameters of two and more dimensions that are whole, kind by kind, the largest first.
+    """Cut parameters of two and more dimensions that no policy cut, kind by kind, the largest first.
 
     Args:
         draft: what the policies cut.
-        exhaustive: cut whatever can be, as a proof does; else what matters, until the ranks hold about the same.
+        exhaustive: cut whatever can be cut, as a proof does; otherwise stop once the ranks hold about the same.
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)

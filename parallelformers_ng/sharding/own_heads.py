@@ -1,7 +1,7 @@
-"""Attention weights that a rank has of its own heads, and that are gathered where something looks at them.
+"""Attention weights of a rank's own heads, gathered from all ranks only when something reads them.
 
-Whether the weights are wanted shows in what is done with them: most modelling code hands them on whether anybody asked
-or not, and drops them. Ranks run the same code, so they come to the same places, and gather there together.
+Most modelling code hands attention weights on whether anybody asked for them or not, and drops them. All ranks run the
+same code, so where one reads them all do, and gather together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallelformers_ng.errors import ParallelError
 
 
 class OwnHeads(Tensor):
-    """A tensor that shows the shape it has for all heads. Whatever is computed from it is computed from all heads.
+    """A tensor with the shape of all heads. Whatever is computed from it is computed from all heads.
 
     Attributes:
         own: what this rank has, as the attention of this rank reads it.

@@ -1,4 +1,4 @@
-"""How many of what each rank gets: the arithmetic of cutting a width, in one place and without tensors."""
+"""The arithmetic of cutting a width: how many heads or columns each rank gets. No tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Unit
 
 _TOO_MUCH = 1.15
-"""Even shares that a rank may hold before it gets less than others of what is not counted in heads."""
+"""A rank that holds more than this many even shares gets less of what is not counted in heads."""
 
 Range = tuple[int, int]
 """A half-open interval `[start, stop)` along one dimension."""

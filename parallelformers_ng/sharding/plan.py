@@ -67,7 +67,7 @@ class Shard:
 
 
 _TOO_MUCH = 0.1
-"""Share of all bytes that may stay whole on every rank without a word."""
+"""Above this share of bytes that every rank holds whole, the plan warns."""
 WHOLE = Shard()
 ZERO = Shard(zero=True)
 
@@ -197,7 +197,7 @@ class ShardPlan:
 
     @property
     def warning(self) -> str:
-        """Why this plan is less than one hopes for, in words; "" where it is not."""
+        """A warning where a large share of the bytes is replicated; "" elsewhere."""
         if self.world_size == 1 or self.whole_share <= _TOO_MUCH:
             return ""
         largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in list(self.replicated.items())[:3])

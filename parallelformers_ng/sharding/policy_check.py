@@ -1,5 +1,8 @@
-"""Reads a policy before anything is cut by it. What is misspelt, or of a type that a rule does not take, would else end
-in an error of Python's deep below, or in none: a text in the place of a tuple is a tuple of its letters."""
+"""Checks a policy before it is applied.
+
+Without this a misspelt word or a value of another type would fail far from its cause, or not at all: a string in the
+place of a tuple is a tuple of its letters.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _ATTRIBUTES = {
 
 
 def check_policy(policy: type[Policy]) -> None:
-    """Refuse a policy that cannot mean what it says, whatever model it is for.
+    """Refuse a policy that is wrong for every model.
 
     Raises:
         PolicyError: names the policy, the rule, the value and what is allowed.
@@ -85,7 +88,7 @@ def _check_fields(where: str, rule: Any) -> None:
 
 
 def _check_counting(where: str, rule: Rule) -> None:
-    """Refuse what no layer can be counted in."""
+    """Refuse units and parts that contradict each other."""
     fused, interleaved = getattr(rule, "fused", 1), getattr(rule, "interleaved", ())
     if fused == () or (isinstance(fused, int) and fused < 1):
         raise PolicyError(f"{where}: fused is {fused!r}; it takes the number of parts, 1 or more, or their units")
@@ -98,7 +101,7 @@ def _check_counting(where: str, rule: Rule) -> None:
 
 
 def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> None:
-    """Refuse a rule that points to another one which is not there."""
+    """Refuse a rule that names another rule which the plan lacks."""
     heads = [name for name, other in policy.plan.items() if isinstance(other, Heads)]
     above = getattr(rule, "heads", None)
     if above is not None and above not in heads:

@@ -1,5 +1,4 @@
-"""What one run of a model shows of its structure: which layers its forward calls, in which order, and which of their
-weights its outputs depend on."""
+"""The structure of a model: where its modules are in the repeated blocks, and which layers one run of it calls."""
 
 from __future__ import annotations
 

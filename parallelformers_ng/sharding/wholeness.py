@@ -1,5 +1,8 @@
-"""Which modules of a cut model, called alone, give a whole result: by the plan, and where that does not tell, by what
-the ranks have."""
+"""Tells whether a module of a sharded model gives a complete result when the caller calls it alone.
+
+The plan tells it for most modules. Where it does not, the ranks compare their results: of a complete one all have the
+same.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ class Alone(Enum):
     WHOLE = auto()
     PART = auto()
     UNSURE = auto()
-    """It opens parts and closes them, as far as the plan can tell; the ranks' results will show it."""
+    """It holds layers that make parts and layers that sum them; only the ranks' results can show whether it is complete."""
 
 
 def alone(plan: ShardPlan, path: str) -> Alone:
-    """Judge the module at `path` by the layers beneath it."""
+    """Judge the module at `path` by the parallel layers beneath it."""
     cut = [layer for layer in plan.layers if _is_at_or_beneath(layer.path, path)]
     layers = [layer for layer in cut if layer.cls is not StoredInParts]  # whose parameters are whole when they are read
     whole = [layer.path for layer in layers if not layer.takes_part and not layer.gives_part]
@@ -45,7 +48,7 @@ _TOLERANCE = 1e-3
 
 
 def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
-    """Compare the ranks' results of a module that was called alone: of a whole one, all have the same.
+    """Compare the ranks' results of a module that was called alone.
 
     Raises:
         ParallelError: they differ, on every rank.
@@ -67,7 +70,7 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
 
 
 def part_refusal(path: str) -> str:
-    """What is said of a module that does not serve alone."""
+    """The error message for a module that cannot be called alone."""
     return (
         f"{path} is cut: called alone it would take or give each worker's part of a result. Call a module above it, or"
         " deparallelize() first"
@@ -75,7 +78,8 @@ def part_refusal(path: str) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers by which two tensors are told apart: how many they have, and of some of them mean, square and order."""
+    """Numbers that differ between different tensors: the size, and of a sample the sum, the sum of squares and one that
+    depends on the order."""
     sample = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)]
     sizes = sample.abs().float().nan_to_num(0.0, 0.0)
     order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)
