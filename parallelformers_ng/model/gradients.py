@@ -31,8 +31,8 @@ class _NoGradients(torch.autograd.Function):
 def refuse_gradients(model: nn.Module, output: Any) -> Any:
     """Give the loss, and in training mode every output, a backward that refuses.
 
-    Outside of training mode other outputs stay as they are: they are seldom meant for training, and code that turns them
-    into arrays would refuse tensors that ask for gradients.
+    Outside of training mode the other outputs stay as they are: they are seldom trained on, and `numpy()` refuses
+    tensors that require gradients.
     """
     if torch.is_grad_enabled():
         anchor = torch.empty(0, requires_grad=True)

@@ -24,7 +24,7 @@ class Alone(Enum):
     WHOLE = auto()
     PART = auto()
     UNSURE = auto()
-    """It holds layers that make parts and layers that sum them; only the ranks' results can show whether it is complete."""
+    """It holds layers that make parts and layers that sum them; only the ranks' results show whether it is complete."""
 
 
 def alone(plan: ShardPlan, path: str) -> Alone:
