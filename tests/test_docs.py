@@ -4,28 +4,74 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks import plots
+from parallelformers_ng.cli import commands as cli
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("examples/**/*.md")])
-SNIPPETS = ("README.md", "POLICY.md")
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("examples/**/*.md")]
+)
+BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?^( *)```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
+NOT_RUN = {"README.md": 1, "CONTRIBUTING.md": 2, "docker/README.md": 1}
+"""How many blocks of a document are marked as not to be run. Let there be few."""
 
 
-def fenced(document: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), flags=re.DOTALL)
+def named(document: Path) -> str:
+    return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("name", SNIPPETS)
-def test_the_python_of_a_document_runs_from_top_to_bottom(name: str) -> None:
-    code = "\n".join(fenced(ROOT / name, "python"))
-    assert code
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
+def blocks(document: Path, language: str, marked: bool = False) -> list[str]:
+    """Code of a document in one language: what is run, or what is marked as not to be run."""
+    found = BLOCK.findall(document.read_text())
+    return [textwrap.dedent(code) for mark, _, kind, code in found if kind == language and bool(mark) == marked]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where documents are run: it has the examples, and takes what they write."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path, "python")], ids=named)
+def test_the_python_of_a_document_runs_from_top_to_bottom(document: Path, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", "\n".join(blocks(document, "python"))]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path, "sh")], ids=named)
+def test_the_commands_of_a_document_run(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for line in filter(None, "\n".join(blocks(document, "sh")).splitlines()):
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "parallelformers-ng", f"mark a block that is not to be run: {line!r}"
+        assert cli.main(arguments) == 0, line
+
+
+def test_all_code_is_run_but_for_few_blocks_that_say_why() -> None:
+    marks: Counter[str] = Counter()
+    for document in DOCUMENTS:
+        found = BLOCK.findall(document.read_text())
+        assert len(found) * 2 == len(re.findall(r"^ *```", document.read_text(), flags=re.MULTILINE)), document
+        assert {kind for _, _, kind, _ in found} <= {"python", "sh", "text"}, (
+            f"{document}: a language that no test runs"
+        )
+        marks[named(document)] = sum(bool(mark) for mark, *_ in found)
+        assert document.read_text().count("<!-- not run") == marks[named(document)], f"{document}: a mark of no block"
+    assert +marks == NOT_RUN
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -45,9 +91,9 @@ def test_make_targets_and_files_that_are_named_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_shell_snippets_name_what_exists(document: Path) -> None:
+def test_commands_that_are_not_run_name_what_exists(document: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for line in "\n".join(fenced(document, "sh")).splitlines():
+    for line in "\n".join(blocks(document, "sh", marked=True)).splitlines():
         command = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).split()
         if command[:1] == ["make"]:
             assert command[1] in targets, line
@@ -111,3 +157,10 @@ def test_the_compose_files_name_what_exists(server: str) -> None:
     help_text = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert help_text.returncode == 0, help_text.stderr
     assert {option for option in options if option.startswith("--")} <= set(re.findall(r"--[a-z-]+", help_text.stdout))
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_results() -> None:
+    results = plots.RESULTS.read_text()
+    assert plots.PICTURE.read_text() == plots.draw(results), "run python -m benchmarks.plots"
+    assert ">47.3<" in plots.draw(results)
+    assert ">48.3<" in plots.draw(results.replace("62.4 / 47.3", "62.4 / 48.3"))
