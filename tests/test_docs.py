@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -11,17 +12,18 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import parallelformers_ng
 from benchmarks import plots
 from parallelformers_ng.cli import commands as cli
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("examples/**/*.md")]
-)
+FOLDERS = ("*.md", "docs/*.md", "docker/*.md", "examples/**/*.md", "benchmarks/results/*.md")
+DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?^( *)```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 NOT_RUN = {"README.md": 1, "CONTRIBUTING.md": 2, "docker/README.md": 1}
 """How many blocks of a document are marked as not to be run. Let there be few."""
@@ -164,3 +166,33 @@ def test_the_picture_of_the_readme_is_drawn_from_the_results() -> None:
     assert plots.PICTURE.read_text() == plots.draw(results), "run python -m benchmarks.plots"
     assert ">47.3<" in plots.draw(results)
     assert ">48.3<" in plots.draw(results.replace("62.4 / 47.3", "62.4 / 48.3"))
+
+
+def pages(nav: object) -> Iterator[str]:
+    """The files of a `nav` of mkdocs."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages(entry)
+
+
+def test_the_site_has_every_document_once() -> None:
+    site = pytest.importorskip("yaml").safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(pages(site["nav"])) == [named(path) for path in DOCUMENTS]
+    for hook in site["hooks"]:
+        assert (ROOT / hook).exists()
+
+
+def test_the_api_reference_has_all_that_is_exported() -> None:
+    shown = re.findall(r"^::: parallelformers_ng\.(\S+)$", (ROOT / "docs/api.md").read_text(), flags=re.MULTILINE)
+    homes = [importlib.import_module(f"parallelformers_ng.{name}") for name in ("errors", "sharding.policy")]
+    assert {"errors", "sharding.policy"} <= set(shown)
+    for name in parallelformers_ng.__all__:
+        value = getattr(parallelformers_ng, name)
+        assert name in shown or any(getattr(home, name, None) is value for home in homes), f"docs/api.md lacks {name}"
+        assert value.__doc__, f"{name} has no docstring"
+    for path in shown:
+        module, _, name = path.rpartition(".")
+        if path not in ("errors", "sharding.policy"):
+            assert hasattr(importlib.import_module(f"parallelformers_ng.{module}".rstrip(".")), name), path
