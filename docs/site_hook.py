@@ -1,5 +1,5 @@
-"""Gives mkdocs the documents as they lie in the repository: a link leads to the same place on the site and in a clone, and
-nothing is there twice."""
+"""Gives mkdocs the documents as they lie in the repository: a link leads to the same place on the site and in a clone,
+and nothing is there twice."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallelformers_ng.cli import bench
@@ -69,10 +71,42 @@ def test_a_model_without_decode_is_refused() -> None:
         bench.bench("vit")
 
 
-def test_a_plot_shows_both(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def _report() -> bench.Report:
     report = bench.Report("llama", True, "cpu", 2, 512, 64, 10**9, 2e10)
     report.prefill = {"2 ranks": [90.0, 100.0, 110.0], "one process": [80.0, 85.0, 90.0]}
     report.decode = {"2 ranks": [17.0, 18.0, 19.0], "one process": [14.0, 15.0, 16.0]}
-    report.plot(str(tmp_path / "out.png"))
+    return report
+
+
+def test_a_plot_has_the_values_on_its_bars_and_the_legend_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    _report().plot(str(tmp_path / "out.png"))
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    prefill, decode = drawn[0].axes
+    assert [text.get_text() for text in prefill.texts] == ["100.0", "85.0"]
+    assert [text.get_text() for text in decode.texts] == ["18.0", "15.0"]
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["limit of the bandwidth: 20.0"]
+    bars = [bar.get_window_extent() for axes in (prefill, decode) for bar in axes.patches]
+    assert not any(legend.get_window_extent().overlaps(bar) for bar in bars)
+
+
+def test_where_the_plot_was_saved_is_said_and_leaves_the_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: _report())
+    out = tmp_path / "out.svg"
+    assert cli.main(["bench", "llama", "--plot", str(out), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["median"]["decode"]["2 ranks"] == 18.0
+    assert f"saved the plot to {out}" in said.err
+    assert out.read_text().lstrip().startswith("<?xml")

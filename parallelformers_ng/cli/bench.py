@@ -78,23 +78,25 @@ class Report:
         return "\n".join(lines)
 
     def plot(self, path: str) -> None:
-        """Draw the medians as bars, best and worst round as whiskers, to an image file."""
+        """Draw the medians as bars with their values, best and worst round as whiskers, to an image file."""
         check_plotting()
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 4), layout="constrained")
+        figure = Figure(figsize=(9, 4), layout="constrained")
         figure.suptitle(f"{self.model}, {self.ranks} {self.device} ranks")
         both = (("prefill", self.prompt, self.prefill), ("decode", self.tokens, self.decode))
         for axes, (title, tokens, figures) in zip(figure.subplots(1, 2), both, strict=True):
             middles = [statistics.median(values) for values in figures.values()]
             below = [middle - min(values) for middle, values in zip(middles, figures.values(), strict=True)]
             above = [max(values) - middle for middle, values in zip(middles, figures.values(), strict=True)]
-            axes.bar(list(figures), middles, yerr=(below, above), capsize=6, width=0.6)
+            bars = axes.bar(list(figures), middles, yerr=(below, above), capsize=6, width=0.6)
+            axes.bar_label(bars, fmt="{:.1f}", label_type="center", color="white", fontweight="bold")
             axes.set_title(f"{title}, {tokens} tokens")
             axes.set_ylabel("tokens per second")
             if title == "decode":
-                axes.axhline(self.bandwidth / self.weight_bytes, linestyle="--", label="limit of the bandwidth")
-                axes.legend(loc="lower right")
+                limit = self.bandwidth / self.weight_bytes
+                axes.axhline(limit, linestyle="--", color="black", label=f"limit of the bandwidth: {limit:.1f}")
+                figure.legend(loc="outside right upper")  # beside the bars, not over them
         figure.savefig(path, dpi=150)
 
 

@@ -88,6 +88,7 @@ def bench(options: argparse.Namespace) -> int:
     _print(options, report.as_dict(), str(report))
     if options.plot:
         report.plot(options.plot)
+        print(f"saved the plot to {options.plot}", file=sys.stderr)
     return 0
 
 
