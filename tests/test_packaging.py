@@ -96,3 +96,44 @@ def test_what_is_installed_is_whole_elsewhere(installed: Path, tmp_path: Path) -
     package, policy, *_ = use(tmp_path, installed)
     assert Path(package) == installed / "parallelformers_ng" / "__init__.py"
     assert Path(policy) == installed / "parallelformers_ng" / "policies" / "gpt2.py"
+
+
+@pytest.fixture(scope="module")
+def with_kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed a wheel that was built with a compiler."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs cc")
+    source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")
+    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("with_kernels")
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run(
+        [*pip, "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(wheels), str(source)], check=True
+    )
+    (wheel,) = wheels.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), wheel], check=True)
+    return target
+
+
+def test_a_wheel_has_the_kernels_and_they_compute(with_kernels: Path, tmp_path: Path) -> None:
+    program = NO_EDITABLE_INSTALL + (
+        "import torch\n"
+        "from parallelformers_ng.collectives import _kernel\n"
+        "from parallelformers_ng.kernels import _decode\n"
+        "from parallelformers_ng.kernels.streaming_linear import StreamingLinear\n"
+        "from parallelformers_ng.kernels.installation import install\n"
+        "layer = torch.nn.Linear(70, 5).requires_grad_(False)\n"
+        "x = torch.randn(1, 70)\n"
+        "want = layer(x)\n"
+        "install(layer)\n"
+        "assert type(layer) is StreamingLinear\n"
+        "with torch.inference_mode():\n"
+        "    torch.testing.assert_close(layer(x), want)\n"
+        "print(_kernel.__file__, _decode.__file__, sep='\\n')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(with_kernels), "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    for path in done.stdout.splitlines():
+        assert with_kernels in Path(path).parents, path

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 headers=$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+"${CC:-cc}" -fsyntax-only -std=gnu11 -I "$headers" ../../parallelformers_ng/kernels/_decode.c
 built=$(mktemp -d)
 trap 'rm -rf "$built"' EXIT
 
