@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,20 @@ def test_the_compose_files_name_what_exists(server: str) -> None:
     help_text = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert help_text.returncode == 0, help_text.stderr
     assert {option for option in options if option.startswith("--")} <= set(re.findall(r"--[a-z-]+", help_text.stdout))
+
+
+def test_the_map_has_the_rooms_in_the_order_of_imports_and_names_files_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = [
+        room.removesuffix("/").removesuffix(".py") for room in re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE)
+    ]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert rooms == contracts[0]["layers"]
+    package = ROOT / "parallelformers_ng"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert folders | {path.stem for path in package.glob("[a-z]*.py")} == set(rooms)
+    for file in re.findall(r"`([\w/]+\.py)`", text):
+        assert (package / file).exists() or list(package.glob(f"*/{file}")), f"the map names {file}"
 
 
 def test_the_picture_of_the_readme_is_drawn_from_the_results() -> None:
