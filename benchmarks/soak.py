@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +20,6 @@ from benchmarks import measure
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 from parallelformers_ng.model.parallelized import deployment_of
-from parallelformers_ng.worker.memory import proportional_set_size
 
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
@@ -65,8 +65,8 @@ def caches(model: Any, calls: int) -> list[int]:
         while len(kept) > 20 or (kept and draw.random() < 0.5):
             kept.pop(draw.randrange(len(kept)))
         if number == calls // 10:
-            before = [proportional_set_size(pid) for pid in pids]
-    return [proportional_set_size(pid) - old for pid, old in zip(pids, before, strict=True)]
+            before = [psutil.Process(pid).memory_full_info().pss for pid in pids]
+    return [psutil.Process(pid).memory_full_info().pss - old for pid, old in zip(pids, before, strict=True)]
 
 
 def by_hand(model: Any, tokens: int = 64) -> list[int]:

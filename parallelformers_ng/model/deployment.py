@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,6 @@ from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.frames import OUT_OF_MEMORY
 from parallelformers_ng.wire.leaves import FileDescriptor
-from parallelformers_ng.worker.memory import RankMemory
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
@@ -156,11 +156,11 @@ class Deployment:
     def pids(self) -> list[int]:
         return self._supervisor.group.pids
 
-    def memory(self) -> list[RankMemory]:
-        """A report of each rank."""
+    def memory(self, what: str) -> dict[str, Any]:
+        """What a method of `worker.memory.RankMemory` says on each rank, by device."""
         deadline = self.deadline_of(None)
         group, _ = self.ready(deadline)
-        return group.call_each("memory", [()] * group.world_size, timeout=deadline - time.monotonic())
+        return dict(group.call_each("memory", [(what,)] * group.world_size, timeout=deadline - time.monotonic()))
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""

@@ -21,7 +21,6 @@ from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
-from parallelformers_ng.worker.memory import detail_report, device_totals, simple_report
 
 
 class Parallelized(RemoteModule):
@@ -38,19 +37,18 @@ class Parallelized(RemoteModule):
 
     def memory_allocated(self) -> dict[str, int]:
         """Bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
-        return {memory.device: memory.allocated for memory in deployment_of(self).memory()}
+        return deployment_of(self).memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
         """Bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
-        return {memory.device: memory.reserved for memory in deployment_of(self).memory()}
+        return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
     memory_chached = memory_reserved  # the spelling of Parallelformers' README
 
     def memory_summary(self, detail: bool = True) -> str:
         """The memory of every rank as text: a table each, or one line each without `detail`."""
-        ranks = deployment_of(self).memory()
-        return detail_report(ranks) + device_totals() if detail else simple_report(ranks)
+        return "\n".join(deployment_of(self).memory("table" if detail else "line").values())
 
     @property
     def shard_plan(self) -> ShardPlan:

@@ -52,7 +52,7 @@ from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wholeness import check_is_whole
 from parallelformers_ng.wire.leaves import FileDescriptor, Handle
 from parallelformers_ng.worker.call import Answer, Call
-from parallelformers_ng.worker.memory import RankMemory, rank_memory
+from parallelformers_ng.worker.memory import RankMemory
 
 
 class ModelRunner:
@@ -300,9 +300,10 @@ class ModelRunner:
     def _autocast(self, dtype: torch.dtype | None) -> Any:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def memory(self) -> RankMemory:
-        """Bytes that this rank holds."""
-        return rank_memory(self.device, self.plan.bytes_per_rank[self.rank] if self.plan else 0, self.rank)
+    def memory(self, what: str) -> tuple[str, Any]:
+        """The device, and what a method of `RankMemory` says of it."""
+        memory = RankMemory(self.device, self.rank, self.plan.bytes_per_rank[self.rank] if self.plan else 0)
+        return memory.device, getattr(memory, what)()
 
     def _to_device(self, value: Any) -> Any:
         if self.device.type == "cpu":

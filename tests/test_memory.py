@@ -1,0 +1,38 @@
+"""What each rank holds: bytes by device, and the tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker import memory
+from parallelformers_ng.worker.memory import RankMemory
+from tests.zoo.decoders import gpt2
+
+
+def test_bytes_by_device_and_a_table_for_each(groups: Callable[[int], WorkerGroup]) -> None:
+    with parallelize(gpt2(), workers=groups(2)) as model:
+        weights = model.shard_plan.bytes_per_rank
+        assert model.memory_allocated() == {"cpu:0": weights[0], "cpu:1": weights[1]}
+        assert model.memory_reserved().keys() == {"cpu:0", "cpu:1"}
+        assert all(size > weights[0] for size in model.memory_cached().values())
+        lines = [f"CPU:{rank} => {size / 1e6:.2f}MB" for rank, size in enumerate(weights)]
+        assert model.memory_summary(detail=False) == "\n".join(lines)
+        table = model.memory_summary()
+    assert all(f"worker {rank}" in table and lines[rank] in table for rank in range(2))
+    assert {len(line) for line in table.splitlines() if line.startswith("|")} == {77}
+
+
+def test_what_weights_take_is_known_without_looking_at_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked() -> Any:
+        raise AssertionError("the pages of the process were counted")
+
+    monkeypatch.setattr(memory, "proportional_set_size", looked)
+    rank = RankMemory(torch.device("cpu"), 3, 2_720_000_000)
+    assert rank.allocated() == 2_720_000_000
+    assert rank.line() == "CPU:3 => 2.72GB"
