@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.autopolicy.select import select
@@ -64,6 +65,18 @@ def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -
         loaded.deparallelize()
         assert same_weights(loaded, want)
     assert len(list(tmp_path.glob("rank-*"))) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_first_version_saved_is_read(world_size: int) -> None:
+    """`saved/version_1` is a tied Llama on two ranks; what users have saved must go on to load."""
+    directory = Path(__file__).parent / "saved" / "version_1"
+    whole = load_whole(directory, world_size)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(directory))
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        values = ((torch.arange(parameter.numel()) * 7 + number * 13) % 31 - 15) / 16
+        assert torch.equal(whole.pop(name), values.view(parameter.shape)), name
+    assert whole.keys() == {"lm_head.weight"}
 
 
 def test_a_rank_reads_no_other_ranks_file(tmp_path: Path, groups) -> None:
