@@ -1,21 +1,27 @@
-"""Tensors that remember how they were made instead of being made.
+"""Tensors whose values are elsewhere: in a checkpoint's files while it is loaded, with the workers afterwards.
 
-transformers' own loading code runs on them in the parent: it renames, stacks, splits, casts, ties and reports missing
-keys as ever, and what comes out are not weights but, for every parameter, the expression that a worker then reads its
-slice of (`nodes`). Whatever conversion a model family needs is thereby known, today's and tomorrow's.
+A `LazyTensor` remembers how it was made instead of being made. transformers' own loading code runs on them in the
+parent: it renames, stacks, splits, casts, ties and reports missing keys as ever, and what comes out are not weights
+but, for every parameter, the expression that a worker then reads its slice of (`nodes`). Whatever conversion a model
+family needs is thereby known, today's and tomorrow's.
+
+A `RemoteTensor` is a weight of a parallelized model as its caller sees it. Whatever reads it is answered, for the
+values are put together when an operation asks for them. Whatever would write to it, or to a view of it, is refused:
+the workers would not know. Which operation writes, torch's own schema of it says.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from parallelformers_ng.checkpoint.nodes import Node, Operation, release
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, Operation, leaves, release
 from parallelformers_ng.checkpoint.reading import read
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 
 _SAME_VALUES = ("aten.alias.default", "aten.detach.default", "aten.clone.default")
 
@@ -52,23 +58,94 @@ class LazyTensor(torch.Tensor):
         if name == "aten.detach.default":  # by far the most frequent
             return cls(args[0].node, args[0].stride())
         if name == "aten.equal.default" and all(isinstance(arg, LazyTensor) for arg in args):
-            return args[0].node is args[1].node or run(func, args, kwargs)
+            return args[0].node is args[1].node or _run(func, args, kwargs)
         if func._schema.is_mutable:
             if isinstance(args[0], LazyTensor):
                 raise UnsupportedModelError(f"{name} would change a weight of the checkpoint while it is loaded")
-            return run(func, args, kwargs)
+            return _run(func, args, kwargs)
         shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
         if isinstance(shapes, torch.Tensor):
             return cls(_node(name, args, kwargs, None, shapes), shapes.stride())
         if isinstance(shapes, (list, tuple)) and all(isinstance(shape, torch.Tensor) for shape in shapes):
             nodes = (_node(name, args, kwargs, index, shape) for index, shape in enumerate(shapes))
             return type(shapes)(cls(node, shape.stride()) for node, shape in zip(nodes, shapes, strict=True))
-        return run(func, args, kwargs)
+        return _run(func, args, kwargs)
 
 
-def run(func: Any, args: tuple, kwargs: dict) -> Any:
+class RemoteTensor(LazyTensor):
+    """A weight, or a view of one. What is computed from it is an ordinary tensor."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and (written := _written(func, args, kwargs)):
+            raise _refusal(f"{func._schema.name.partition('::')[2]}()", written[0])
+        if func.is_view:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return _run(func, args, kwargs)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return repr(values(self))
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
+        elif func is torch.Tensor.data_ptr:
+            raise _refusal("data_ptr()", args[0], "asks where in memory it lies")
+        elif func is torch.Tensor.share_memory_:
+            return args[0]  # it lies where several processes read it
+        elif func in _BEYOND_OPERATORS:
+            return getattr(values(args[0]), func.__name__)(*args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+_BEYOND_OPERATORS = (
+    torch.Tensor.__array__,
+    torch.Tensor.__deepcopy__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.is_shared,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.untyped_storage,
+)
+"""What reads a tensor's memory rather than to run an operator on it."""
+
+
+def values(tensor: RemoteTensor) -> torch.Tensor:
+    """The values, an ordinary tensor; a parameter where `tensor` is one."""
+    with torch.no_grad():
+        whole = read(tensor.node, {})
+        if isinstance(tensor, torch.nn.Parameter):
+            whole = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
+    return whole
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[RemoteTensor]:
+    """The remote tensors that an operator would write to."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    writes = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    found = tree_leaves([given[name] for name in given if name in writes])
+    return [tensor for tensor in found if isinstance(tensor, RemoteTensor)]
+
+
+def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> ParallelError:
+    names = ", ".join(leaf.name for leaf in leaves(tensor.node) if isinstance(leaf, FetchedLeaf))
+    return ParallelError(
+        f"{what} {why}, and {names} lies with the workers of a parallelized model. Call deparallelize() first"
+    )
+
+
+def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     """For real: where the answer is not a tensor, or is written to one."""
-    result = func(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
+    result = func(*tree_map_only(LazyTensor, _values, args), **tree_map_only(LazyTensor, _values, kwargs))
     for arg in args:
         if isinstance(arg, LazyTensor):
             release(arg.node)
@@ -80,15 +157,12 @@ def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.
     same = name in _SAME_VALUES or (name == "aten._to_copy.default" and source.shape == like.shape)
     if isinstance(source, LazyTensor) and source.dtype == like.dtype and same:
         return source.node
-    return Operation(tuple(like.shape), like.dtype, name, tree_map(_bare, args), tree_map(_bare, kwargs), output)
+    args, kwargs = tree_map_only(LazyTensor, operator.attrgetter("node"), (args, kwargs))
+    return Operation(tuple(like.shape), like.dtype, name, args, kwargs, output)
 
 
-def _bare(value: Any) -> Any:
-    return value.node if isinstance(value, LazyTensor) else value
-
-
-def _materialised(value: Any) -> Any:
-    return read(value.node, {}) if isinstance(value, LazyTensor) else value
+def _values(tensor: LazyTensor) -> torch.Tensor:
+    return read(tensor.node, {})
 
 
 def _on_meta(value: Any) -> Any:

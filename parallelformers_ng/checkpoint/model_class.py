@@ -1,11 +1,13 @@
-"""Which class a configuration stands for: the one decision, for models with weights and without."""
+"""Which class a configuration stands for; and a model made of nothing but a configuration."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+import torch
 import transformers
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from parallelformers_ng.checkpoint.location import Location
@@ -63,3 +65,32 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
             cls = auto._model_mapping[type(config)]
             return cls[0] if isinstance(cls, (list, tuple)) else cls
     return None
+
+
+def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
+    """The model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
+
+    Args:
+        name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type
+            ("llama"), which stands for its default configuration.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        UnsupportedModelError: its class is not in the installed transformers.
+        OSError: there is no such configuration.
+    """
+    if name.startswith(("/", "./", "../")) and not Path(name).exists():
+        raise FileNotFoundError(f"no model folder or config.json at {name}")
+    if is_model_type(name):
+        config: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
+    else:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    cls = class_of(config)
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=config.dtype) if config.dtype else cls._from_config(config)
+    return model.eval()
+
+
+def is_model_type(name: str) -> bool:
+    """Whether a name stands for a type's default configuration: no file or folder is called so."""
+    return not Path(name).exists() and name in transformers.CONFIG_MAPPING

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.plan import Shard, TensorPlan
 
 
 @dataclass(eq=False)
@@ -42,6 +44,22 @@ class Leaf(Node, ABC):
 
 
 @dataclass(eq=False)
+class FetchedLeaf(Leaf):
+    """A tensor that is held elsewhere.
+
+    Attributes:
+        fetch: gives the whole of it.
+        name: for people.
+    """
+
+    fetch: Callable[[], torch.Tensor] = field(repr=False)
+    name: str = ""
+
+    def tensor(self) -> torch.Tensor:
+        return self.fetch()
+
+
+@dataclass(eq=False)
 class Operation(Node):
     """The result of a tensor operation.
 
@@ -68,6 +86,21 @@ class Assembled(Node):
     parts: dict[int, tuple[Shard, Node]]
 
 
+def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Assembled:
+    """A tensor of which every rank holds its shard.
+
+    Args:
+        part: gives the shard of the rank of that number.
+    """
+    ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
+    parts: dict[int, tuple[Shard, Node]] = {}
+    for rank in ranks:
+        shard = tensor.shards[rank]
+        leaf = FetchedLeaf(shard.shape(tensor.shape), tensor.dtype, functools.partial(part, rank), tensor.name)
+        parts[rank] = shard, leaf
+    return Assembled(tensor.shape, tensor.dtype, parts)
+
+
 def leaves(node: Node) -> Iterator[Leaf]:
     """Everything stored that a node is made of."""
     if isinstance(node, Leaf):
@@ -77,33 +110,12 @@ def leaves(node: Node) -> Iterator[Leaf]:
             yield from leaves(source)
     else:
         assert isinstance(node, Operation)
-        for operand in operands((node.args, node.kwargs)):
-            yield from leaves(operand)
+        for operand in tree_leaves((node.args, node.kwargs)):
+            if isinstance(operand, Node):
+                yield from leaves(operand)
 
 
 def release(node: Node) -> None:
     """Let go of the pages that were mapped to read a tensor."""
     for leaf in leaves(node):
         leaf.release()
-
-
-def replace(value: Any, by: Callable[[Node], torch.Tensor]) -> Any:
-    """A structure of arguments with every node in it replaced."""
-    if isinstance(value, Node):
-        return by(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(replace(item, by) for item in value)
-    if isinstance(value, dict):
-        return {key: replace(item, by) for key, item in value.items()}
-    return value
-
-
-def operands(value: Any) -> Iterator[Node]:
-    """Every node in a structure of arguments."""
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from operands(item)
-    elif isinstance(value, dict):
-        yield from operands(list(value.values()))

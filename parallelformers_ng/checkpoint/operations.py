@@ -8,11 +8,24 @@ from typing import NamedTuple
 
 import torch
 
-from parallelformers_ng.checkpoint.cuts import Cut, at
 from parallelformers_ng.checkpoint.nodes import Node, Operation
+from parallelformers_ng.sharding.partition import Range
+
+Cut = dict[int, tuple[Range, ...]]
+"""What is wanted of a tensor: dimension → ranges along it, side by side. One that is not named is wanted whole."""
+
+Place = dict[int, Range]
+"""Where in a tensor something goes: dimension → range along it."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 """Another view of a tensor."""
+
+
+def at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """A view of one place in a tensor."""
+    for dim, (start, stop) in place.items():
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.lazy import LazyTensor, RemoteTensor
 from parallelformers_ng.checkpoint.nodes import Node, leaves, release
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_shard
-from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors

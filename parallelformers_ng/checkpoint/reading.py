@@ -8,14 +8,14 @@ the bytes asked for are touched. An operation it does not know is run on its who
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from parallelformers_ng.checkpoint.cuts import Cut, Place, at, is_single, narrow, shape_of, significant, singles
-from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node, Operation, leaves, release, replace
-from parallelformers_ng.checkpoint.operations import JOINS, PASSING
+from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node, Operation, leaves, release
+from parallelformers_ng.checkpoint.operations import JOINS, PASSING, Cut, Place, at
 from parallelformers_ng.sharding.plan import Shard
 
 # The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
@@ -45,33 +45,41 @@ def read_shard(
             return part
         release(node)
         return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-    out = torch.empty(shape, dtype=node.dtype)
-    write(node, cut, out, rank)
-    return out
+    return read_copy(node, cut, rank)
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     """Part of a tensor: a view of what is stored where the cut allows, whatever its strides."""
-    cut = significant(cut, node.shape)
+    cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
-        return narrow(node.tensor(), cut)
+        return _narrow(node.tensor(), cut)
     if isinstance(node, Assembled):
         pieces = _pieces(node, cut, rank)
         if len(pieces) == 1 and not pieces[0][1]:
             source, _, source_cut = pieces[0]
             return read(source, source_cut, rank)
-        return _written(node, cut, rank)
+        return read_copy(node, cut, rank)
     assert isinstance(node, Operation)
-    if node.name in PASSING and is_single(cut) and (below := PASSING[node.name](node, cut)) is not None:
+    is_single = all(len(ranges) == 1 for ranges in cut.values())
+    if node.name in PASSING and is_single and (below := PASSING[node.name](node, cut)) is not None:
         return below.then(read(below.source, below.cut, rank))
     if node.name in JOINS:
-        return _written(node, cut, rank)
-    return narrow(_run(node, rank), cut)
+        return read_copy(node, cut, rank)
+    return _narrow(_run(node, rank), cut)
+
+
+def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
+    """Part of a tensor in memory of its own."""
+    widths = {dim: sum(stop - start for start, stop in ranges) for dim, ranges in cut.items()}
+    shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
+    out = torch.empty(shape, dtype=node.dtype)
+    write(node, cut, out, rank)
+    return out
 
 
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
     """Write part of a tensor into `out`, piece by piece where it is put together from pieces."""
-    cut = significant(cut, node.shape)
+    cut = _without_whole(cut, node.shape)
     if isinstance(node, Assembled):
         for source, place, source_cut in _pieces(node, cut, rank):
             write(source, source_cut, at(out, place), rank)
@@ -80,9 +88,9 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
             write(source, source_cut, view(out), rank)
     else:
         if isinstance(node, Operation) and node.name not in PASSING:
-            out.copy_(narrow(_run(node, rank), cut))
+            out.copy_(_narrow(_run(node, rank), cut))
         else:
-            for place, single in singles(cut):
+            for place, single in _single_cuts(cut):
                 at(out, place).copy_(read(node, single, rank))
         release(node)
 
@@ -97,15 +105,9 @@ def _run(node: Operation, rank: int | None) -> torch.Tensor:
     """The whole result of an operation, from its whole operands."""
     if node.name in _RESHAPES:
         return read(node.args[0], {}, rank).reshape(node.args[1])
-    args, kwargs = replace((tuple(node.args), node.kwargs), lambda operand: read(operand, {}, rank))
+    args, kwargs = tree_map_only(Node, lambda operand: read(operand, {}, rank), (node.args, node.kwargs))
     result = _operation(node.name)(*args, **kwargs)
     return result if node.output is None else result[node.output]
-
-
-def _written(node: Node, cut: Cut, rank: int | None) -> torch.Tensor:
-    out = torch.empty(shape_of(cut, node.shape), dtype=node.dtype)
-    write(node, cut, out, rank)
-    return out
 
 
 def _pieces(node: Assembled, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
@@ -140,3 +142,29 @@ def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[N
                 return source, offset + start - first, min(stop, last) - start
             offset += last - first
     raise AssertionError(f"no rank holds position {start}")
+
+
+def _without_whole(cut: Cut, shape: Sequence[int]) -> Cut:
+    """The same cut of a tensor of `shape`, without the dimensions that it takes whole."""
+    return {dim: ranges for dim, ranges in cut.items() if ranges != ((0, shape[dim]),)}
+
+
+def _narrow(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Cut a tensor that is in memory: a view where one range of each dimension is wanted."""
+    for dim, ranges in cut.items():
+        tensor = Shard(dim, ranges).of(tensor)
+    return tensor
+
+
+def _single_cuts(cut: Cut) -> Iterator[tuple[Place, Cut]]:
+    """Split a cut into those of one range each, with the place of each in the result."""
+    if not cut:
+        yield {}, {}
+        return
+    dim, *_ = cut
+    rest = {other: ranges for other, ranges in cut.items() if other != dim}
+    offset = 0
+    for start, stop in cut[dim]:
+        for place, single in _single_cuts(rest):
+            yield {dim: (offset, offset + stop - start), **place}, {dim: ((start, stop),), **single}
+        offset += stop - start

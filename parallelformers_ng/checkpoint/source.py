@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from parallelformers_ng.checkpoint.files import CheckpointFile, FileLeaf, file_leaves
+from parallelformers_ng.checkpoint.files import file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location, open_weights
-from parallelformers_ng.checkpoint.nodes import Leaf, Node, leaves
-from parallelformers_ng.checkpoint.reading import read
+from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor
+from parallelformers_ng.sharding.plan import ShardPlan
 
 
 class Checkpoint:
@@ -45,18 +45,6 @@ class Checkpoint:
         """The plan of what is not in files: parameters that were missing, and buffers that are computed."""
         rest = {name: tensor for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes}
         return dataclasses.replace(plan, tensors=rest)
-
-    def read(self, tensor: TensorPlan) -> torch.Tensor:
-        """One tensor, whole; a private view of the file where it is stored so."""
-        return read(self.nodes[tensor.storage], {}).to(tensor.dtype).contiguous()
-
-    def files(self) -> set[CheckpointFile]:
-        """All files that are read."""
-        return {leaf.file for leaf in self._leaves() if isinstance(leaf, FileLeaf)}
-
-    def _leaves(self) -> Iterator[Leaf]:
-        for node in self.nodes.values():
-            yield from leaves(node)
 
 
 def prepare_conversions() -> None:

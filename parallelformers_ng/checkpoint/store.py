@@ -8,22 +8,63 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.layout import lay_out
-from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node
+from parallelformers_ng.checkpoint.nodes import of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
+_LINE = 64
+_OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone
+
+
+@dataclass
+class Layout:
+    """Offsets in bytes of every stored tensor.
+
+    Region `r` below `world_size` belongs to rank r; the last one holds the tensors that all ranks share whole.
+
+    Attributes:
+        sizes: bytes of each region, `world_size + 1` of them.
+        offsets: storage name → for each rank (region, offset).
+    """
+
+    sizes: list[int]
+    offsets: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+def lay_out(plan: ShardPlan) -> Layout:
+    """Lay the shards of a plan side by side, 64-byte aligned, large ones on pages of their own. A pure function of the
+    plan, so that parent and workers work it out for themselves and only file descriptors cross."""
+    layout = Layout(sizes=[0] * (plan.world_size + 1))
+    for tensor in plan.stored():
+        if tensor.is_replicated:
+            place = _place(layout, plan.world_size, tensor.bytes_whole)
+            layout.offsets[tensor.name] = [place] * plan.world_size
+        else:
+            ranks = range(plan.world_size)
+            layout.offsets[tensor.name] = [_place(layout, rank, tensor.bytes_on(rank)) for rank in ranks]
+    return layout
+
+
+def _place(layout: Layout, region: int, size: int) -> tuple[int, int]:
+    start = layout.sizes[region]
+    step = mmap.PAGESIZE if size >= _OWN_PAGES else _LINE
+    start = -(-start // step) * step
+    end = start + size
+    layout.sizes[region] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if size >= _OWN_PAGES else end
+    return region, start
 
 
 class ShardStore:
@@ -56,71 +97,37 @@ class ShardStore:
         """Cut `whole` and write each rank's part. `pwrite` rather than a mapping: a full memory is ENOSPC, not
         SIGBUS."""
         places = self.layout.offsets[tensor.storage]
-        written = set()
-        for shard, place in zip(tensor.shards, places, strict=True):
-            if shard.zero or place in written:  # fresh memory reads as zeros
-                continue
-            written.add(place)
-            _write_all(self.fds[place[0]], shard.of(whole.detach()).to("cpu", tensor.dtype), place[1])
+        for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
+            if not shard.zero:  # fresh memory reads as zeros
+                _write_all(self.fds[region], shard.of(whole.detach()).to("cpu", tensor.dtype), offset)
 
     def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
         """Put one tensor together again, on CPU.
 
         Args:
-            release: give its pages back as they are read, so that gathering never holds the model twice.
+            release: give its pages back afterwards, so that gathering never holds the model twice.
         """
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        done = set()
-        for rank, (shard, place) in enumerate(zip(tensor.shards, self.layout.offsets[tensor.storage], strict=True)):
-            size = tensor.bytes_on(rank)
-            if shard.zero or place in done or size == 0:
-                continue
-            done.add(place)
-            region, offset = place
-            first_page = offset - offset % mmap.ALLOCATIONGRANULARITY
-            with _Mapping(self.fds[region], first_page, offset + size - first_page) as mapping:
-                flat = torch.frombuffer(
-                    mapping, dtype=tensor.dtype, count=size // tensor.dtype.itemsize, offset=offset - first_page
-                )
-                shard.put(flat.view(shard.shape(tensor.shape)), whole)
-                del flat
-                if release and offset == first_page:
-                    whole_pages = size - size % mmap.PAGESIZE
-                    if whole_pages:
-                        mapping.madvise(mmap.MADV_REMOVE, 0, whole_pages)
+        whole = read_copy(of_ranks(tensor, functools.partial(self.part, tensor)), {})
+        if release:
+            for rank, (region, offset) in enumerate(self.layout.offsets[tensor.storage]):
+                pages = tensor.bytes_on(rank) // mmap.PAGESIZE * mmap.PAGESIZE
+                if pages and offset % mmap.PAGESIZE == 0:
+                    with mmap.mmap(self.fds[region], pages, offset=offset) as mapping:
+                        mapping.madvise(mmap.MADV_REMOVE)
         return whole
-
-    def node(self, tensor: TensorPlan) -> Node:
-        """The same tensor to be read piece by piece, where it lies."""
-        ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
-        shapes = {rank: tensor.shards[rank].shape(tensor.shape) for rank in ranks}
-        leaves = {rank: _StoreLeaf(shapes[rank], tensor.dtype, self, tensor, rank) for rank in ranks}
-        return Assembled(tensor.shape, tensor.dtype, {rank: (tensor.shards[rank], leaves[rank]) for rank in ranks})
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
         """One rank's part, mapped for as long as it is used."""
-        shape, size = tensor.shards[rank].shape(tensor.shape), tensor.bytes_on(rank)
-        if size == 0:
-            return torch.empty(shape, dtype=tensor.dtype)
         region, offset = self.layout.offsets[tensor.storage][rank]
-        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
+        if size == 0:
+            return _part(tensor, rank, None, 0)
         mapping = mmap.mmap(self.fds[region], skipped + size, access=mmap.ACCESS_COPY, offset=offset - skipped)
-        count = size // tensor.dtype.itemsize
-        return torch.frombuffer(mapping, dtype=tensor.dtype, count=count, offset=skipped).view(shape)
+        return _part(tensor, rank, mapping, skipped)
 
     def close(self) -> None:
         while self.fds:
             os.close(self.fds.pop())
-
-
-@dataclass(eq=False)
-class _StoreLeaf(Leaf):
-    store: ShardStore = field(repr=False)
-    plan: TensorPlan
-    rank: int
-
-    def tensor(self) -> torch.Tensor:
-        return self.store.part(self.plan, self.rank)
 
 
 def map_shards(plan: ShardPlan, rank: int, own_fd: int, shared_fd: int) -> dict[str, torch.Tensor]:
@@ -129,24 +136,24 @@ def map_shards(plan: ShardPlan, rank: int, own_fd: int, shared_fd: int) -> dict[
     The descriptors may be closed afterwards; the mappings live as long as the tensors.
     """
     layout = lay_out(plan)
-    regions = {
+    mappings = {
         region: mmap.mmap(fd, layout.sizes[region], access=mmap.ACCESS_COPY)
         for region, fd in ((rank, own_fd), (plan.world_size, shared_fd))
         if layout.sizes[region]
     }
     held = {}
     for tensor in plan.stored():
-        shape = tensor.shards[rank].shape(tensor.shape)
         region, offset = layout.offsets[tensor.name][rank]
-        size = tensor.bytes_on(rank)
-        if size == 0:
-            held[tensor.name] = torch.empty(shape, dtype=tensor.dtype)
-        else:
-            count = size // tensor.dtype.itemsize
-            held[tensor.name] = torch.frombuffer(regions[region], dtype=tensor.dtype, count=count, offset=offset).view(
-                shape
-            )
+        held[tensor.name] = _part(tensor, rank, mappings.get(region), offset)
     return held
+
+
+def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int) -> torch.Tensor:
+    """A rank's part of a tensor, as a view of a mapping; of memory of its own where it has no bytes."""
+    shape = tensor.shards[rank].shape(tensor.shape)
+    if mapping is None or 0 in shape:
+        return torch.empty(shape, dtype=tensor.dtype)
+    return torch.frombuffer(mapping, dtype=tensor.dtype, count=math.prod(shape), offset=offset).view(shape)
 
 
 def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = None) -> None:
@@ -175,7 +182,7 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
             if progress is not None:
                 progress(plans[0].bytes_whole)
     except BaseException:
-        take_back(model, store.plan, store, given_up)
+        take_back(model, store.plan, store.read, given_up)
         raise
     _trim()
 
@@ -183,16 +190,20 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
 def take_back(
     model: nn.Module,
     plan: ShardPlan,
-    source: ShardSource,
+    read: Callable[[TensorPlan, bool], torch.Tensor],
     names: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather the tensors back into the model, on CPU; tied parameters are tied again. The source is spent
-    afterwards."""
+    """Gather the tensors back into the model, on CPU; tied parameters are tied again.
+
+    Args:
+        read: gives a tensor, whole; the second argument says whether it may then be let go where it was.
+        names: which; all by default.
+    """
     for group in names_of_each(model, plan, names):
         # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.
         tensor = plan.tensors[group[0]]
-        place(model, group, plan, source.read(tensor, release=tensor.storage in group))
+        place(model, group, plan, read(tensor, tensor.storage in group))
         if progress is not None:
             progress(tensor.bytes_whole)
 
@@ -224,20 +235,6 @@ def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
     while view:
         count = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[count:], offset + count
-
-
-class ShardSource(Protocol):
-    """Where whole tensors can be put together again from the ranks' parts."""
-
-    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor: ...
-
-
-class _Mapping(mmap.mmap):
-    """A writable mapping of part of a memfd that is closed on leaving, whatever still refers to it then fails
-    loudly."""
-
-    def __new__(cls, fd: int, offset: int, length: int) -> _Mapping:
-        return super().__new__(cls, fd, length, offset=offset)
 
 
 def _trim() -> int:

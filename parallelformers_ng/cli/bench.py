@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from parallelformers_ng.api import parallelize, start_group
-from parallelformers_ng.checkpoint.blueprint import blueprint
+from parallelformers_ng.checkpoint.model_class import blueprint
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan(options: argparse.Namespace) -> int:
     """How the model would be cut, with the bytes of each rank."""
     from parallelformers_ng import plan as make_plan
-    from parallelformers_ng.checkpoint.blueprint import blueprint
+    from parallelformers_ng.checkpoint.model_class import blueprint
 
     model, custom = blueprint(options.model, options.revision), _custom(options)
     found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom)
@@ -49,7 +49,7 @@ def policies(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Check the policy on a tiny random copy of the model."""
-    from parallelformers_ng.checkpoint.blueprint import blueprint
+    from parallelformers_ng.checkpoint.model_class import blueprint
     from parallelformers_ng.cli.coverage import verify_model
 
     model = blueprint(options.model, options.revision)
@@ -101,7 +101,7 @@ def _custom(options: argparse.Namespace) -> Any:
 
 def _of_defaults(options: argparse.Namespace, model: Any) -> str:
     """A first line that says so where a bare model type stands for its defaults, as no checkpoint of that name does."""
-    from parallelformers_ng.checkpoint.blueprint import is_model_type
+    from parallelformers_ng.checkpoint.model_class import is_model_type
 
     if not is_model_type(options.model):
         return ""

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.memory_shards import FilesAnd, WorkerShards
-from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.nodes import Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress, progress_bar
+from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.source import Checkpoint
-from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_over, take_back
+from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError
 from parallelformers_ng.generation.book import CacheBook
 from parallelformers_ng.runtime.deadline import deadline_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
 from parallelformers_ng.wire.frames import OUT_OF_MEMORY
 from parallelformers_ng.wire.leaves import FileDescriptor
 
@@ -116,7 +116,7 @@ class Deployment:
                     )
                     self._supervisor = Supervisor(group, again, self._limit)
             except BaseException:
-                take_back(model, store.plan, store)
+                take_back(model, store.plan, store.read)
                 raise
         except BaseException as error:
             self.close()
@@ -164,7 +164,7 @@ class Deployment:
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""
-        return self._source().read(self.plan.tensors[name])
+        return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
         """A progress bar over `total` bytes, where bars are wanted."""
@@ -172,15 +172,11 @@ class Deployment:
 
     def node(self, name: str) -> Node:
         """One parameter or buffer, to be read in parts from wherever it lies."""
-        tensor = self.plan.tensors[name]
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
-        tensor = self.plan.tensors[tensor.storage]
-        return (
-            self._store.node(tensor)
-            if self._store is not None
-            else WorkerShards(self.plan, self._supervisor.group).node(tensor)
-        )
+        tensor = self.plan.tensors[self.plan.tensors[name].storage]
+        part = self._exported if self._store is None else self._store.part
+        return of_ranks(tensor, functools.partial(part, tensor))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
         """Every rank writes its files of a sharded directory. Returns what each wrote.
@@ -203,7 +199,7 @@ class Deployment:
             if self._store is not None:
                 self._leave_group()  # first, so that memory can be given back as it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
-                take_back(model, self.plan, self._source(), progress=advance)
+                take_back(model, self.plan, self._read, progress=advance)
             self._leave_group()
             self._release_store()
 
@@ -213,9 +209,19 @@ class Deployment:
             self._leave_group()
             self._release_store()
 
-    def _source(self) -> ShardSource:
-        held = self._store if self._store is not None else WorkerShards(self.plan, self._supervisor.group)
-        return FilesAnd(self._checkpoint, held)
+    def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
+        """A tensor, whole: a private view of the file where it is stored so, else in memory of its own."""
+        if tensor.storage in self._checkpoint.nodes:
+            return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
+        if self._store is not None:
+            return self._store.read(tensor, release)
+        return read_copy(self.node(tensor.name), {})
+
+    def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
+        """A rank's part of a tensor, from the rank itself: on CUDA the devices hold the only copy."""
+        group = self._supervisor.group
+        asked = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
+        return group.call_each("export", asked)[rank][0]
 
     def _release_store(self) -> None:
         if self._store is not None:

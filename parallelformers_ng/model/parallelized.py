@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor, RemoteWeight
+from parallelformers_ng.checkpoint.lazy import RemoteTensor
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import NotParallelizedError
@@ -104,7 +105,7 @@ def enter(model: nn.Module, deployment: Deployment, seed: int | None = None, ste
     """Make `model` a parallelized one, in place."""
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
-        weight = RemoteWeight(tuple(tensor.shape), tensor.dtype, names[0], _Fetch(model, deployment, names[0]))
+        weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, _Fetch(model, deployment, names[0]), names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
     remote_tree.enter(model, Dispatcher(model, deployment, seed, steps), Parallelized)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.checkpoint.remote_tensor import RemoteTensor, values
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.dispatch import CallOptions, Dispatcher
 from parallelformers_ng.model.gradients import refuse_gradients

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from parallelformers_ng import plan
-from parallelformers_ng.checkpoint.blueprint import blueprint
+from parallelformers_ng.checkpoint.model_class import blueprint
 from parallelformers_ng.errors import ParallelError
 from tests.zoo.catalogue import classes_of
 from tests.zoo.overrides import configuration
