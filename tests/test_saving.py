@@ -25,6 +25,7 @@ from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
+from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
 from tests.damage import DAMAGE, damaged, flip_weight, save_intact
 from tests.zoo.families import CASES
@@ -140,6 +141,16 @@ def test_a_checkpoint_is_cut_from_the_shell(world_size: int, tmp_path: Path) -> 
     assert all(torch.equal(tensor, state[name]) for name, tensor in load_whole(tmp_path / "cut", 2).items())
 
 
+def test_weights_are_gathered_from_the_ranks_where_nothing_else_holds_them(tmp_path: Path, groups) -> None:
+    want, model = BY_NAME["t5"].make(), BY_NAME["t5"].make()
+    parallelize(model, workers=groups(3))
+    deployment_of(model)._release_store()  # as on CUDA without host_copy
+    model.save_pretrained(tmp_path)
+    assert same_weights(type(want).from_pretrained(tmp_path), want)
+    model.deparallelize()
+    assert same_weights(model, want)
+
+
 # -- interruptions -------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +159,7 @@ def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, mon
     with parallelize(BY_NAME["llama"].make(), workers=groups(2)) as model:
         save_sharded(model, target)
         (target / "tokenizer.json").write_text("{}")
+        (target / "shared_notes.txt").write_text("")
         before = {file.name: file.read_bytes() for file in target.iterdir()}
 
         def interrupted(*_: Any) -> None:
@@ -160,6 +172,7 @@ def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, mon
         assert {file.name: file.read_bytes() for file in target.iterdir()} == before
         save_sharded(model, target, max_shard_size="20KB")
     assert (target / "tokenizer.json").read_text() == "{}"
+    assert (target / "shared_notes.txt").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["saved"], "leftovers"
 
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import weakref
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 # Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
 _MAP_NORESERVE = 0x4000
@@ -79,7 +80,12 @@ class CheckpointFile:
 
 
 class SafetensorsFile(CheckpointFile):
-    """A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, the tensors."""
+    """A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, the tensors.
+
+    Attributes:
+        size: bytes.
+        header_checksum: CRC-32 of the length and the header.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -88,8 +94,12 @@ class SafetensorsFile(CheckpointFile):
             with safetensors.safe_open(self.path, framework="pt"):
                 pass
             with open(self.path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(length))
+                self.size = os.fstat(file.fileno()).st_size
+                start = file.read(8)
+                length = int.from_bytes(start, "little")
+                text = file.read(length)
+            self.header_checksum = zlib.crc32(start + text)
+            header: dict[str, Any] = json.loads(text)
             header.pop("__metadata__", None)
             self._entries = {
                 key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["data_offsets"][0] + 8 + length)

@@ -18,14 +18,15 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor, RemoteTensor
-from parallelformers_ng.checkpoint.nodes import Node, leaves, release
+from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.reading import read_shard
+from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
 from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 
 
 def write_pretrained(
@@ -64,13 +65,12 @@ def write_pretrained(
         max_shard_size=parse_size(max_shard_size),
     )
     total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in lazy.values())
-    reader = _Reader()
     partials = {name: directory / f".{name}.partial" for name in split.filename_to_tensors}
     try:
         with progress_bar(f"saving {type(model).__name__}", total, progress) as advance:
             for name, keys in split.filename_to_tensors.items():
-                entries = {key: (tuple(lazy[key].shape), lazy[key].dtype) for key in _by_leaf(keys, lazy)}
-                write_safetensors(partials[name], entries, lambda key: reader.value(lazy[key]), advance)
+                entries = {key: (tuple(lazy[key].shape), lazy[key].dtype) for key in keys}
+                write_safetensors(partials[name], entries, lambda key: _values(lazy[key]), advance)
         for name, partial in partials.items():
             partial.replace(directory / name)
     finally:
@@ -89,6 +89,10 @@ def write_pretrained(
         # What an earlier save left would be read instead, or lie about unread.
         if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
             file.unlink()
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return read_copy(tensor.node, {}) if isinstance(tensor, LazyTensor) else tensor
 
 
 def _shape_of(tensor: Any) -> Any:
@@ -118,14 +122,13 @@ def shard_checkpoint(
         progress_bar(f"cutting {type(model).__name__}", total, progress) as advance,
     ):
         written = []
-        reader = _Reader()
         for rank in range(plan.world_size):
 
             def part(tensor: TensorPlan, rank: int = rank) -> torch.Tensor:
-                node = checkpoint.nodes.get(tensor.name)
-                if node is not None:
-                    return reader.shard(node, tensor.shards[rank])
-                return tensor.shards[rank].of(get_tensor(model, tensor.name, tensor.is_buffer).detach())
+                node, shard = checkpoint.nodes.get(tensor.name), tensor.shards[rank]
+                if node is None:
+                    return shard.of(get_tensor(model, tensor.name, tensor.is_buffer).detach())
+                return read_copy(node, {} if shard.dim is None else {shard.dim: shard.ranges})
 
             written.append(write_rank(partial, plan, names, rank, limit, part, advance))
         write_index(partial, model, plan, names, written)
@@ -140,32 +143,3 @@ def _write_configs(model: PreTrainedModel, directory: Path) -> None:
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
-
-
-def _by_leaf(keys: list[str], tensors: dict[str, Any]) -> list[str]:
-    """Tensors that are made of the same stored one side by side, so that it is fetched once."""
-
-    def first(key: str) -> int:
-        node = getattr(tensors[key], "node", None)
-        return id(next(leaves(node), None)) if node is not None else 0
-
-    groups: dict[int, list[str]] = {}
-    for key in keys:
-        groups.setdefault(first(key), []).append(key)
-    return [key for group in groups.values() for key in group]
-
-
-class _Reader:
-    """Reads one tensor after another; the pages of the last one are let go before the next is read."""
-
-    def __init__(self) -> None:
-        self._last: Node | None = None
-
-    def shard(self, node: Node, shard: Shard) -> torch.Tensor:
-        if self._last is not None:
-            release(self._last)
-        self._last = node
-        return read_shard(node, shard)
-
-    def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.shard(tensor.node, WHOLE) if isinstance(tensor, LazyTensor) else tensor

@@ -1,8 +1,8 @@
 """A directory in which every rank has files of its own: what was cut is saved cut, and loaded without cutting.
 
 config.json  generation_config.json
-rank-00000-of-00002-00001.safetensors  …      a rank's shards, in files of at most `max_shard_size`
-shared-00001.safetensors  …                   what all ranks hold whole, once
+rank-00000-of-00002.safetensors  …            a rank's shards, in files of at most `max_shard_size`
+shared.safetensors  …                         what all ranks hold whole, once
 parallelformers_ng.index.json                 the plan: what of which tensor is where, and checksums of everything
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
 from parallelformers_ng.checkpoint.nodes import Assembled, Node
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, entry_bytes, write_safetensors
+from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, write_safetensors
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
 _VERSION = 1
+_OWN_FILE = re.compile(r"(rank-\d{5}-of-\d{5}|shared)(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 Part = Callable[[TensorPlan], torch.Tensor]
 """Gives a rank's part of a tensor."""
@@ -50,12 +53,10 @@ def write_rank(
         part: gives the rank's part of each in turn.
     """
     written = []
-    for stem, wanted in _files_of(plan, names, rank, limit):
-        tensors = {tensor.name: tensor for tensor in wanted}
-        entries = {name: _entry(tensor, rank) for name, tensor in tensors.items()}
-        written.append(
-            write_safetensors(directory / stem, entries, lambda name, held=tensors: part(held[name]), progress)  # type: ignore[misc]
-        )
+    for file, held in _files_of(plan, names, rank, limit).items():
+        tensors = {name: plan.tensors[name] for name in held}
+        entries = {name: (tensor.shards[rank].shape(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        written.append(write_safetensors(directory / file, entries, lambda name: part(plan.tensors[name]), progress))
     return written
 
 
@@ -114,7 +115,7 @@ def files_of(path: Path) -> set[str] | None:
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}
-    return config | {file.name for file in path.iterdir() if file.name.startswith(("rank-", "shared-"))}
+    return config | {file.name for file in path.iterdir() if _OWN_FILE.fullmatch(file.name)}
 
 
 def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
@@ -130,7 +131,8 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
     files = {}
     for name, facts in index["files"].items():
         file = files[name] = SafetensorsFile(directory / name)
-        _check_header(file, facts)
+        if (file.size, file.header_checksum) != (facts["size"], facts["header"]):
+            raise CheckpointError(f"{file.path} is damaged or was replaced: it is not the file that was saved")
     nodes: dict[str, Node] = {}
     for name, facts in index["tensors"].items():
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"].removeprefix("torch."))
@@ -171,33 +173,20 @@ def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> Chec
     return CheckedLeaf(*entry, file, name, expected)
 
 
-def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> list[tuple[str, list[TensorPlan]]]:
+def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> dict[str, list[str]]:
     """Which tensors a rank writes to which file."""
-    own = [plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero]
-    shared = [tensor for tensor in own if tensor.is_replicated] if rank == 0 else []
-    cut = [tensor for tensor in own if not tensor.is_replicated]
-    files = []
+    own = {name: plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero}
+    shared = {name: tensor for name, tensor in own.items() if tensor.is_replicated and rank == 0}
+    cut = {name: tensor for name, tensor in own.items() if not tensor.is_replicated}
+    files: dict[str, list[str]] = {}
     for stem, tensors in ((f"rank-{rank:05}-of-{plan.world_size:05}", cut), ("shared", shared)):
-        for number, group in enumerate(_grouped(tensors, rank, limit), start=1):
-            files.append((f"{stem}-{number:05}.safetensors", group))
+        files |= split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.bytes_on(rank),
+            filename_pattern=f"{stem}{{suffix}}.safetensors",
+            max_shard_size=limit,
+        ).filename_to_tensors
     return files
-
-
-def _grouped(tensors: list[TensorPlan], rank: int, limit: int) -> list[list[TensorPlan]]:
-    groups: list[list[TensorPlan]] = []
-    room = 0
-    for tensor in tensors:
-        size = entry_bytes(_entry(tensor, rank))
-        if not groups or size > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(tensor)
-        room -= size
-    return groups
-
-
-def _entry(tensor: TensorPlan, rank: int) -> Entry:
-    return tensor.shards[rank].shape(tensor.shape), tensor.dtype
 
 
 def _index_checksum(index: dict[str, Any]) -> int:
@@ -215,12 +204,3 @@ def _read_index(path: Path) -> dict[str, Any]:
     if index["version"] != _VERSION:
         raise CheckpointError(f"{path} has version {index['version']}; this library reads version {_VERSION}")
     return index
-
-
-def _check_header(file: SafetensorsFile, facts: dict[str, int]) -> None:
-    with open(file.path, "rb") as opened:
-        length = opened.read(8)
-        header = zlib.crc32(length + opened.read(int.from_bytes(length, "little")))
-        size = os.fstat(opened.fileno()).st_size
-    if (size, header) != (facts["size"], facts["header"]):
-        raise CheckpointError(f"{file.path} is damaged or was replaced: it is not the file that was saved")

@@ -24,6 +24,7 @@ from parallelformers_ng.hooks.crossing import is_of_library
 from parallelformers_ng.hooks.registered import check
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
+from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
 
 class Skeleton:
@@ -46,8 +47,14 @@ class Skeleton:
         names: dict[int, str] = {}
         for name, tensor in plan.tensors.items():
             names.setdefault(id(get_tensor(model, name, tensor.is_buffer)), name)
+
+        def reference(obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor) and id(obj) in names:
+                return names[id(obj)], tuple(obj.shape), obj.dtype, isinstance(obj, nn.Parameter)
+            return None
+
         try:
-            _Pickler(buffer, names).dump(model)
+            _Pickler(buffer, reference).dump(model)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a lock,"
@@ -57,7 +64,16 @@ class Skeleton:
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """The module tree with every tensor on `meta`, and the plan."""
-        model, plan = _Unpickler(io.BytesIO(self.model)).load(), pickle.loads(self.plan)
+        tensors: dict[str, torch.Tensor] = {}
+
+        def resolve(reference: Any) -> torch.Tensor:
+            name, shape, dtype, is_parameter = reference
+            if name not in tensors:
+                tensor = torch.empty(shape, dtype=dtype, device="meta")
+                tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            return tensors[name]
+
+        model, plan = ReferenceUnpickler(self.model, resolve).load(), pickle.loads(self.plan)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 # What a model's constructor does besides building modules: its recorders of hidden states and
@@ -69,16 +85,7 @@ class Skeleton:
         return model, plan
 
 
-class _Pickler(cloudpickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, names: dict[int, str]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._names = names
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and id(obj) in self._names:
-            return (self._names[id(obj)], tuple(obj.shape), obj.dtype, isinstance(obj, nn.Parameter))
-        return None
-
+class _Pickler(ReferencePickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)
@@ -111,16 +118,3 @@ def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:
         parametrize._inject_property(module, name)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer)
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def persistent_load(self, reference: Any) -> torch.Tensor:
-        name, shape, dtype, is_parameter = reference
-        if name not in self._tensors:
-            tensor = torch.empty(shape, dtype=dtype, device="meta")
-            self._tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-        return self._tensors[name]

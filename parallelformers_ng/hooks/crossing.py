@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from torch import nn
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.handle import CacheHandle
 from parallelformers_ng.generation.state import code_of
+from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
@@ -109,7 +109,11 @@ def pack(model: nn.Module, hooks: Sequence[Hook], kept: list[Any]) -> Sent:
 
 def unpack(sent: Sent, model: nn.Module, device: torch.device) -> list[Hook]:
     """The hooks on a worker."""
-    return _Unpickler(sent, model, device).load()
+    tensors = [tensor.to(device) for tensor in sent.tensors]
+    find: dict[str, Callable[[Any], Any]] = {
+        "module": model.get_submodule, "tensor": tensors.__getitem__, "kept": Kept
+    }  # fmt: skip
+    return ReferenceUnpickler(sent.data, lambda reference: find[reference[0]](reference[1])).load()
 
 
 def described(hook: Any) -> str:
@@ -140,9 +144,9 @@ def _by_value(hooks: Sequence[Hook]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(ReferencePickler):
     def __init__(self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], kept: list[Any]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(buffer, self._reference)
         self._modules = {id(module): path for path, module in model.named_modules()}
         self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._tensors = tensors
@@ -159,7 +163,7 @@ class _Pickler(cloudpickle.Pickler):
         cells = tuple(self._cells.setdefault(id(cell), new) for cell, new in zip(obj.__closure__, empty, strict=True))
         return make, (*code, cells), *rest
 
-    def persistent_id(self, obj: Any) -> Any:
+    def _reference(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and id(obj) in self._modules:
             return "module", self._modules[id(obj)]
         if isinstance(obj, torch.Tensor):
@@ -182,16 +186,3 @@ def _place(items: list[Any], obj: Any) -> int:
             return place
     items.append(obj)
     return len(items) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, sent: Sent, model: nn.Module, device: torch.device) -> None:
-        super().__init__(io.BytesIO(sent.data))
-        tensors = [tensor.to(device) for tensor in sent.tensors]
-        self._find: dict[str, Callable[[Any], Any]] = {
-            "module": model.get_submodule, "tensor": tensors.__getitem__, "kept": Kept
-        }  # fmt: skip
-
-    def persistent_load(self, reference: Any) -> Any:
-        kind, what = reference
-        return self._find[kind](what)
