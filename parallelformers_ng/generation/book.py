@@ -52,10 +52,11 @@ class CacheBook:
     def __init__(self, workers: Workers) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
-        self._gone: deque[_Entry] = deque()  # entries whose handles are gone
-        self._freed: deque[tuple[int, int]] = deque()
+        self.unwanted: deque[_Entry | tuple[int, int]] = deque()
+        """Caches that nobody holds any more: entries whose handles are gone, incarnations and numbers."""
         self._numbers = itertools.count(-1, -1)  # of caches that the caller made; the workers' are positive
-        self._blocks = itertools.count(CACHE_BLOCK, CACHE_BLOCK)  # of those that a request makes
+        self.blocks = itertools.count(CACHE_BLOCK, CACHE_BLOCK)
+        """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
 
     @property
     def workers(self) -> Workers | None:
@@ -102,20 +103,16 @@ class CacheBook:
         known.facts = facts or known.facts
         return getattr(known, half) if half else known
 
-    def new_block(self) -> int:
-        """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
-        return next(self._blocks)
-
     def take_freed(self) -> list[int]:
         """Numbers to free with the request that is about to be sent."""
-        while self._gone:
-            entry = self._gone.popleft()
-            if self._entries.get(entry.number) is entry:
-                del self._entries[entry.number]
-            self._freed.append((entry.incarnation, entry.number))
         workers, freed = self._workers(), []
-        while self._freed:
-            incarnation, number = self._freed.popleft()
+        while self.unwanted:
+            item = self.unwanted.popleft()
+            if isinstance(item, _Entry):
+                if self._entries.get(item.number) is item:
+                    del self._entries[item.number]
+                item = item.incarnation, item.number
+            incarnation, number = item
             if workers is not None and incarnation == workers.incarnation:
                 freed.append(number)
         return freed
@@ -133,8 +130,8 @@ class CacheBook:
             if isinstance(cache, CacheHandle):
                 cache.doubtful = True
             else:
-                self._freed.append((incarnation, number))
-        self._freed.extend((incarnation, number) for number in numbers)
+                self.unwanted.append((incarnation, number))
+        self.unwanted.extend((incarnation, number) for number in numbers)
 
     # -- for handles ---------------------------------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ class CacheBook:
         deadline = workers.deadline_of(None)
         group, incarnation = workers.ready(deadline)
         handle.check()  # after the group was chosen: of an older one, it is stale
-        block = self.new_block()
+        block = next(self.blocks)
         timeout = deadline - time.monotonic()
         with Held():
             try:
@@ -176,6 +173,6 @@ class CacheBook:
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
         # What is called when a handle goes is no Python code: Ctrl-C would strike in it, and be lost.
-        entry = self._entries[handle.number] = _Entry(handle, self._gone.append)
+        entry = self._entries[handle.number] = _Entry(handle, self.unwanted.append)
         entry.incarnation, entry.number = handle.incarnation, handle.number
         return handle

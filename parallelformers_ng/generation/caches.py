@@ -50,7 +50,7 @@ def facts_of(cache: Cache) -> CacheFacts:
     if isinstance(cache, EncoderDecoderCache):
         counted = cache.self_attention_cache
         halves = {name: _class_of(getattr(cache, name)) for name in HALVES}
-    lengths = [_length(layer) for layer in counted.layers]
+    lengths = [int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else -1 for layer in counted.layers]
     batch = getattr(counted, "batch_size", -1) if counted.layers else -1
     flags = {name: getattr(counted, name) for name in _FLAGS if hasattr(counted, name)}
     return CacheFacts(*_class_of(cache), lengths, int(batch), flags, halves)
@@ -58,14 +58,6 @@ def facts_of(cache: Cache) -> CacheFacts:
 
 def _class_of(cache: Cache) -> tuple[str, str]:
     return type(cache).__module__, type(cache).__qualname__
-
-
-def _length(layer: Any) -> int:
-    count = getattr(layer, "get_seq_length", None)
-    if count is None:
-        return -1
-    length = count()
-    return int(length)
 
 
 _COUNTING = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -89,11 +81,8 @@ class CacheTable:
     def __init__(self) -> None:
         self._held: dict[int, Cache] = {}
         self._ids: dict[int, int] = {}
-        self._next = 1
-
-    def number_from(self, block: int) -> None:
-        """Begin a request, whose caches are numbered from `block` + 1 on."""
-        self._next = block + 1
+        self.last_number = 0
+        """A request begins with the number of its block."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -107,7 +96,7 @@ class CacheTable:
         """The id of `cache`, a new one on first sight."""
         number = self._ids.get(id(cache))
         if number is None:
-            number, self._next = self._next, self._next + 1
+            number = self.last_number = self.last_number + 1
             self._held[number] = cache
             self._ids[id(cache)] = number
         return number
@@ -173,7 +162,7 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
     """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple) or type(value) is list:
         changed = [mapped(item, kind, change, in_place) for item in value]
@@ -191,4 +180,5 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
     return value
 
 
-_PLAIN = (torch.Tensor, str, bytes, int, float, type(None))
+PLAIN = (torch.Tensor, str, bytes, int, float, type(None))
+"""Values that hold no others."""

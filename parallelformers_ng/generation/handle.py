@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -14,21 +14,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from parallelformers_ng.errors import ParallelError, StaleCacheError
 from parallelformers_ng.generation.caches import HALVES, CacheFacts
 
-
-class Book(Protocol):
-    """Where a handle is entered: see `book.CacheBook`."""
-
-    @property
-    def workers(self) -> Any:
-        """Whose caches these are."""
-
-    def call(
-        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = ""
-    ) -> Any:
-        """Call a method of a cache, or of one of its halves, on every rank."""
-
-    def is_untouched(self, handle: CacheHandle) -> bool:
-        """Whether every rank still holds the cache as it was when the caller last heard of it."""
+if TYPE_CHECKING:
+    from parallelformers_ng.generation.book import CacheBook
 
 
 class CacheHandle(Cache):
@@ -47,9 +34,9 @@ class CacheHandle(Cache):
     """A request that had it failed; the ranks are asked before the next use."""
     torn = False
     """Ranks may hold different lengths of it."""
-    _book: weakref.ref[Book]
+    _book: weakref.ref[CacheBook]
 
-    def check(self) -> Book:
+    def check(self) -> CacheBook:
         """The book that it is entered in.
 
         Raises:
@@ -166,7 +153,7 @@ class CacheHalf(CacheHandle):
             else replace(facts, lengths=[-1] * len(facts.lengths), flags={})
         )
 
-    def check(self) -> Book:
+    def check(self) -> CacheBook:
         return self._whole.check()
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +168,7 @@ class CacheHalf(CacheHandle):
         )
 
 
-def adopt(cache: Cache | None, book: Book, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
+def adopt(cache: Cache | None, book: CacheBook, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
     cls = handle_class(_named_class(facts.module, facts.name) if cache is None else type(cache))  # type: ignore[arg-type]

@@ -1,49 +1,48 @@
-"""Keeps ranks together while `generate` runs, and lets the caller stop all of them at the same step."""
+"""Keeps ranks together while they compute: all draw the same numbers, and `generate` stops at the same token on all."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import zlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import DivergedError, RequestCancelledError
 
 
-class LockStep(StoppingCriteria):
-    """Asked by `generate` after every token; by itself it never ends a sequence.
+class AgreedCriteria(StoppingCriteriaList):
+    """All criteria of one generation: its limits of length and time, its end tokens, the caller's own.
 
-    Each step the ranks tell each other a fingerprint of the tokens just chosen, whether they saw a cancellation, and
-    which sequences they would end. A rank may see a cancellation later than another, so all go by what any of them saw;
-    and its clock may run ahead of another's, so all end the sequences that rank 0 ends.
+    After every token the ranks tell each other a fingerprint of the tokens just chosen, whether they saw a
+    cancellation, and which sequences they would end. A rank may see a cancellation later than another, so all go by
+    what any of them saw; and its clock may run ahead of another's, so all end the sequences that rank 0 ends.
 
     Args:
+        criteria: what ends a sequence on this rank.
         communicator: the ranks.
         sequence: number of the request, the one that the parent cancels.
     """
 
-    def __init__(self, communicator: Communicator, sequence: int) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, communicator: Communicator, sequence: int) -> None:
+        super().__init__(criteria)
         self._communicator = communicator
         self._sequence = sequence
         self._weights: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return self.agree(input_ids, torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device))
-
-    def agree(self, input_ids: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
-        """Which sequences end with the tokens just chosen, the same on every rank.
-
-        Args:
-            input_ids: all tokens so far, `[rows, length]`.
-            ended: which of them this rank would end, bool `[rows]`.
+        """Which sequences end with the tokens just chosen, bool `[rows]`, the same on every rank.
 
         Raises:
             RequestCancelledError: the caller wishes no answer.
             DivergedError: the ranks chose different tokens.
         """
+        ended = super().__call__(input_ids, scores, **kwargs)
         mine = torch.empty(2 + len(ended), dtype=torch.long, device=input_ids.device)
         mine[0] = self._communicator.cancel_sequence() == self._sequence
         mine[1] = self._fingerprint(input_ids)
@@ -66,29 +65,61 @@ class LockStep(StoppingCriteria):
         return (newest * self._weights).sum()
 
 
-class AgreedCriteria(StoppingCriteriaList):
-    """All criteria of one generation: its limits of length and time, its end tokens, the caller's own, and a LockStep,
-    with which the ranks agree on what the others find."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        steps = [criterion for criterion in self if isinstance(criterion, LockStep)]
-        others = StoppingCriteriaList(criterion for criterion in self if not isinstance(criterion, LockStep))
-        ended = others(input_ids, scores, **kwargs)
-        for step in steps:
-            ended = step.agree(input_ids, ended)
-        return ended
-
-
 @contextlib.contextmanager
-def agreed_criteria(model: Any) -> Iterator[None]:
-    """Within it, the `generate` of this model joins all its criteria to `AgreedCriteria`."""
-    join = model._get_stopping_criteria
+def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence: int) -> Iterator[None]:
+    """Within it, a `generate` of any of these models ends as all ranks agree.
 
-    def join_agreed(*args: Any, **kwargs: Any) -> AgreedCriteria:
-        return AgreedCriteria(join(*args, **kwargs))
+    Args:
+        models: those that have one, a model and what generates within it.
+        communicator, sequence: as in `AgreedCriteria`.
+    """
 
-    model._get_stopping_criteria = join_agreed
+    def join(model: Any, *args: Any, **kwargs: Any) -> AgreedCriteria:
+        return AgreedCriteria(type(model)._get_stopping_criteria(model, *args, **kwargs), communicator, sequence)
+
+    for model in models:
+        model._get_stopping_criteria = functools.partial(join, model)
     try:
         yield
     finally:
-        del model._get_stopping_criteria
+        for model in models:
+            del model._get_stopping_criteria
+
+
+class CallersRandomness:
+    """Within it, every rank draws from the caller's generator. All ranks draw the same.
+
+    On CPU the state is the caller's own, so sampling gives the tokens of one process. A CUDA generator is another
+    algorithm; there the stream is seeded from the caller's state, and the caller's generator moves on by one draw
+    where the device drew.
+
+    Args:
+        state: the caller's CPU generator, a uint8 vector, or None to leave all generators alone.
+        device: where the rank computes.
+    """
+
+    def __init__(self, state: torch.Tensor | None, device: torch.device) -> None:
+        # A clone, since torch reads the state from the start of its storage, whatever offset the tensor has in it.
+        self._before = None if state is None else state.clone()
+        self._device = device
+        self.moved: torch.Tensor | None = None
+        """The generator's state at the end, where anything was drawn."""
+
+    def __enter__(self) -> CallersRandomness:
+        if self._before is not None:
+            torch.set_rng_state(self._before)
+            if self._device.type == "cuda":
+                torch.cuda.manual_seed(zlib.crc32(self._before.numpy().tobytes()))
+                self._cuda_before = torch.cuda.get_rng_state(self._device)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is None:
+            return
+        if self._device.type == "cuda" and not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda_before):
+            torch.rand(())
+        after = torch.get_rng_state()
+        if after.numpy().tobytes() != self._before.numpy().tobytes():  # a tenth of what torch.equal takes
+            self.moved = after

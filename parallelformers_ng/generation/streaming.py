@@ -10,26 +10,21 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class EmittingStreamer(BaseStreamer):
-    """The worker's end: what `generate` puts is emitted to the caller at once."""
+    """The worker's end: what `generate` puts is emitted to the caller at once, and None at the end."""
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self._emit = emit
 
     def put(self, value: torch.Tensor) -> None:
-        self._emit(("put", value))
+        self._emit(value)
 
     def end(self) -> None:
-        self._emit(("end", None))
+        self._emit(None)
 
 
-def deliver_to(streamer: BaseStreamer) -> Callable[[Any], None]:
-    """The caller's end: hands each event to the streamer that `generate` was given, in the calling thread."""
-
-    def deliver(event: Any) -> None:
-        name, value = event
-        if name == "put":
-            streamer.put(value)
-        elif name == "end":
-            streamer.end()
-
-    return deliver
+def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
+    """The caller's end: hands an event to the streamer that `generate` was given, in the calling thread."""
+    if event is None:
+        streamer.end()
+    else:
+        streamer.put(event)

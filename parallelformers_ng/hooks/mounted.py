@@ -38,9 +38,6 @@ class Mounted:
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._mounted)
-
     def mount(self, sent: Sent | None, number: int) -> None:
         """Have the modules call these hooks, and no others of the caller's, in the call of that number."""
         hooks = [] if sent is None else unpack(sent, self._model, self._device)

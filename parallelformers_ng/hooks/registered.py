@@ -21,11 +21,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.leaves import Handle
 
 _FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
-_REFUSED = {
-    "_backward_hooks": ("backward hook", "the workers compute without gradients, so that it would never be called"),
-    "_backward_pre_hooks": ("backward hook", "the workers compute without gradients, so that it would never be called"),
-}
-"""Table of a module → what it holds, and why a parallelized model takes none."""
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class Registered:
@@ -42,24 +38,15 @@ class Registered:
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
         self._model = weakref.ref(model)
         self._plan = plan
-        self._paths: dict[str, None] = {}
+        self.paths: dict[str, None] = {}
+        """Modules that may have hooks."""
         self._lock = threading.RLock()
         for path, module in model.named_modules():
             if any(vars(module)[name] for name in _FORWARD):
-                self._paths[path] = None
-            for name in (*_FORWARD, *_REFUSED):
+                self.paths[path] = None
+            for name in (*_FORWARD, *_BACKWARD):
                 if not vars(module)[name]:
                     vars(module)[name] = _Table(self, path, name)
-
-    def __bool__(self) -> bool:
-        """Whether there may be hooks.
-
-        Raises:
-            ParallelError: there is a global one.
-        """
-        if torch_module._has_any_global_hook():
-            raise ParallelError(_GLOBAL)
-        return bool(self._paths)
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[Outgoing | None]:
@@ -67,14 +54,15 @@ class Registered:
         for each begins with what the one before has noted.
 
         Raises:
-            ParallelError: one cannot be called.
+            ParallelError: one cannot be called, or there is a global one.
             RequestTimeoutError: other threads' calls took until `deadline`, on the clock of `time.monotonic`.
         """
+        _refuse_global_hooks()
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise RequestTimeoutError("other calls of this model, whose forward hooks note something, were not done")
         try:
             model: Any = self._model()
-            hooks = [hook for path in self._paths for hook in hooks_of(path, model.get_submodule(path))]
+            hooks = [hook for path in self.paths for hook in hooks_of(path, model.get_submodule(path))]
             yield Outgoing(model, hooks) if hooks else None
         finally:
             self._lock.release()
@@ -83,7 +71,7 @@ class Registered:
         """The hooks are ordinary ones from now on."""
         model: Any = self._model()
         for module in model.modules():
-            for name in (*_FORWARD, *_REFUSED):
+            for name in (*_FORWARD, *_BACKWARD):
                 table = vars(module)[name]
                 if isinstance(table, _Table):
                     if table:
@@ -101,7 +89,7 @@ class Registered:
         if table in _FORWARD and not is_of_library(hook):
             model: Any = self._model()
             pack(model, [Hook(path, table, 0, hook)], [])
-            self._paths[path] = None
+            self.paths[path] = None
 
 
 class Outgoing:
@@ -173,10 +161,9 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
     Raises:
         ParallelError: it has, in words.
     """
-    if torch_module._has_any_global_hook():
-        raise ParallelError(_GLOBAL)
+    _refuse_global_hooks()
     for path, module in model.named_modules():
-        for table in (*_FORWARD, *_REFUSED):
+        for table in (*_FORWARD, *_BACKWARD):
             for hook in vars(module)[table].values():
                 check_hook(plan, path, table, hook)
     found = [hook for path, module in model.named_modules() for hook in hooks_of(path, module)]
@@ -192,9 +179,11 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
     if is_of_library(hook):
         return
     who = f"{described(hook)} on {path or 'the model'}"
-    if table in _REFUSED:
-        what, why = _REFUSED[table]
-        raise ParallelError(f"the {what} {who} is refused: {why}. Call deparallelize() first, or remove it")
+    if table in _BACKWARD:
+        raise ParallelError(
+            f"the backward hook {who} is refused: the workers compute without gradients, so that it would never be"
+            " called. Call deparallelize() first, or remove it"
+        )
     block = next(
         (block for block in plan.blocks if path and path != block and f"{path}.".startswith(_prefix(block))), None
     )
@@ -226,7 +215,9 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
                 yield Hook(path, kind, number, hook, number in with_kwargs, number in always)
 
 
-_GLOBAL = (
-    "torch has a global module hook, which would be called for every module, also within the cut blocks, where it would"
-    " see one worker's part. Remove it, and register a hook on the modules that it is meant for"
-)
+def _refuse_global_hooks() -> None:
+    if torch_module._has_any_global_hook():
+        raise ParallelError(
+            "torch has a global module hook, which would be called for every module, also within the cut blocks, where"
+            " it would see one worker's part. Remove it, and register a hook on the modules that it is meant for"
+        )

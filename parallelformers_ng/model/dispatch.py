@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
@@ -12,13 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
-from parallelformers_ng.generation.caches import map_caches, map_handles
-from parallelformers_ng.generation.state import Watch, watched_arguments
-from parallelformers_ng.generation.streaming import deliver_to
+from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
+from parallelformers_ng.generation.state import WATCHED, Watch, watched_arguments
+from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registered import Outgoing, Registered
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
@@ -116,13 +119,16 @@ class Dispatcher:
             GroupError: see its subclasses.
         """
         end = self._deadline(how.timeout)
-        with self.hooks.turn(end) if self.hooks else contextlib.nullcontext() as hooks:
+        with self.hooks.turn(end) if self._may_be_hooked() else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
             workers = self.deployment.ready(end)
             streams = how.streamer is not None
             call = Call(path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.captured)
             with Held():  # what is noted here, and what the workers have done, must not part
                 return self._request(model, call, how, end, hooks, workers)
+
+    def _may_be_hooked(self) -> bool:
+        return bool(self.hooks.paths) or torch_module._has_any_global_hook()
 
     def _request(
         self,
@@ -136,28 +142,38 @@ class Dispatcher:
         """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
         group, incarnation = workers
         book, caches = self.deployment.caches, dict[int, Cache]()
-        call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: book.send(cache, caches))
-        watch = Watch(watched_arguments(call.kwargs))
-        call.watched = bool(watch.parts)
+        if not all(isinstance(value, PLAIN) for value in (*call.args, *call.kwargs.values())):
+            call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: book.send(cache, caches))
+            call.has_caches = bool(caches)
+        watch = None
+        if any(call.kwargs.get(name) is not None for name in WATCHED):
+            watch = Watch(watched_arguments(call.kwargs))
+            call.watched = bool(watch.parts)
         if hooks is not None:
-            hooks.check_apart_from(watch)
+            if watch is not None:
+                hooks.check_apart_from(watch)
             call.hooks = hooks.sent
         call.rng, store_rng = self._random_stream(how.seed)
         call.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
-        call.cache_block, call.freed_caches = book.new_block(), book.take_freed()
-        on_event = None if how.streamer is None else deliver_to(how.streamer)
+        call.cache_block = next(book.blocks)
+        if book.unwanted:
+            call.freed_caches = book.take_freed()
+        on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
             arrived()
-            store_rng(None if answer.rng is None else answer.rng.clone())  # see Randomness: torch wants its own storage
-            watch.restore(answer.states)
+            store_rng(None if answer.rng is None else answer.rng.clone())  # torch wants its own storage
+            if watch is not None:
+                watch.restore(answer.states)
             if hooks is not None:
                 hooks.bring_home(answer.noted, lambda handle: book.receive(handle, incarnation))
             if answer.uncaptured and self._steps is not None:
                 self._say_once(self._steps.without, answer.uncaptured)
             for number, facts in answer.caches.items():
                 book.refresh(caches.get(number), incarnation, number, facts)
+            if type(answer.output) is torch.Tensor:
+                return answer.output
             return map_handles(answer.output, lambda handle: book.receive(handle, incarnation))
         except BaseException as error:  # an interrupt may come as late as here
             if hooks is not None and isinstance(error, WorkerError):
@@ -204,10 +220,10 @@ class Dispatcher:
         captured = False
         if not path and self._steps is not None:
             static, reason = static_generation(module, sent, self._steps)
-            reason = "its modules have forward hooks" if self.hooks else reason
+            reason = "its modules have forward hooks" if self.hooks.paths else reason
             if reason:
                 self._say_once(self._steps.without, reason)
-            sent, captured = (sent, False) if self.hooks else (static, self._steps.captured and not reason)
+            sent, captured = (sent, False) if self.hooks.paths else (static, self._steps.captured and not reason)
         there = replace(how, streamer=merged.get("streamer"), captured=captured)
         try:
             return self.call(model, path, "generate", (), sent, there)

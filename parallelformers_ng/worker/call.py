@@ -25,6 +25,7 @@ class Call:
         cache_block: where the ids of caches that this call makes begin.
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
+        has_caches: there are caches among the arguments.
         watched: the arguments hold objects of the caller's whose state is wanted back.
         hooks: the caller's forward hooks, `hooks.crossing.Sent`; None where there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
@@ -42,6 +43,7 @@ class Call:
     cache_block: int = 0
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False
+    has_caches: bool = False
     watched: bool = False
     captured: bool = False
     hooks: Any = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import StoppingCriteriaList
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.checkpoint.nodes import Node, release
@@ -35,8 +35,7 @@ from parallelformers_ng.generation.caches import (
     shows_every_write,
 )
 from parallelformers_ng.generation.growing import grow_in_place
-from parallelformers_ng.generation.lockstep import LockStep, agreed_criteria
-from parallelformers_ng.generation.randomness import Randomness
+from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria
 from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.crossing import Noted
@@ -69,7 +68,8 @@ class ModelRunner:
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
-        self.hooks: Any = None
+        self.hooks: Mounted | None = None
+        self.generating: list[Any] = []
         self.staging: Staging | None = None
         self.captured: CapturedSteps | None = None
         if device.type == "cpu":
@@ -88,7 +88,7 @@ class ModelRunner:
             install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
         self.model = model
-        self.hooks = Mounted(model, self.device, lambda cache: self.caches.handle(handed_out(cache)))
+        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
     def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
         """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
@@ -170,6 +170,7 @@ class ModelRunner:
         self.staging = None
         self.caches = CacheTable()
         self.hooks = None
+        self.generating = []
         if self.captured is not None:
             self.captured.forget()
         if held:
@@ -181,29 +182,32 @@ class ModelRunner:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""
         self._prepare(call)
         used: dict[int, Cache] = {}
-        args, kwargs = map_handles((call.args, call.kwargs), lambda handle: self._take_cache(handle, used))
+        args, kwargs = call.args, call.kwargs
+        if call.has_caches:
+            args, kwargs = map_handles((args, kwargs), lambda handle: self._take_cache(handle, used))
         watch = Watch(watched_arguments(kwargs)) if call.watched else None
         if watch is not None:
             watch.remember()
         args, kwargs = self._to_device((args, kwargs))
-        if call.method == "generate":
-            self._add_generation_hooks(kwargs, call)
+        if call.streams:
+            kwargs["streamer"] = EmittingStreamer(self.emit)
         module = self.model.get_submodule(call.path)
-        agreed = agreed_criteria(module) if call.method == "generate" else contextlib.nullcontext()
+        models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
             self._autocast(call.autocast),
-            Randomness(call.rng, self.device) as draws,
-            agreed,
+            CallersRandomness(call.rng, self.device) as draws,
+            agreed_criteria(models, self.communicator, self.emit.sequence),
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)
-            output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
+            if type(output) is not torch.Tensor:
+                output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
         return Answer(
             output=output,
-            rng=draws.moved(),
+            rng=draws.moved,
             caches={number: facts_of(cache) for number, cache in used.items()},
             states=watch.changes() if watch is not None else {},
             uncaptured=uncaptured(),
@@ -243,7 +247,7 @@ class ModelRunner:
     ) -> tuple[Any, CacheFacts]:
         """Call a method of a cache that this rank holds, or of a half. Returns its result and what became of the whole
         cache."""
-        self.caches.number_from(block)
+        self.caches.last_number = block
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs, half)
@@ -259,10 +263,13 @@ class ModelRunner:
         return len(self.caches)
 
     def _prepare(self, call: Call) -> None:
-        self.caches.free(call.freed_caches)
-        self.caches.number_from(call.cache_block)
-        if call.hooks is not None or self.hooks:
+        if call.freed_caches:
+            self.caches.free(call.freed_caches)
+        self.caches.last_number = call.cache_block
+        if call.hooks is not None or self.hooks is not None:
+            self.hooks = self.hooks or Mounted(self.model, self.device, self._handle)
             self.hooks.mount(call.hooks, call.cache_block)
+            self.hooks = None if call.hooks is None else self.hooks
         if call.attributes or call.configs:
             self._take_changes(call.attributes, call.configs)
 
@@ -275,15 +282,13 @@ class ModelRunner:
         used[number] = self.caches.get(number)
         return self.caches.get(number, half)
 
-    def _add_generation_hooks(self, kwargs: dict[str, Any], call: Call) -> None:
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, LockStep(self.communicator, self.emit.sequence)])
-        if call.streams:
-            kwargs["streamer"] = EmittingStreamer(self.emit)
-
     def _outgoing(self, part: Cache | OwnHeads, told: dict[int, Cache]) -> Any:
         """What the caller gets for a part of an output of which this rank has its own heads'."""
-        return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), told=told)
+        return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, told)
+
+    def _handle(self, cache: Cache, told: Container[int] = ()) -> Handle:
+        """What the caller gets for a cache; see `CacheTable.handle`."""
+        return self.caches.handle(handed_out(cache), told)
 
     def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
         """What the caller set of modules, then what it changed of configurations, of which it may have set some."""
