@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.proof import prove_custom
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.checkpoint.load_options import Source, read_source, refuse_options
-from parallelformers_ng.checkpoint.opening import open_source
+from parallelformers_ng.checkpoint.loading import Checkpoint, open_source, prepare_conversions
+from parallelformers_ng.checkpoint.location import Source, read_source, refuse_options
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.source import Checkpoint, prepare_conversions
 from parallelformers_ng.cuda_graphs.modes import Decode, static_steps
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
@@ -235,7 +234,8 @@ def _source(
     if model_class is not None:
         raise ParallelError(f"model_class is for loading a path, and the model given is a {type(model).__name__}")
     if weights is None:
-        refuse_options(given, "the model given is loaded already")
+        if given:
+            refuse_options(given, "the model given is loaded already")
         return None
     return read_source(os.fspath(weights), given, of_its_own=False)
 

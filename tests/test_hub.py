@@ -18,8 +18,8 @@ import transformers as tf
 from huggingface_hub import constants
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.loading import load_skeleton
 from parallelformers_ng.checkpoint.location import Location
-from parallelformers_ng.checkpoint.opening import load_skeleton
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from tests.zoo.families import CASES

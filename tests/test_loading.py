@@ -19,9 +19,8 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.files import SafetensorsFile, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.opening import load_skeleton
+from parallelformers_ng.checkpoint.loading import Checkpoint, load_skeleton
 from parallelformers_ng.checkpoint.reading import read, read_shard
-from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan

@@ -17,11 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.checkpoint.loading import Checkpoint, load_skeleton
 from parallelformers_ng.checkpoint.nodes import leaves
-from parallelformers_ng.checkpoint.opening import load_skeleton
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_shard
-from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError

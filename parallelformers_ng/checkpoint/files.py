@@ -42,9 +42,14 @@ class CheckpointFile:
     Args:
         path: where it is.
 
+    Attributes:
+        entries: shape and data type of everything stored.
+
     Raises:
         CheckpointError: it is not there.
     """
+
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
@@ -60,9 +65,12 @@ class CheckpointFile:
         """One stored tensor, a view of the mapped file."""
         raise NotImplementedError
 
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and data type of everything stored."""
-        raise NotImplementedError
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is known to lie in the mapped file."""
+        return False
+
+    def release(self, key: str) -> None:
+        """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
 
     def name_to_open(self) -> str:
         """A path at which the file that was found can be opened.
@@ -101,10 +109,8 @@ class SafetensorsFile(CheckpointFile):
             self.header_checksum = zlib.crc32(start + text)
             header: dict[str, Any] = json.loads(text)
             header.pop("__metadata__", None)
-            self._entries = {
-                key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["data_offsets"][0] + 8 + length)
-                for key, entry in header.items()
-            }
+            self.entries = {key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for key, entry in header.items()}
+            self._offsets = {key: entry["data_offsets"][0] + 8 + length for key, entry in header.items()}
         except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         except KeyError as error:
@@ -114,11 +120,8 @@ class SafetensorsFile(CheckpointFile):
         self._mapping: mmap.mmap | None = None
         self._start = 0
 
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {key: (shape, dtype) for key, (shape, dtype, _) in self._entries.items()}
-
     def tensor(self, key: str) -> torch.Tensor:
-        shape, dtype, offset = self._entries[key]
+        (shape, dtype), offset = self.entries[key], self._offsets[key]
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -129,12 +132,10 @@ class SafetensorsFile(CheckpointFile):
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the mapped file."""
         return self._mapping is not None and self._start <= tensor.data_ptr() < self._start + len(self._mapping)
 
     def release(self, key: str) -> None:
-        """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
-        shape, dtype, offset = self._entries[key]
+        (shape, dtype), offset = self.entries[key], self._offsets[key]
         first = offset - offset % mmap.PAGESIZE
         if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
             self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
@@ -157,15 +158,12 @@ class PickleFile(CheckpointFile):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._state: dict[str, torch.Tensor] | None = None
-        self._entries = {
+        self.entries = {
             key: (tuple(tensor.shape), tensor.dtype)
             for key, tensor in self._load().items()
             if isinstance(tensor, torch.Tensor)
         }
         self._state = None
-
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return self._entries
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
@@ -202,11 +200,10 @@ class FileLeaf(Leaf):
         return self.file.tensor(self.key)
 
     def release(self) -> None:
-        if isinstance(self.file, SafetensorsFile):
-            self.file.release(self.key)
+        self.file.release(self.key)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return isinstance(self.file, SafetensorsFile) and self.file.holds(tensor)
+        return self.file.holds(tensor)
 
 
 def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
@@ -216,7 +213,7 @@ def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
 
 def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
     """Everything in a file."""
-    for key, (shape, dtype) in file.entries().items():
+    for key, (shape, dtype) in file.entries.items():
         yield FileLeaf(shape, dtype, file, key)
 
 

@@ -1,4 +1,5 @@
-"""Where a checkpoint's files are: in a directory, or in the cache of the hub, as `from_pretrained` finds them."""
+"""Which checkpoint is meant, and where its files are: in a directory or in the cache of the hub, as `from_pretrained`
+finds them. Each of its arguments acts or is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +7,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -22,9 +22,44 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from parallelformers_ng.checkpoint.files import CheckpointFile, open_file
-from parallelformers_ng.errors import CheckpointError
+from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_mean
+from parallelformers_ng.options import WorkerOptions
 
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+_WHERE = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "variant")
+_OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
+_FOR_LOADING = (*_WHERE, *_OF_THE_MODEL, "trust_remote_code")
+_ARGUMENTS = (
+    "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "workers", "decode", "seed", "prove",
+    "verbose", "progress",
+)  # fmt: skip
+"""Those of `parallelize`."""
+_CUT_HERE = "the model is cut here, over num_gpus ranks"
+_INSTEAD = {
+    "device_map": _CUT_HERE,
+    "tp_plan": f"{_CUT_HERE}, by policies (custom_policies=)",
+    "tp_size": "num_gpus says over how many ranks the model is cut",
+    "max_memory": _CUT_HERE,
+    "torch_dtype": "pass dtype=",
+    "config": "pass the attributes that differ, num_labels=3, or a model on meta with weights=",
+    "state_dict": "pass a model with its weights loaded",
+    "quantization_config": "quantized weights cannot be cut yet",
+    "load_in_8bit": "quantized weights cannot be cut yet",
+    "load_in_4bit": "quantized weights cannot be cut yet",
+    "output_loading_info": "missing and unexpected keys are reported in the log",
+    "low_cpu_mem_usage": "no process ever holds more than its part",
+    "load_options": "pass them as arguments: attn_implementation='eager'",
+    # what parallelize took before, and Parallelformers does
+    "group": "pass workers=group",
+    "compile": "pass decode='compile' or decode=CompileConfig(…)",
+    "cuda_graphs": "pass decode='cuda_graphs'",
+    "master_addr": "the ranks meet over files of this machine; no address is needed",
+    "master_port": "the ranks meet over files of this machine; no port is needed",
+    "init_method": "the workers are always processes of their own, started afresh",
+    "daemon": "the workers end with this process in any case",
+}
 
 
 @dataclass(frozen=True)
@@ -60,35 +95,85 @@ class Location:
         return os.path.join(self.path, self.subfolder) if self.subfolder else self.path
 
 
-def check_directory(location: Location) -> None:
-    """A path that is meant to be local must not end as a question to the hub.
+@dataclass
+class Source:
+    """A checkpoint of which nothing but the configuration has been read.
+
+    Attributes:
+        location: where it is.
+        config: its configuration, with the attributes that were passed; None where the model brings its own.
+        trust_remote_code: allow code that comes with it to run here.
+        options: further arguments of `from_pretrained`.
+        model_class: the class to load; None is the one that the configuration names.
+    """
+
+    location: Location
+    config: PreTrainedConfig | None = None
+    trust_remote_code: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    model_class: type[PreTrainedModel] | None = None
+
+
+def refuse_options(given: Mapping[str, Any], why: str) -> None:
+    """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and unknown ones."""
+    for name in given:
+        _refuse_by_name(name)
+        if name in _FOR_LOADING:
+            raise ParallelError(f"{name}={given[name]!r} is for loading, and {why}")
+        hint = did_you_mean(name, _ARGUMENTS) or f"; it takes {', '.join(_ARGUMENTS)}"
+        raise ParallelError(f"parallelize has no argument {name!r}{hint}")
+
+
+def read_source(
+    path: str,
+    given: Mapping[str, Any],
+    model_class: type[PreTrainedModel] | None = None,
+    of_its_own: bool = True,
+) -> Source:
+    """Check arguments of `from_pretrained`, and read the configuration.
+
+    Args:
+        path: a directory or a model id of the hub.
+        given: name → value. What is an attribute of the configuration overrides it.
+        model_class: as in `Source`.
+        of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:
-        CheckpointError: it is meant to be local, and is no directory.
+        ParallelError: an argument that is unknown, or refused here.
+        CheckpointError: there is no such directory, or its configuration is missing or damaged.
     """
-    looks_local = location.path.startswith((".", "/", "~")) or location.path.count("/") > 1
-    if looks_local and not location.directory.is_dir():
+    for name in given:
+        _refuse_by_name(name)
+    location = Location(path, **{name: given[name] for name in _WHERE if name in given})
+    rest = {name: value for name, value in given.items() if name not in _WHERE}
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not location.directory.is_dir():  # which must not end as a question to the hub
         raise CheckpointError(f"{location} is no directory")
-
-
-def read_config(
-    location: Location, trust_remote_code: bool, attributes: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """The model's configuration, with some attributes changed; and those of them that it does not have.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    if not of_its_own:
+        refuse_options(rest, "the model is built already")
+        return Source(location)
+    trusted = rest.pop("trust_remote_code", False)
+    options = {name: rest.pop(name) for name in _OF_THE_MODEL if name in rest}
     try:
-        return AutoConfig.from_pretrained(
-            location.path,
-            trust_remote_code=trust_remote_code,
-            return_unused_kwargs=True,
-            **location.download,
-            **attributes,
+        config, unknown = AutoConfig.from_pretrained(
+            path, trust_remote_code=trusted, return_unused_kwargs=True, **location.download, **rest
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{location.directory / 'config.json'} cannot be read: {error}") from error
+    for name in unknown:
+        known = (*_ARGUMENTS, *_FOR_LOADING, *config.to_dict(), "num_labels")
+        raise ParallelError(
+            f"{name!r} is neither an argument of parallelize or from_pretrained nor an attribute of"
+            f" {type(config).__name__}{did_you_mean(name, known)}"
+        )
+    return Source(location, config, trusted, options, model_class)
+
+
+def _refuse_by_name(name: str) -> None:
+    if name in WorkerOptions.__dataclass_fields__:
+        raise ParallelError(f"parallelize takes no {name}: pass workers={{{name!r}: …}}")
+    if name in _INSTEAD:
+        raise ParallelError(f"parallelize takes no {name}: {_INSTEAD[name]}")
 
 
 def read_generation_config(location: Location) -> GenerationConfig:
@@ -113,7 +198,10 @@ def open_weights(location: Location) -> list[CheckpointFile]:
         raise CheckpointError(f"{location} holds none of {', '.join(names)}; one of them has the weights")
     if not found.endswith(".json"):
         return [open_file(found)]
-    index = _read_json(found)
+    try:
+        index = json.loads(Path(found).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{found} is damaged: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{found} is damaged: it has no weight_map from names to files")
@@ -125,7 +213,7 @@ def open_weights(location: Location) -> list[CheckpointFile]:
         raise CheckpointError(f"a file that {found} names is missing: {error}") from error
     files = {os.path.basename(path): open_file(path) for path in paths}
     for key, name in weight_map.items():
-        if key not in files[name].entries():
+        if key not in files[name].entries:
             raise CheckpointError(f"{found} says that {name} holds {key}, and it does not: one of them is damaged")
     return list(files.values())
 
@@ -148,10 +236,3 @@ def _cached(location: Location, name: str) -> str | None:
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{name} of {location} cannot be fetched: {error}") from error
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error

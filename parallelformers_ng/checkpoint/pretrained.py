@@ -18,11 +18,11 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor, RemoteTensor
+from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
-from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor

@@ -168,8 +168,8 @@ class CheckedLeaf(FileLeaf):
 
 
 def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> CheckedLeaf:
-    if file.entries().get(name) != entry:
-        raise CheckpointError(f"{file.path} is damaged: it holds {file.entries().get(name)} for {name}, not {entry}")
+    if file.entries.get(name) != entry:
+        raise CheckpointError(f"{file.path} is damaged: it holds {file.entries.get(name)} for {name}, not {entry}")
     return CheckedLeaf(*entry, file, name, expected)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress, progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.checkpoint.opening import load_skeleton
+from parallelformers_ng.checkpoint.loading import load_skeleton
 from parallelformers_ng.checkpoint.pretrained import shard_checkpoint
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index

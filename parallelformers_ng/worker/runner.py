@@ -14,11 +14,11 @@ import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded import write_rank
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.source import Checkpoint
 from parallelformers_ng.checkpoint.staging import Staging
 from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile

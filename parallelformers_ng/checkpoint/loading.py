@@ -6,22 +6,52 @@ ties, missing and unexpected keys, casts and reports are its own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
-from parallelformers_ng.checkpoint.files import FileLeaf
+from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.load_options import Source, read_source
-from parallelformers_ng.checkpoint.location import Location, read_generation_config
+from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_generation_config, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
-from parallelformers_ng.checkpoint.nodes import leaves
-from parallelformers_ng.checkpoint.source import lazy_state
+from parallelformers_ng.checkpoint.nodes import Node, leaves
+from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
+from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
-from parallelformers_ng.sharding.tensors import set_tensor
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
+
+
+class Checkpoint:
+    """What every tensor of a model that lies in files follows from.
+
+    Args:
+        nodes: name of a parameter or buffer → how to read it. What is not named is in memory.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self.nodes = dict(nodes)
+
+    @classmethod
+    def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
+        """Take the unread tensors out of a model that `load_skeleton` made; `meta` tensors take their places."""
+        nodes: dict[str, Node] = {}
+        for names in names_of_each(model, plan):
+            held = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
+            if isinstance(held, LazyTensor):
+                nodes.update(dict.fromkeys(names, held.node))
+                place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
+        return cls(nodes)
+
+    def in_memory(self, plan: ShardPlan) -> ShardPlan:
+        """The plan of what is not in files: parameters that were missing, and buffers that are computed."""
+        rest = {name: tensor for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes}
+        return dataclasses.replace(plan, tensors=rest)
 
 
 def open_source(source: Source, model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -87,7 +117,13 @@ def _from_pretrained(
     given = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read
-    log, named = logging.get_logger("transformers.modeling_utils"), _Named(location)
+    log = logging.get_logger("transformers.modeling_utils")
+
+    def named(record: Any) -> bool:
+        """transformers reports missing and unexpected keys of a checkpoint whose path it was not given."""
+        record.msg = str(record.msg).replace("from: None\n", f"from: {location}\n")
+        return True
+
     log.addFilter(named)
     # Wrong shapes are refused below, with the file's name.
     options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
@@ -103,17 +139,6 @@ def _from_pretrained(
         _refuse_wrong_shapes(info["mismatched_keys"], state, location)
     _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state)
     return model
-
-
-class _Named:
-    """Names the checkpoint in transformers' report of missing and unexpected keys, which it gets without a path."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-
-    def filter(self, record: Any) -> bool:
-        record.msg = str(record.msg).replace("from: None\n", f"from: {self._location}\n")
-        return True
 
 
 def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: Location) -> None:
@@ -141,3 +166,19 @@ def _path_of(tensor: LazyTensor) -> str:
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def prepare_conversions() -> None:
+    """Make transformers' table of renamed parameters, which the first load of a process otherwise waits for."""
+    get_checkpoint_conversion_mapping("")
+
+
+def lazy_state(location: Location) -> dict[str, LazyTensor]:
+    """All stored tensors by their names in the checkpoint, none of them read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if is_sharded_directory(location.directory):
+        return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
+    return {leaf.key: LazyTensor(leaf) for file in open_weights(location) for leaf in file_leaves(file)}
