@@ -38,9 +38,9 @@ class RecordedRunner(ModelRunner):
     def lose_memory(self) -> None:
         """The next call takes memory for its caches at other places."""
         assert self.captured is not None
-        self.lost = [layer.whole for held in self.captured._held.values() for layer in held.kept.layers]
-        for held in self.captured._held.values():
-            for layer in held.kept.layers:
+        self.lost = [layer.whole for kept in self.captured._caches.values() for layer in kept.layers]
+        for kept in self.captured._caches.values():
+            for layer in kept.layers:
                 layer.whole = None
 
     def put_forward(self, path: str, kind: str) -> None:

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.cuda_graphs.recorder import Recorder, Watch
+from parallelformers_ng.cuda_graphs.recorder import Recorder, StepArguments, Uncapturable, Watch
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, KeptCache, bucket_of, unkept_layer
-from parallelformers_ng.cuda_graphs.step_arguments import StepArguments, Uncapturable
 from parallelformers_ng.errors import GroupError
 
 PROOFS = 2
@@ -96,16 +95,6 @@ class CapturedStep:
             (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor)
 
 
-class _Held:
-    """A kept cache and the steps that write to it. A step is `None` once it was seen, a reason where it is not to be
-    recorded."""
-
-    def __init__(self, kept: KeptCache) -> None:
-        self.kept = kept
-        self.steps: dict[Any, CapturedStep | str | None] = {}
-        self.moves = -1
-
-
 class CapturedSteps:
     """The recorded steps of one rank's model.
 
@@ -121,13 +110,13 @@ class CapturedSteps:
         self.reason = ""
         self._recorder = recorder
         self._communicator = communicator
-        self._held: dict[int, _Held] = {}
-        self._current: _Held | None = None
+        self._caches: dict[int, KeptCache] = {}  # by their rows
+        self._current: KeptCache | None = None
         communicator.before_reset(self.forget)
 
     def forget(self) -> None:
         """Let go of all recordings and caches: what they were made with has changed."""
-        self._held.clear()
+        self._caches.clear()
         self._current = None
 
     @contextlib.contextmanager
@@ -144,10 +133,10 @@ class CapturedSteps:
 
         @functools.wraps(forward)
         def forward_captured(*args: Any, **kwargs: Any) -> Any:
-            held = self._current
-            if held is None or kwargs.get("past_key_values") is not held.kept.cache or not held.kept.is_begun:
+            kept = self._current
+            if kept is None or kwargs.get("past_key_values") is not kept.cache or not kept.is_begun:
                 return forward(*args, **kwargs)
-            return self._step(held, forward, args, kwargs)
+            return self._step(kept, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_kept, forward_captured
         self.reason = "no static cache was made for this model"  # but for a part of it, say
@@ -161,24 +150,24 @@ class CapturedSteps:
         """What transformers asks for once a call, when all lengths are known: a static cache, here one that is kept."""
         self.reason = ""
         rows, tokens = bucket_of(how["batch_size"]), how["max_cache_len"]
-        held = self._held.get(rows)
+        kept = self._caches.get(rows)
         if how.get("prefill_chunk_size") is not None:
             self.reason = "prefill_chunk_size was asked for"
             return prepare(**how)
-        if held is None or held.kept.length < tokens:
+        if kept is None or kept.length < tokens:
             length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
-            self._held.pop(rows, None)  # its memory is needed
+            self._caches.pop(rows, None)  # its memory is needed
             model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
             cache = prepare(**{**how, "max_cache_len": length})
             if layer := unkept_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
                 return cache
-            held = self._held[rows] = _Held(KeptCache(cache, length))
-        self._current = held
-        return held.kept.renew()
+            kept = self._caches[rows] = KeptCache(cache, length)
+        self._current = kept
+        return kept.renew()
 
-    def _step(self, held: _Held, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept = held.kept
+    def _step(self, kept: KeptCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        steps: dict[Any, CapturedStep | str | None] = kept.steps
         try:
             if args or not _is_step(kwargs):
                 raise Uncapturable("a step is given more than a token")
@@ -188,24 +177,21 @@ class CapturedSteps:
         except Uncapturable as error:
             self.reason = str(error)
             return forward(*args, **kwargs)
-        if held.moves != kept.moves:
-            held.steps.clear()
-            held.moves = kept.moves
         width = kept.rows if arguments.can_be_padded else arguments.rows
         key = (width, kept.phase, arguments.key(width))
-        if key not in held.steps and len(held.steps) < MOST_KINDS_OF_STEP:
-            output, held.steps[key] = self._warm_up(kept, forward, kwargs)
+        if key not in steps and len(steps) < MOST_KINDS_OF_STEP:
+            output, steps[key] = self._warm_up(kept, forward, kwargs)
             return output
-        step = held.steps.get(key, f"more than {MOST_KINDS_OF_STEP} kinds of step")
+        step = steps.get(key, f"more than {MOST_KINDS_OF_STEP} kinds of step")
         if step is None:
-            step = held.steps[key] = self._record(kept, forward, arguments, width)
+            step = steps[key] = self._record(kept, forward, arguments, width)
         if isinstance(step, str):
             self.reason = step
             return forward(**kwargs)
         if step.proofs_left:
             output, difference = step.prove(forward, arguments)
             if difference := self._agreed(difference):
-                self.reason = held.steps[key] = difference
+                self.reason = steps[key] = difference
             return output
         return step.run(arguments)
 
@@ -243,7 +229,7 @@ class CapturedSteps:
 
     def _device(self) -> torch.device:
         assert self._current is not None
-        return self._current.kept.layers[0].keys.device
+        return self._current.layers[0].keys.device
 
 
 def odd_output(output: Any, cache: Any) -> str:

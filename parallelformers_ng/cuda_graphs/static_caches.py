@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ class KeptLayer(StaticLayer):
 
     Attributes:
         whole: keys and values of all rows of the bucket, None before the first use.
-        moves: how often that memory was taken anew.
+        on_move: called when that memory is taken anew.
     """
 
     whole: tuple[Tensor, Tensor] | None
-    moves: int
+    on_move: Callable[[], None]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows = key_states.shape[0]
@@ -40,7 +40,7 @@ class KeptLayer(StaticLayer):
             shape = (bucket_of(rows), -1, -1, -1)
             super().lazy_initialization(key_states[:1].expand(shape), value_states[:1].expand(shape))
             self.whole = self.keys, self.values
-            self.moves += 1
+            self.on_move()
         else:
             for memory in self.whole:
                 memory.zero_()  # a masked position counts for nothing only where it holds a finite number
@@ -87,7 +87,7 @@ class KeptWindowLayer(KeptLayer, StaticSlidingWindowLayer):
 
 _KEPT: dict[type, type[KeptLayer]] = {StaticLayer: KeptLayer, StaticSlidingWindowLayer: KeptWindowLayer}
 _EMPTY = "DummyLayer"  # which holds nothing, and which not every transformers has
-_PLAIN = {kept: plain for plain, kept in _KEPT.items()}
+_PLAIN = dict(zip(_KEPT.values(), _KEPT, strict=True))
 
 
 def unkept_layer(cache: Cache) -> str:
@@ -107,15 +107,18 @@ class KeptCache:
 
     Attributes:
         layers: those that hold something.
+        steps: what was recorded of the steps that write to it: None for one that was seen once, a reason where one is
+            not to be recorded. Whoever has a layer take memory elsewhere has them forgotten.
     """
 
     def __init__(self, cache: StaticCache, length: int) -> None:
         self.cache = cache
         self.length = length
+        self.steps: dict[Any, Any] = {}
         self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _KEPT]
         for layer in self.layers:
             layer.__class__ = _KEPT[type(layer)]
-            layer.whole, layer.moves = None, 0
+            layer.whole, layer.on_move = None, self.steps.clear
         self._windows = [layer for layer in self.layers if isinstance(layer, KeptWindowLayer)]
 
     def renew(self) -> StaticCache:
@@ -133,11 +136,6 @@ class KeptCache:
     def is_filled(self) -> bool:
         """Whether every layer holds the prompt."""
         return all(layer.is_initialized for layer in self.layers)
-
-    @property
-    def moves(self) -> int:
-        """Changes whenever any layer's memory is at another place."""
-        return sum(layer.moves for layer in self.layers)
 
     @property
     def rows(self) -> int:
@@ -194,7 +192,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def _plain_copy(layer: Any) -> StaticLayer:
     copied = copy.copy(layer)
     copied.__class__ = _PLAIN[type(layer)]
-    del copied.whole, copied.moves
+    del copied.whole, copied.on_move
     for name, value in vars(copied).items():
         if isinstance(value, Tensor):
             setattr(copied, name, value.clone())

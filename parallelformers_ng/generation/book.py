@@ -7,30 +7,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheFacts
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
-from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.interrupts import Held
 from parallelformers_ng.wire.leaves import Handle
 
-
-class Workers(Protocol):
-    """Whoever sends requests to a group that is replaced when it dies, and its caches with it."""
-
-    @property
-    def incarnation(self) -> int:
-        """How often the workers were started again."""
-
-    def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
-        """The group to send requests to and its incarnation; see `Supervisor.ready`."""
-
-    def deadline_of(self, timeout: float | None) -> float:
-        """When a call must be done that begins now, on the clock of `time.monotonic`."""
+if TYPE_CHECKING:
+    from parallelformers_ng.model.deployment import Deployment
 
 
 class _Entry(weakref.ref[CacheHandle]):
@@ -49,7 +37,7 @@ class CacheBook:
         workers: whose caches these are. The book does not keep them.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Deployment) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
         self.unwanted: deque[_Entry | tuple[int, int]] = deque()
@@ -59,7 +47,7 @@ class CacheBook:
         """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
 
     @property
-    def workers(self) -> Workers | None:
+    def workers(self) -> Deployment | None:
         """Whose caches these are; None where they are gone."""
         return self._workers()
 

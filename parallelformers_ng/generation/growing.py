@@ -41,19 +41,6 @@ def grow_in_place() -> None:
         DynamicLayer.update = _growing(DynamicLayer.update)
 
 
-def extended(layer: Any, tokens: int) -> tuple[Tensor, Tensor]:
-    """Lengthen what a layer holds by so many tokens, whose keys and values are for the caller to write. In inference
-    mode only.
-
-    Args:
-        layer: a `DynamicLayer` that holds at least one token.
-
-    Returns:
-        Its keys and values from now on, `[batch, heads, tokens, width]`.
-    """
-    return _lengthened(layer, tokens, layer.keys, layer.values)
-
-
 def _growing(concatenate: Any) -> Any:
     @functools.wraps(concatenate)
     def update(
@@ -66,7 +53,7 @@ def _growing(concatenate: Any) -> Any:
         if not (_follows(layer.keys, key_states) and _follows(layer.values, value_states)):
             return concatenate(layer, key_states, value_states, *args, **kwargs)
         tokens = key_states.shape[-2]
-        keys, values = _lengthened(layer, tokens, key_states, value_states)
+        keys, values = extended(layer, tokens, key_states, value_states)
         keys.narrow(-2, keys.shape[-2] - tokens, tokens).copy_(key_states)
         values.narrow(-2, values.shape[-2] - tokens, tokens).copy_(value_states)
         return keys, values
@@ -74,9 +61,21 @@ def _growing(concatenate: Any) -> Any:
     return update
 
 
-def _lengthened(layer: Any, tokens: int, key_like: Tensor, value_like: Tensor) -> tuple[Tensor, Tensor]:
-    """`extended`, also of a layer that holds nothing yet: the others say how wide it becomes."""
+def extended(
+    layer: Any, tokens: int, key_like: Tensor | None = None, value_like: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Lengthen what a layer holds by so many tokens, whose keys and values are for the caller to write. In inference
+    mode only.
+
+    Args:
+        layer: a `DynamicLayer`.
+        key_like, value_like: needed where it holds nothing yet, to say how wide it becomes.
+
+    Returns:
+        Its keys and values from now on, `[batch, heads, tokens, width]`.
+    """
     keys, values = layer.keys, layer.values
+    key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like
     end = (keys.shape[-2] if keys.numel() else 0) + tokens
     grown: _Grown | None = getattr(layer, "_grown", None)
     if grown is not None and grown.fits(layer, end):

@@ -181,8 +181,6 @@ class _Pickler(ReferencePickler):
 
 
 def _place(items: list[Any], obj: Any) -> int:
-    for place, item in enumerate(items):
-        if item is obj:
-            return place
-    items.append(obj)
-    return len(items) - 1
+    if not any(item is obj for item in items):
+        items.append(obj)
+    return next(place for place, item in enumerate(items) if item is obj)

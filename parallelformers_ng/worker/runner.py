@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import random
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
@@ -24,6 +26,7 @@ from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
+from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder, Recorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.generation.caches import (
@@ -63,6 +66,14 @@ class ModelRunner:
         self.device = device
         self.communicator = communicator
         self.emit = emit
+        self.captured: CapturedSteps | None = None
+        self._clear()
+        if device.type == "cpu":
+            install_attention()
+            grow_in_place()
+        gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
+
+    def _clear(self) -> None:
         self.model: Any = None
         self.plan: ShardPlan | None = None
         self.checkpoint = Checkpoint({})
@@ -71,11 +82,6 @@ class ModelRunner:
         self.hooks: Mounted | None = None
         self.generating: list[Any] = []
         self.staging: Staging | None = None
-        self.captured: CapturedSteps | None = None
-        if device.type == "cpu":
-            install_attention()
-            grow_in_place()
-        gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
@@ -158,19 +164,12 @@ class ModelRunner:
     def export(self, names: list[str]) -> list[torch.Tensor]:
         """This rank's part of some stored tensors, on CPU."""
         assert self.plan is not None
-        tensors = (self.plan.tensors[name] for name in names)
-        return [get_tensor(self.model, tensor.name, tensor.is_buffer).detach().cpu() for tensor in tensors]
+        return [get_tensor(self.model, name, self.plan.tensors[name].is_buffer).detach().cpu() for name in names]
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
         held = self.model is not None
-        self.model = None
-        self.plan = None
-        self.checkpoint = Checkpoint({})
-        self.staging = None
-        self.caches = CacheTable()
-        self.hooks = None
-        self.generating = []
+        self._clear()
         if self.captured is not None:
             self.captured.forget()
         if held:
@@ -195,7 +194,7 @@ class ModelRunner:
         models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
-            self._autocast(call.autocast),
+            contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
             self._capturing(module, call.captured) as uncaptured,
@@ -221,7 +220,7 @@ class ModelRunner:
     def recorder(self) -> Recorder | str:
         """What records decode steps here; where nothing does, why."""
         if self.device.type != "cuda":
-            return "there is no CUDA device to capture on"
+            return NO_DEVICE
         if not self.communicator.capturable:
             return f"{type(self.communicator).__name__} exchanges through host memory, which no graph can have in it"
         return CudaRecorder(self.device)
@@ -302,9 +301,6 @@ class ModelRunner:
         if self.captured is not None and not all("generation_config" in name for name in names):
             self.captured.forget()  # what was recorded went by what has changed
 
-    def _autocast(self, dtype: torch.dtype | None) -> Any:
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
     def memory(self, what: str) -> tuple[str, Any]:
         """The device, and what a method of `RankMemory` says of it."""
         memory = RankMemory(self.device, self.rank, self.plan.bytes_per_rank[self.rank] if self.plan else 0)
@@ -313,10 +309,4 @@ class ModelRunner:
     def _to_device(self, value: Any) -> Any:
         if self.device.type == "cpu":
             return value
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device)
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._to_device(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._to_device(item) for key, item in value.items()}
-        return value
+        return tree_map_only(torch.Tensor, operator.methodcaller("to", self.device), value)
