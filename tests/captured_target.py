@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import parallelformers_ng.worker.runner as runner_module
-from parallelformers_ng.cuda_graphs.recorder import Recorder
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.operator_recorder import OperatorRecorder
 
@@ -22,7 +21,7 @@ class RecordedRunner(ModelRunner):
         super().__init__(*args)
         self.operators = OperatorRecorder()
 
-    def recorder(self) -> Recorder | str:
+    def recorder(self) -> Any:
         return self.operators
 
     def counted(self) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -22,7 +21,7 @@ from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
-from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index, write_rank
+from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_configs, write_index, write_rank
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor
@@ -84,7 +83,7 @@ def write_pretrained(
         partial.replace(index_path)
     else:
         index_path.unlink(missing_ok=True)
-    _write_configs(model, directory)
+    write_configs(model, directory)
     for file in directory.glob(f"{stem}*.safetensors"):
         # What an earlier save left would be read instead, or lie about unread.
         if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
@@ -132,14 +131,3 @@ def shard_checkpoint(
 
             written.append(write_rank(partial, plan, names, rank, limit, part, advance))
         write_index(partial, model, plan, names, written)
-
-
-def _write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """What `save_pretrained` writes besides weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, directory, config=model.config)
-    model.config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.save_pretrained(directory)

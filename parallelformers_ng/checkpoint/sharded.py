@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
 from parallelformers_ng.checkpoint.nodes import Assembled, Node
@@ -74,9 +75,7 @@ def write_index(
     Args:
         ranks: for each rank what `write_rank` returned.
     """
-    model.config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.save_pretrained(directory)
+    write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
     aliases = plan.aliases()
     tensors: dict[str, Any] = {}
@@ -104,6 +103,17 @@ def write_index(
         out.write(text)
         out.flush()
         os.fsync(out.fileno())
+
+
+def write_configs(model: PreTrainedModel, directory: Path) -> None:
+    """What `save_pretrained` writes besides weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, directory, config=model.config)
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
 
 
 def is_sharded_directory(path: str | os.PathLike[str]) -> bool:

@@ -73,13 +73,13 @@ def write_safetensors(
     with open(path, "wb") as file:
         file.write(head)
         for name in order:
-            data = _bytes_of(tensor(name).detach().to("cpu", entries[name][1]))
-            assert data.nbytes == entry_bytes(entries[name]), f"{name} is not of the shape that was announced"
-            checksums[name] = _checksum(data)
-            file.write(data)
+            value = tensor(name).detach().to("cpu", entries[name][1])
+            assert value.nbytes == entry_bytes(entries[name]), f"{name} is not of the shape that was announced"
+            checksums[name] = checksum(value)
+            file.write(_bytes_of(value))
             if progress is not None:
-                progress(data.nbytes)
-            del data
+                progress(value.nbytes)
+            del value
         file.flush()
         os.fsync(file.fileno())
     return WrittenFile(path.name, len(head) + end, zlib.crc32(head), checksums)
@@ -88,7 +88,11 @@ def write_safetensors(
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 over the 64-bit sums of a tensor's blocks of 1 MiB: it notices flipped bits, lost pages and blocks that
     changed places at the speed of memory. It is no defence against forgery."""
-    return _checksum(_bytes_of(tensor))
+    data = _bytes_of(tensor)
+    blocks = len(data) // _BLOCK
+    words = data[: blocks * _BLOCK].view("<u8").reshape(blocks, _BLOCK // 8)
+    sums = words.sum(axis=1, dtype=np.uint64)
+    return zlib.crc32(data[blocks * _BLOCK :].tobytes(), zlib.crc32(sums.tobytes()))
 
 
 def entry_bytes(entry: Entry) -> int:
@@ -176,10 +180,3 @@ def _sync(directory: Path) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-
-
-def _checksum(data: np.ndarray) -> int:
-    blocks = len(data) // _BLOCK
-    words = data[: blocks * _BLOCK].view("<u8").reshape(blocks, _BLOCK // 8)
-    sums = words.sum(axis=1, dtype=np.uint64)
-    return zlib.crc32(data[blocks * _BLOCK :].tobytes(), zlib.crc32(sums.tobytes()))

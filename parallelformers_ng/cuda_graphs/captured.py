@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.cuda_graphs.recorder import Recorder, StepArguments, Uncapturable, Watch
+from parallelformers_ng.cuda_graphs.recorder import CudaRecorder, StepArguments, Uncapturable, Watch
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, KeptCache, bucket_of, unkept_layer
 from parallelformers_ng.errors import GroupError
 
@@ -50,7 +50,7 @@ class CapturedStep:
     """
 
     def __init__(
-        self, run: Callable[..., Any], arguments: StepArguments, kept: KeptCache, width: int, recorder: Recorder
+        self, run: Callable[..., Any], arguments: StepArguments, kept: KeptCache, width: int, recorder: CudaRecorder
     ) -> None:
         self.proofs_left = PROOFS
         self._kept = kept
@@ -106,7 +106,7 @@ class CapturedSteps:
         reason: why the last call ran steps as they are, "" where it did not.
     """
 
-    def __init__(self, recorder: Recorder, communicator: Communicator) -> None:
+    def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
         self.reason = ""
         self._recorder = recorder
         self._communicator = communicator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +14,9 @@ _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_ty
 """Arguments whose first dimension is that of the rows, where they have so many dimensions."""
 
 
-class Recorder(Protocol):
-    """Addresses and control flow of what is recorded are frozen: it runs on the same memory, without any Python."""
-
-    def warm_up(self, step: Callable[[], Any]) -> Any:
-        """Run a step where it will be recorded, so that libraries make ready what they need there."""
-
-    def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record a step. Nothing is computed yet.
-
-        Returns:
-            What the step returned, whose tensors each run writes; and what runs it.
-
-        Raises:
-            Exception: something in the step cannot be recorded.
-        """
-
-
 class CudaRecorder:
-    """CUDA graphs in one memory pool. Never run on a GPU: unmeasured.
+    """CUDA graphs in one memory pool: addresses and control flow are frozen, so that a step runs again on the same
+    memory, without any Python. Never run on a GPU: unmeasured.
 
     A graph reads buffers outside the pool and its outputs are copied before the next one runs, so that graphs may share
     their intermediate memory in whatever order they run.
@@ -47,6 +31,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
+        """Run a step where it will be recorded, so that libraries make ready what they need there."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -55,6 +40,14 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Record a step. Nothing is computed yet.
+
+        Returns:
+            What the step returned, whose tensors each run writes; and what runs it.
+
+        Raises:
+            Exception: something in the step cannot be recorded.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
             # Only this thread is bound by the rules of capture: NCCL's watchdog asks for events in another. The outer

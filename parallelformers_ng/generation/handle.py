@@ -146,12 +146,10 @@ class CacheHalf(CacheHandle):
     @property
     def facts(self) -> CacheFacts:  # type: ignore[override]
         facts = self._whole.facts
+        if self._name == "self_attention_cache":
+            return facts
         # The whole counts its self-attention; of the cross-attention the workers are asked.
-        return (
-            facts
-            if self._name == "self_attention_cache"
-            else replace(facts, lengths=[-1] * len(facts.lengths), flags={})
-        )
+        return replace(facts, lengths=[-1] * len(facts.lengths), flags={})
 
     def check(self) -> CacheBook:
         return self._whole.check()
@@ -161,11 +159,9 @@ class CacheHalf(CacheHandle):
 
     @property
     def batch_size(self) -> int:
-        return (
-            self.facts.batch_size
-            if self._name == "self_attention_cache"
-            else self._remote("__getattribute__", "batch_size")
-        )
+        if self._name == "self_attention_cache":
+            return self._whole.batch_size
+        return self._remote("__getattribute__", "batch_size")
 
 
 def adopt(cache: Cache | None, book: CacheBook, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:

@@ -74,8 +74,7 @@ class Watch:
         for number, state in states.items():
             part = self.parts[number]
             if isinstance(part, (list, deque)):
-                old = list(part)
-                new = [old[at] if _is_kept(item) and at < len(old) else here(item) for at, item in enumerate(state)]
+                new = [part[at] if _is_kept(item) and at < len(part) else here(item) for at, item in enumerate(state)]
                 part.clear()
                 part.extend(new)
             elif isinstance(part, dict):
@@ -90,11 +89,9 @@ class Watch:
             elif isinstance(part, types.CellType):
                 if not _is_kept(state):
                     part.cell_contents = here(state)
-            elif isinstance(part, _Global):
-                if not _is_kept(state):
-                    part.namespace[part.name] = here(state)
             else:
-                vars(part).update((key, here(item)) for key, item in state if not _is_kept(item))
+                attributes = part.namespace if isinstance(part, _Global) else vars(part)
+                attributes.update((key, here(item)) for key, item in state if not _is_kept(item))
 
     def shares(self, other: Watch) -> bool:
         """Whether a part belongs to both."""
@@ -143,7 +140,8 @@ class Watch:
                 self._walk(function.__globals__[name])
 
     def _add_global(self, namespace: dict[str, Any], name: str) -> None:
-        if not any(isinstance(part, _Global) and part.is_same(namespace, name) for part in self.parts):
+        known = (part for part in self.parts if isinstance(part, _Global) and part.name == name)
+        if not any(part.namespace is namespace for part in known):
             self._add(_Global(namespace, name))
 
     def _add(self, obj: Any) -> None:
@@ -168,9 +166,8 @@ class Watch:
             return set(map(self._there, part))
         if isinstance(part, types.CellType):
             return self._there(part.cell_contents)
-        if isinstance(part, _Global):
-            return self._there(part.namespace[part.name]) if part.name in part.namespace else Handle("kept", None)
-        return [(key, self._there(item)) for key, item in vars(part).items()]
+        attributes = part.held() if isinstance(part, _Global) else vars(part)
+        return [(key, self._there(item)) for key, item in attributes.items()]
 
     def _there(self, item: Any) -> Any:
         """A stand-in for what is a part itself, or stays on its side; other values as they are."""
@@ -190,8 +187,9 @@ class _Global:
     namespace: dict[str, Any]
     name: str
 
-    def is_same(self, namespace: dict[str, Any], name: str) -> bool:
-        return self.namespace is namespace and self.name == name
+    def held(self) -> dict[str, Any]:
+        """Its name and value, where it has one."""
+        return {self.name: self.namespace[self.name]} if self.name in self.namespace else {}
 
 
 def code_of(root: Any) -> Any:

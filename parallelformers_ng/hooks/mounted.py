@@ -70,7 +70,7 @@ class Mounted:
     def _put(self, place: Place, hook: Hook, first: bool) -> None:
         module, key = self._model.get_submodule(hook.path), ("caller's", hook.number)
         table = getattr(module, hook.kind)
-        table[key] = _Called(hook, self._attributes_of(hook.path))
+        table[key] = self._called(hook)
         if first:
             table.move_to_end(key, last=False)
         if hook.with_kwargs:
@@ -86,11 +86,19 @@ class Mounted:
         for table in tables:
             getattr(module, table).pop(key, None)
 
-    def _attributes_of(self, path: str) -> Callable[[str, Any], None]:
-        def note(name: str, value: Any) -> None:
-            self._attributes[path, name] = value
+    def _called(self, hook: Hook) -> Callable[..., Any]:
+        """A hook as a module calls it: it sees the weights of all heads, and what it sets on its module is noted."""
 
-        return note
+        def call(module: nn.Module, *seen: Any) -> Any:
+            before = dict(vars(module))
+            try:
+                return hook.call(module, *(mapped(part, OwnHeads, gathered, in_place=True) for part in seen))
+            finally:
+                for name, value in vars(module).items():
+                    if before.get(name, _ABSENT) is not value:
+                        self._attributes[hook.path, name] = value
+
+        return call
 
     def _there(self, value: Any) -> Any:
         """A value as it goes home."""
@@ -103,20 +111,3 @@ class Mounted:
             return Handle("kept here", part.number)
         path = next((path for path, module in self._model.named_modules() if module is part), None)
         return part if path is None else Handle("module", path)
-
-
-class _Called:
-    """A hook as a module calls it: it sees the weights of all heads, and what it sets on its module is noted."""
-
-    def __init__(self, hook: Hook, note: Callable[[str, Any], None]) -> None:
-        self._call = hook.call
-        self._note = note
-
-    def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        before = dict(vars(module))
-        try:
-            return self._call(module, *(mapped(part, OwnHeads, gathered, in_place=True) for part in seen))
-        finally:
-            for name, value in vars(module).items():
-                if before.get(name, _ABSENT) is not value:
-                    self._note(name, value)

@@ -48,8 +48,6 @@ def save_sharded(
     names = saved_names(model, plan)
     # Rank 0 reports for all, as they write at the same time; it writes what all hold whole, too.
     total = sum(plan.tensors[name].bytes_on(0) for name in names)
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"saving {type(model).__name__}", total, progress) as advance,
@@ -84,7 +82,6 @@ def shard(
         OSError: the disk is full, or the directory cannot be written to.
     """
     model = load_skeleton(source, dtype, **options)
-    model.config.architectures = [type(model).__name__]
     shard_checkpoint(
         model, build_plan(model, num_gpus, select(model, None, num_gpus)), directory, max_shard_size, progress
     )

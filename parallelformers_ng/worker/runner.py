@@ -27,7 +27,7 @@ from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
-from parallelformers_ng.cuda_graphs.recorder import CudaRecorder, Recorder
+from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.generation.caches import (
     CacheFacts,
@@ -217,7 +217,7 @@ class ModelRunner:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
         return None if self.hooks is None else self.hooks.noted(cache_block)
 
-    def recorder(self) -> Recorder | str:
+    def recorder(self) -> CudaRecorder | str:
         """What records decode steps here; where nothing does, why."""
         if self.device.type != "cuda":
             return NO_DEVICE
