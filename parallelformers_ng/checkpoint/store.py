@@ -21,8 +21,8 @@ from torch import nn
 from parallelformers_ng.checkpoint.nodes import of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read_copy
-from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
 _LINE = 64

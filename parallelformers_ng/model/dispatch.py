@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
