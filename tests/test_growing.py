@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from parallelformers_ng.generation.growing import LEAST_SPARE_TOKENS, grow_in_place
+from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place
 
 CONCATENATE = DynamicLayer.update
 
@@ -17,8 +17,8 @@ CONCATENATE = DynamicLayer.update
 @pytest.fixture
 def grow() -> Iterator[Callable[..., object]]:
     """The update that grows in place; it is taken back afterwards."""
-    grow_in_place()
-    grow_in_place()
+    append_in_place()
+    append_in_place()
     assert DynamicLayer.update.__wrapped__ is CONCATENATE
     yield DynamicLayer.update
     DynamicLayer.update = CONCATENATE

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError
-from parallelformers_ng.hooks.crossing import Sent
+from parallelformers_ng.hooks.pickling import PackedHooks
 from parallelformers_ng.wire.decoder import decode
 from parallelformers_ng.wire.encoder import encode
 from parallelformers_ng.wire.frames import Kind, pack
@@ -118,7 +118,7 @@ def test_a_pickle_with_another_key_is_not_read(tmp_path):
 
 def test_hooks_with_another_key_are_not_read():
     """Their bytes are code, so they travel as a pickle does."""
-    encoded = encode(Sent(b"code", []), b"other key")
+    encoded = encode(PackedHooks(b"code", []), b"other key")
     with pytest.raises(ProtocolError, match="signature of a pickle"):
         decode(encoded.header, joined(encoded), [], KEY)
 

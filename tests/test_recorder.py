@@ -16,8 +16,8 @@ from parallelformers_ng.collectives.communicator import SingleCommunicator
 from parallelformers_ng.collectives.gloo import GlooCommunicator
 from parallelformers_ng.collectives.staged import StagedCommunicator
 from parallelformers_ng.cuda_graphs.modes import CAPTURED, NO_DEVICE, static_generation
-from parallelformers_ng.cuda_graphs.recorder import StepArguments, Uncapturable, Watch
-from parallelformers_ng.cuda_graphs.static_caches import KeptCache, bucket_of, handed_out, unkept_layer
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, StepArguments, Uncapturable
+from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.worker.runner import ModelRunner
@@ -67,10 +67,10 @@ def test_arguments() -> None:
 def test_what_a_watch_finds(step: Callable[[torch.Tensor], Any], found: str) -> None:
     with torch.inference_mode():
         x = torch.randn(3, 3)
-        with Watch() as watch:
+        with CaptureCheck() as check:
             step(x)
-    assert watch.found.startswith(found) if found.startswith("aten") else found in watch.found
-    assert bool(watch.found) is bool(found)
+    assert check.found.startswith(found) if found.startswith("aten") else found in check.found
+    assert bool(check.found) is bool(found)
 
 
 def test_recordings_go_before_the_connections_that_they_use() -> None:
@@ -135,7 +135,7 @@ def test_arguments_are_padded_where_it_is_known_how() -> None:
 
 def test_memory_stays_from_call_to_call() -> None:
     config = decoder("Mistral", sliding_window=4).config
-    kept = KeptCache(StaticCache(config, 16), 16)
+    kept = ReusableCache(StaticCache(config, 16), 16)
     places = set()
     for rows, tokens in ((3, 3), (4, 2), (1, 1)):
         cache = kept.renew()
@@ -151,7 +151,7 @@ def test_memory_stays_from_call_to_call() -> None:
     assert kept.rows == 4
     assert kept.steps.keys() == {3, 4, 1}
     copied = handed_out(kept.cache)
-    assert unkept_layer(copied) == ""
+    assert unsupported_layer(copied) == ""
     assert copied.layers[0].keys.data_ptr() not in places.pop()
     kept.renew()
     kept.cache.update(torch.ones(5, 2, 2, 8), torch.ones(5, 2, 2, 8), 0)

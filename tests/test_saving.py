@@ -303,7 +303,7 @@ def test_an_interrupted_save_pretrained_leaves_the_previous_one(
                 raise OSError(28, "No space left on device")
             return write_safetensors(path, *rest)
 
-        monkeypatch.setattr("parallelformers_ng.checkpoint.pretrained.write_safetensors", full)
+        monkeypatch.setattr("parallelformers_ng.checkpoint.save_pretrained.write_safetensors", full)
         with pytest.raises(OSError, match="No space"):
             model.save_pretrained(tmp_path, max_shard_size="30KB")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -10,7 +10,7 @@ from parallelformers_ng.checkpoint.staging import Staging
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("half_bytes", [64, 256, 1 << 20])
+@pytest.mark.parametrize("buffer_bytes", [64, 256, 1 << 20])
 @pytest.mark.parametrize(
     "source",
     [
@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
     ],
     ids=["rows", "transposed", "sliced", "long rows", "bytes", "scalar", "empty"],
 )
-def test_what_arrives_is_what_was_sent(source: torch.Tensor, half_bytes: int) -> None:
-    staging = Staging(CPU, half_bytes, pin=False)
-    for _ in range(2):  # the second time the halves hold the first
+def test_what_arrives_is_what_was_sent(source: torch.Tensor, buffer_bytes: int) -> None:
+    staging = Staging(CPU, buffer_bytes, pin=False)
+    for _ in range(2):  # the second time the buffers hold the first
         arrived = staging.to_device(source)
         assert arrived.is_contiguous()
         assert arrived.dtype == source.dtype

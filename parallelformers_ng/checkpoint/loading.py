@@ -20,7 +20,7 @@ from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_generation_config, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.checkpoint.nodes import Node, leaves
-from parallelformers_ng.checkpoint.sharded import is_sharded_directory, open_sharded
+from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.sharding.plan import ShardPlan

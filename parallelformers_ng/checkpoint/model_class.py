@@ -67,7 +67,7 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def blueprint(name: str, revision: str | None = None) -> PreTrainedModel:
+def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     """The model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
 
     Args:

@@ -76,7 +76,7 @@ class Operation(Node):
 
 
 @dataclass(eq=False)
-class Assembled(Node):
+class ShardedNode(Node):
     """A tensor of which ranks hold shards.
 
     Attributes:
@@ -86,7 +86,7 @@ class Assembled(Node):
     parts: dict[int, tuple[Shard, Node]]
 
 
-def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Assembled:
+def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
     """A tensor of which every rank holds its shard.
 
     Args:
@@ -98,14 +98,14 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Assembl
         shard = tensor.shards[rank]
         leaf = FetchedLeaf(shard.shape(tensor.shape), tensor.dtype, functools.partial(part, rank), tensor.name)
         parts[rank] = shard, leaf
-    return Assembled(tensor.shape, tensor.dtype, parts)
+    return ShardedNode(tensor.shape, tensor.dtype, parts)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
     """Everything stored that a node is made of."""
     if isinstance(node, Leaf):
         yield node
-    elif isinstance(node, Assembled):
+    elif isinstance(node, ShardedNode):
         for _, source in node.parts.values():
             yield from leaves(source)
     else:

@@ -125,7 +125,7 @@ def _unsqueeze(node: Operation, cut: Cut) -> Below:
     return Below(source, below, lambda part: part.unsqueeze(dim))
 
 
-PASSING: dict[str, Callable[[Operation, Cut], Below | None]] = {
+TRANSPARENT: dict[str, Callable[[Operation, Cut], Below | None]] = {
     "aten.alias.default": _same,
     "aten.detach.default": _same,
     "aten.clone.default": _same,

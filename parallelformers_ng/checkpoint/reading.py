@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from parallelformers_ng.checkpoint.nodes import Assembled, Leaf, Node, Operation, leaves, release
-from parallelformers_ng.checkpoint.operations import JOINS, PASSING, Cut, Place, at
+from parallelformers_ng.checkpoint.nodes import Leaf, Node, Operation, ShardedNode, leaves, release
+from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Place, at
 from parallelformers_ng.sharding.plan import Shard
 
 # The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
@@ -53,7 +53,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
         return _narrow(node.tensor(), cut)
-    if isinstance(node, Assembled):
+    if isinstance(node, ShardedNode):
         pieces = _pieces(node, cut, rank)
         if len(pieces) == 1 and not pieces[0][1]:
             source, _, source_cut = pieces[0]
@@ -61,7 +61,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
         return read_copy(node, cut, rank)
     assert isinstance(node, Operation)
     is_single = all(len(ranges) == 1 for ranges in cut.values())
-    if node.name in PASSING and is_single and (below := PASSING[node.name](node, cut)) is not None:
+    if node.name in TRANSPARENT and is_single and (below := TRANSPARENT[node.name](node, cut)) is not None:
         return below.then(read(below.source, below.cut, rank))
     if node.name in JOINS:
         return read_copy(node, cut, rank)
@@ -80,14 +80,14 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
     """Write part of a tensor into `out`, piece by piece where it is put together from pieces."""
     cut = _without_whole(cut, node.shape)
-    if isinstance(node, Assembled):
+    if isinstance(node, ShardedNode):
         for source, place, source_cut in _pieces(node, cut, rank):
             write(source, source_cut, at(out, place), rank)
     elif isinstance(node, Operation) and node.name in JOINS:
         for source, view, source_cut in JOINS[node.name](node, cut):
             write(source, source_cut, view(out), rank)
     else:
-        if isinstance(node, Operation) and node.name not in PASSING:
+        if isinstance(node, Operation) and node.name not in TRANSPARENT:
             out.copy_(_narrow(_run(node, rank), cut))
         else:
             for place, single in _single_cuts(cut):
@@ -110,7 +110,7 @@ def _run(node: Operation, rank: int | None) -> torch.Tensor:
     return result if node.output is None else result[node.output]
 
 
-def _pieces(node: Assembled, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
+def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
     """Which stored parts make up a cut: (part, where it goes, what to take of it)."""
     ranks = sorted(node.parts, key=lambda index: (index != rank, index))
     parts = [node.parts[index] for index in ranks]

@@ -20,8 +20,8 @@ from transformers.utils import output_capturing
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.hooks.crossing import is_of_library
-from parallelformers_ng.hooks.registered import check
+from parallelformers_ng.hooks.pickling import is_of_library
+from parallelformers_ng.hooks.registry import check
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler

@@ -1,6 +1,6 @@
 """From mapped files to a device: through a pinned buffer of bounded size, however large the tensors are.
 
-A copy from pageable memory is staged by the driver anyway, and waits for each piece. Here one half of the buffer is
+A copy from pageable memory is staged by the driver anyway, and waits for each piece. Here one buffer of the buffer is
 filled, on the CPU, while the other is on its way.
 """
 
@@ -10,21 +10,21 @@ from collections.abc import Iterator
 
 import torch
 
-_HALF_BYTES = 64 << 20
+_BUFFER_BYTES = 64 << 20
 
 
 class Staging:
-    """Two page-locked halves through which tensors travel.
+    """Two page-locked buffers through which tensors travel.
 
     Args:
         device: where to.
-        half_bytes: size of each half.
+        buffer_bytes: size of each buffer.
         pin: lock the pages, without which copies are not asynchronous. Needs CUDA.
     """
 
-    def __init__(self, device: torch.device, half_bytes: int = _HALF_BYTES, pin: bool = True) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES, pin: bool = True) -> None:
         self._device = device
-        self._halves = [torch.empty(half_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self._sent = [torch.cuda.Event() if device.type == "cuda" else None for _ in range(2)]
         self._turn = 0
 
@@ -32,16 +32,16 @@ class Staging:
         """A contiguous copy on the device. The source is read when this returns; the copy is complete for whatever
         is queued on the device's current stream afterwards."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        for part, place in _pieces(source, target, self._halves[0].numel()):
+        for part, place in _pieces(source, target, self._buffers[0].numel()):
             self._send(part, place)
         return target
 
     def _send(self, part: torch.Tensor, place: torch.Tensor) -> None:
-        half, sent = self._halves[self._turn], self._sent[self._turn]
+        buffer, sent = self._buffers[self._turn], self._sent[self._turn]
         self._turn = 1 - self._turn
         if sent is not None:
-            sent.synchronize()  # what this half held last has left; at once where it held nothing
-        staged = half[: part.nbytes].view(part.dtype).view(part.shape)
+            sent.synchronize()  # what this buffer held last has left; at once where it held nothing
+        staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
         staged.copy_(part)
         place.copy_(staged, non_blocking=True)
         if sent is not None:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from parallelformers_ng.api import parallelize, start_group
-from parallelformers_ng.checkpoint.model_class import blueprint
+from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
 
@@ -133,7 +133,7 @@ def bench(
     """
     if min(prompt, tokens, rounds) < 1:
         raise ValueError(f"bench: prompt {prompt}, tokens {tokens} and rounds {rounds} must all be at least 1")
-    skeleton = blueprint(model, revision)
+    skeleton = empty_model(model, revision)
     if not skeleton.can_generate():
         raise UnsupportedModelError(f"bench: {type(skeleton).__name__} does not generate, so there is no decode step")
     limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan(options: argparse.Namespace) -> int:
     """How the model would be cut, with the bytes of each rank."""
     from parallelformers_ng import plan as make_plan
-    from parallelformers_ng.checkpoint.model_class import blueprint
+    from parallelformers_ng.checkpoint.model_class import empty_model
 
-    model, custom = blueprint(options.model, options.revision), _custom(options)
+    model, custom = empty_model(options.model, options.revision), _custom(options)
     found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom)
     _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
     return 0
@@ -49,10 +49,10 @@ def policies(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Check the policy on a tiny random copy of the model."""
-    from parallelformers_ng.checkpoint.model_class import blueprint
+    from parallelformers_ng.checkpoint.model_class import empty_model
     from parallelformers_ng.cli.coverage import verify_model
 
-    model = blueprint(options.model, options.revision)
+    model = empty_model(options.model, options.revision)
     found = verify_model(model, options.num_gpus, _custom(options))
     _print(options, found.as_dict(), _of_defaults(options, model) + str(found))
     return 0 if found.equal else 1

@@ -2,7 +2,7 @@
 
 The prompt's pass runs as it is. Of the steps that follow, alike in the shapes of their arguments, the first runs as it
 is and is watched, the second is recorded, and the recording serves from then on, also in later calls: what it reads and
-writes lies in memory that stays, its arguments in buffers and the keys and values in a cache that is kept.
+writes lies in memory that stays, its arguments in buffers and the keys and values in a cache whose memory is reused.
 
 Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache is made for its bucket, and a call with fewer rows works
 on the first of them: the prompt's pass and the reordering of beams see a view of just those, while the recorded step
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.cuda_graphs.recorder import CudaRecorder, StepArguments, Uncapturable, Watch
-from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, KeptCache, bucket_of, unkept_layer
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, StepArguments, Uncapturable
+from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
 from parallelformers_ng.errors import GroupError
 
 PROOFS = 2
@@ -42,7 +42,7 @@ class CapturedStep:
     Args:
         run: the model's forward.
         arguments: what the step was given, the cache among it.
-        kept: that cache.
+        reusable: that cache.
         width: rows that the recording computes.
 
     Raises:
@@ -50,14 +50,19 @@ class CapturedStep:
     """
 
     def __init__(
-        self, run: Callable[..., Any], arguments: StepArguments, kept: KeptCache, width: int, recorder: CudaRecorder
+        self,
+        run: Callable[..., Any],
+        arguments: StepArguments,
+        reusable: ReusableCache,
+        width: int,
+        recorder: CudaRecorder,
     ) -> None:
         self.proofs_left = PROOFS
-        self._kept = kept
+        self._cache = reusable
         self._buffers = arguments.buffers(width)
         self._feed(arguments)
         given = arguments.with_tensors(self._buffers)
-        with kept.widened(width):
+        with reusable.widened(width):
             output, self._replay = recorder.record(lambda: run(**given))
         self._kind = type(output)
         self._logits = output.logits
@@ -66,14 +71,14 @@ class CapturedStep:
     def run(self, arguments: StepArguments) -> Any:
         """The step's output, from the recording."""
         logits = self._compute(arguments)
-        self._kept.advance()
-        values = {"logits": logits, "past_key_values": self._kept.cache}
+        self._cache.advance()
+        values = {"logits": logits, "past_key_values": self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
     def prove(self, run: Callable[..., Any], arguments: StepArguments) -> tuple[Any, str]:
         """The step both ways. Returns the output of the one that runs as it is; and how the other differs, "" where it
         does not."""
-        before = self._kept.snapshot()
+        before = self._cache.snapshot()
         found = self._compute(arguments)
         for tensor, held in before:
             tensor.copy_(held)
@@ -110,8 +115,8 @@ class CapturedSteps:
         self.reason = ""
         self._recorder = recorder
         self._communicator = communicator
-        self._caches: dict[int, KeptCache] = {}  # by their rows
-        self._current: KeptCache | None = None
+        self._caches: dict[int, ReusableCache] = {}  # by their rows
+        self._current: ReusableCache | None = None
         communicator.before_reset(self.forget)
 
     def forget(self) -> None:
@@ -128,17 +133,17 @@ class CapturedSteps:
             return
         prepare, forward = model._prepare_static_cache, model.forward
 
-        def prepare_kept(**how: Any) -> Any:
+        def prepare_reusable(**how: Any) -> Any:
             return self._prepare_cache(model, prepare, how)
 
         @functools.wraps(forward)
         def forward_captured(*args: Any, **kwargs: Any) -> Any:
-            kept = self._current
-            if kept is None or kwargs.get("past_key_values") is not kept.cache or not kept.is_begun:
+            reusable = self._current
+            if reusable is None or kwargs.get("past_key_values") is not reusable.cache or not reusable.is_begun:
                 return forward(*args, **kwargs)
-            return self._step(kept, forward, args, kwargs)
+            return self._step(reusable, forward, args, kwargs)
 
-        model._prepare_static_cache, model.forward = prepare_kept, forward_captured
+        model._prepare_static_cache, model.forward = prepare_reusable, forward_captured
         self.reason = "no static cache was made for this model"  # but for a part of it, say
         try:
             yield
@@ -147,44 +152,46 @@ class CapturedSteps:
             self._current = None
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
-        """What transformers asks for once a call, when all lengths are known: a static cache, here one that is kept."""
+        """What transformers asks for once a call, when all lengths are known: here a reusable static cache."""
         self.reason = ""
         rows, tokens = bucket_of(how["batch_size"]), how["max_cache_len"]
-        kept = self._caches.get(rows)
+        reusable = self._caches.get(rows)
         if how.get("prefill_chunk_size") is not None:
             self.reason = "prefill_chunk_size was asked for"
             return prepare(**how)
-        if kept is None or kept.length < tokens:
+        if reusable is None or reusable.length < tokens:
             length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
             self._caches.pop(rows, None)  # its memory is needed
             model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
             cache = prepare(**{**how, "max_cache_len": length})
-            if layer := unkept_layer(cache):
+            if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
                 return cache
-            kept = self._caches[rows] = KeptCache(cache, length)
-        self._current = kept
-        return kept.renew()
+            reusable = self._caches[rows] = ReusableCache(cache, length)
+        self._current = reusable
+        return reusable.renew()
 
-    def _step(self, kept: KeptCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        steps: dict[Any, CapturedStep | str | None] = kept.steps
+    def _step(
+        self, reusable: ReusableCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        steps: dict[Any, CapturedStep | str | None] = reusable.steps
         try:
             if args or not _is_step(kwargs):
                 raise Uncapturable("a step is given more than a token")
-            if not kept.is_filled:
+            if not reusable.is_filled:
                 raise Uncapturable("a layer of its cache stays empty")
-            arguments = StepArguments(kwargs, kept.cache)
+            arguments = StepArguments(kwargs, reusable.cache)
         except Uncapturable as error:
             self.reason = str(error)
             return forward(*args, **kwargs)
-        width = kept.rows if arguments.can_be_padded else arguments.rows
-        key = (width, kept.phase, arguments.key(width))
+        width = reusable.rows if arguments.can_be_padded else arguments.rows
+        key = (width, reusable.phase, arguments.key(width))
         if key not in steps and len(steps) < MOST_KINDS_OF_STEP:
-            output, steps[key] = self._warm_up(kept, forward, kwargs)
+            output, steps[key] = self._warm_up(reusable, forward, kwargs)
             return output
         step = steps.get(key, f"more than {MOST_KINDS_OF_STEP} kinds of step")
         if step is None:
-            step = steps[key] = self._record(kept, forward, arguments, width)
+            step = steps[key] = self._record(reusable, forward, arguments, width)
         if isinstance(step, str):
             self.reason = step
             return forward(**kwargs)
@@ -195,19 +202,21 @@ class CapturedSteps:
             return output
         return step.run(arguments)
 
-    def _warm_up(self, kept: KeptCache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
-        with Watch() as watch:
+    def _warm_up(
+        self, reusable: ReusableCache, forward: Callable[..., Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, str | None]:
+        with CaptureCheck() as check:
             output = self._recorder.warm_up(lambda: forward(**kwargs))
-        failure = self._agreed(watch.found or odd_output(output, kept.cache))
+        failure = self._agreed(check.found or odd_output(output, reusable.cache))
         self.reason = failure or self.reason
         return output, failure or None
 
     def _record(
-        self, kept: KeptCache, forward: Callable[..., Any], arguments: StepArguments, width: int
+        self, reusable: ReusableCache, forward: Callable[..., Any], arguments: StepArguments, width: int
     ) -> CapturedStep | str:
         step, failure = None, ""
         try:
-            step = CapturedStep(forward, arguments, kept, width, self._recorder)
+            step = CapturedStep(forward, arguments, reusable, width, self._recorder)
         except GroupError:
             raise
         except Exception as last:  # whatever a device says about what it cannot record

@@ -146,7 +146,7 @@ class StepArguments:
         return (width, *tensor.shape[1:]) if padded else tuple(tensor.shape)
 
 
-class Watch(TorchDispatchMode):
+class CaptureCheck(TorchDispatchMode):
     """Looks at the operators of a step for one that waits for the device, or takes numbers from the host.
 
     A capture would fail there, and a failed capture may leave the device's allocator and generator in disorder, so it

@@ -20,7 +20,7 @@ def bucket_of(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-class KeptLayer(StaticLayer):
+class ReusableLayer(StaticLayer):
     """A layer whose memory has a bucket of rows, of which a call uses the first few.
 
     `keys` and `values`, `[rows, heads, tokens, width]`, are views of it, so that whatever transformers does with a
@@ -63,7 +63,7 @@ class KeptLayer(StaticLayer):
             held.copy_(held.index_select(0, beam_idx.to(held.device)))
 
 
-class KeptWindowLayer(KeptLayer, StaticSlidingWindowLayer):
+class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
     """The same for a layer that keeps the last tokens only. It counts them in Python as well."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -85,24 +85,24 @@ class KeptWindowLayer(KeptLayer, StaticSlidingWindowLayer):
         self.cumulative_length_int = 0
 
 
-_KEPT: dict[type, type[KeptLayer]] = {StaticLayer: KeptLayer, StaticSlidingWindowLayer: KeptWindowLayer}
+_REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
 _EMPTY = "DummyLayer"  # which holds nothing, and which not every transformers has
-_PLAIN = dict(zip(_KEPT.values(), _KEPT, strict=True))
+_PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
-def unkept_layer(cache: Cache) -> str:
-    """The kind of cache, or of a layer in it, that cannot be kept; "" where all can."""
+def unsupported_layer(cache: Cache) -> str:
+    """The kind of cache, or of a layer in it, that has no reusable form; "" where all have."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
-    names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _KEPT)
+    names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
     return next((name for name in names if name != _EMPTY), "")
 
 
-class KeptCache:
-    """A static cache of transformers, turned into one that is kept.
+class ReusableCache:
+    """A static cache of transformers whose memory serves one call after another.
 
     Args:
-        cache: new, not used yet; see `unkept_layer`.
+        cache: new, not used yet; see `unsupported_layer`.
         length: tokens that it has room for.
 
     Attributes:
@@ -115,11 +115,11 @@ class KeptCache:
         self.cache = cache
         self.length = length
         self.steps: dict[Any, Any] = {}
-        self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _KEPT]
+        self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _REUSABLE]
         for layer in self.layers:
-            layer.__class__ = _KEPT[type(layer)]
+            layer.__class__ = _REUSABLE[type(layer)]
             layer.whole, layer.on_move = None, self.steps.clear
-        self._windows = [layer for layer in self.layers if isinstance(layer, KeptWindowLayer)]
+        self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
 
     def renew(self) -> StaticCache:
         """The cache as if it were new."""
@@ -175,10 +175,10 @@ class KeptCache:
 
 def handed_out(cache: Cache) -> Cache:
     """The cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
-    if not any(isinstance(layer, KeptLayer) for layer in getattr(cache, "layers", ())):
+    if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
-    copied.layers = [_plain_copy(layer) if isinstance(layer, KeptLayer) else layer for layer in cache.layers]
+    copied.layers = [_plain_copy(layer) if isinstance(layer, ReusableLayer) else layer for layer in cache.layers]
     return copied
 
 

@@ -21,7 +21,7 @@ from parallelformers_ng.wire.leaves import Handle
 
 
 @dataclass
-class CacheFacts:
+class CacheInfo:
     """What a handle can answer by itself.
 
     Attributes:
@@ -29,7 +29,7 @@ class CacheFacts:
         lengths: tokens held by each layer, -1 for a layer that does not count them.
         batch_size: rows, -1 before the first update.
         flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
-        halves: module and name of the classes of an encoder-decoder cache's halves.
+        subcaches: module and name of the classes of an encoder-decoder cache's subcaches.
     """
 
     module: str
@@ -37,23 +37,23 @@ class CacheFacts:
     lengths: list[int]
     batch_size: int
     flags: dict[str, Any]
-    halves: dict[str, tuple[str, str]] = field(default_factory=dict)
+    subcaches: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-HALVES = ("self_attention_cache", "cross_attention_cache")
+SUBCACHES = ("self_attention_cache", "cross_attention_cache")
 _FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_linear", "is_dummy")
 
 
-def facts_of(cache: Cache) -> CacheFacts:
+def info_of(cache: Cache) -> CacheInfo:
     """Look at a cache. Lengths do not depend on the rank: each holds all positions of its own heads."""
-    counted, halves = cache, {}
+    counted, subcaches = cache, {}
     if isinstance(cache, EncoderDecoderCache):
         counted = cache.self_attention_cache
-        halves = {name: _class_of(getattr(cache, name)) for name in HALVES}
+        subcaches = {name: _class_of(getattr(cache, name)) for name in SUBCACHES}
     lengths = [int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else -1 for layer in counted.layers]
     batch = getattr(counted, "batch_size", -1) if counted.layers else -1
     flags = {name: getattr(counted, name) for name in _FLAGS if hasattr(counted, name)}
-    return CacheFacts(*_class_of(cache), lengths, int(batch), flags, halves)
+    return CacheInfo(*_class_of(cache), lengths, int(batch), flags, subcaches)
 
 
 def _class_of(cache: Cache) -> tuple[str, str]:
@@ -87,10 +87,10 @@ class CacheTable:
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, number: int, half: str = "") -> Cache:
-        """A cache that is held, or one of its HALVES."""
+    def get(self, number: int, subcache: str = "") -> Cache:
+        """A cache that is held, or one of its subcaches."""
         cache = self._held[number]
-        return getattr(cache, half) if half else cache
+        return getattr(cache, subcache) if subcache else cache
 
     def put(self, cache: Cache) -> int:
         """The id of `cache`, a new one on first sight."""
@@ -115,31 +115,31 @@ class CacheTable:
             if cache is not None:
                 del self._ids[id(cache)]
 
-    def handle(self, cache: Cache, told: Container[int] = ()) -> Handle:
+    def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
         """What the caller gets for a cache.
 
         Args:
             cache: one that is held, or will be from now on.
-            told: numbers of caches whose facts reach the caller anyway.
+            known: numbers of caches whose info reaches the caller anyway.
         """
-        number, half = self._whole_of(cache)
-        if not half:
+        number, subcache = self._whole_of(cache)
+        if not subcache:
             number = self.put(cache)
-        facts = None if number in told else facts_of(self._held[number])
-        return Handle("cache", {"id": number, "facts": facts, "half": half})
+        info = None if number in known else info_of(self._held[number])
+        return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _whole_of(self, cache: Cache) -> tuple[int, str]:
-        """Number of the cache that this one is a half of, and which. (0, "") where it is none."""
+        """Number of the cache that this one is a subcache of, and which. (0, "") where it is none."""
         for number, held in self._held.items():
             if isinstance(held, EncoderDecoderCache):
-                for name in HALVES:
+                for name in SUBCACHES:
                     if getattr(held, name) is cache:
                         return number, name
         return 0, ""
 
-    def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = "") -> Any:
-        """Call a method of a cache, or of a half, or copy it. Returns what it returned, a handle for a new cache."""
-        cache = self.get(number, half)
+    def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = "") -> Any:
+        """Call a method of a cache or subcache, or copy it. Returns what it returned, a handle for a new cache."""
+        cache = self.get(number, subcache)
         result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
         return self.handle(result) if isinstance(result, Cache) else result
 

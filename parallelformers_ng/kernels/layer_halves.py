@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from parallelformers_ng.generation.growing import extended
+from parallelformers_ng.generation.in_place_cache import extended
 from parallelformers_ng.kernels.cached_attention import fits_mask, is_usual, mask_arguments
 from parallelformers_ng.kernels.held import Held
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads

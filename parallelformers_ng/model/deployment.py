@@ -23,7 +23,7 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError
-from parallelformers_ng.generation.book import CacheBook
+from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.runtime.deadline import deadline_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
@@ -42,7 +42,7 @@ class Deployment:
 
     Attributes:
         plan: how the model is cut.
-        caches: the book of the caches that the workers hold.
+        caches: the registry of the caches that the workers hold.
 
     Args:
         model: the model, weights loaded. After `start` its tensors are on `meta`.
@@ -73,7 +73,7 @@ class Deployment:
         show_progress: bool = True,
     ) -> None:
         self.plan = plan
-        self.caches = CacheBook(self)
+        self.caches = CacheRegistry(self)
         self.show_progress = show_progress
         self._checkpoint = checkpoint or Checkpoint({})
         keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
-from parallelformers_ng.generation.state import WATCHED, Watch, watched_arguments
+from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
 from parallelformers_ng.generation.streaming import deliver
-from parallelformers_ng.hooks.registered import Outgoing, Registered
+from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
 from parallelformers_ng.model.marks import own_loop
@@ -85,7 +85,7 @@ class Dispatcher:
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
         self._stream_lock = threading.Lock()
         self._steps = steps
-        self.hooks = Registered(model, deployment.plan)
+        self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
         self._thread = _Thread()
 
@@ -135,50 +135,50 @@ class Dispatcher:
         call: Call,
         how: CallOptions,
         end: float,
-        hooks: Outgoing | None,
+        hooks: CallHooks | None,
         workers: tuple[WorkerGroup, int],
     ) -> Any:
         """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
         group, incarnation = workers
-        book, caches = self.deployment.caches, dict[int, Cache]()
+        registry, caches = self.deployment.caches, dict[int, Cache]()
         if not all(isinstance(value, PLAIN) for value in (*call.args, *call.kwargs.values())):
-            call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: book.send(cache, caches))
+            call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: registry.send(cache, caches))
             call.has_caches = bool(caches)
-        watch = None
-        if any(call.kwargs.get(name) is not None for name in WATCHED):
-            watch = Watch(watched_arguments(call.kwargs))
-            call.watched = bool(watch.parts)
+        state = None
+        if any(call.kwargs.get(name) is not None for name in STATEFUL):
+            state = ObjectState(stateful_arguments(call.kwargs))
+            call.returns_state = bool(state.parts)
         if hooks is not None:
-            if watch is not None:
-                hooks.check_apart_from(watch)
-            call.hooks = hooks.sent
+            if state is not None:
+                hooks.check_apart_from(state)
+            call.hooks = hooks.packed
         call.rng, store_rng = self._random_stream(how.seed)
         call.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
-        call.cache_block = next(book.blocks)
-        if book.unwanted:
-            call.freed_caches = book.take_freed()
+        call.cache_block = next(registry.blocks)
+        if registry.unwanted:
+            call.freed_caches = registry.take_freed()
         on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
             arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # torch wants its own storage
-            if watch is not None:
-                watch.restore(answer.states)
+            if state is not None:
+                state.restore(answer.states)
             if hooks is not None:
-                hooks.bring_home(answer.noted, lambda handle: book.receive(handle, incarnation))
+                hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
             if answer.uncaptured and self._steps is not None:
                 self._say_once(self._steps.without, answer.uncaptured)
-            for number, facts in answer.caches.items():
-                book.refresh(caches.get(number), incarnation, number, facts)
+            for number, info in answer.caches.items():
+                registry.refresh(caches.get(number), incarnation, number, info)
             if type(answer.output) is torch.Tensor:
                 return answer.output
-            return map_handles(answer.output, lambda handle: book.receive(handle, incarnation))
+            return map_handles(answer.output, lambda handle: registry.receive(handle, incarnation))
         except BaseException as error:  # an interrupt may come as late as here
             if hooks is not None and isinstance(error, WorkerError):
-                noted = group.call("noted", call.cache_block, timeout=end - time.monotonic())
-                hooks.bring_home(noted, lambda handle: book.receive(handle, incarnation))
-            book.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
+                changes = group.call("hook_changes", call.cache_block, timeout=end - time.monotonic())
+                hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
+            registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
             raise
 
     def generating(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from parallelformers_ng.checkpoint.nodes import Node
-from parallelformers_ng.checkpoint.pretrained import write_pretrained
+from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.dispatch import Dispatcher
 from parallelformers_ng.model.methods import REFUSED, generates, place_of, public_methods

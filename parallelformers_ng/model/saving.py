@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.loading import load_skeleton
-from parallelformers_ng.checkpoint.pretrained import shard_checkpoint
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_index
+from parallelformers_ng.checkpoint.save_pretrained import shard_checkpoint
+from parallelformers_ng.checkpoint.sharded_directory import files_of, saved_names, write_index
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan

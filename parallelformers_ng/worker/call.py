@@ -26,8 +26,8 @@ class Call:
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
         has_caches: there are caches among the arguments.
-        watched: the arguments hold objects of the caller's whose state is wanted back.
-        hooks: the caller's forward hooks, `hooks.crossing.Sent`; None where there are none.
+        returns_state: the arguments hold objects of the caller's whose state is wanted back.
+        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None where there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
     """
 
@@ -44,7 +44,7 @@ class Call:
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False
     has_caches: bool = False
-    watched: bool = False
+    returns_state: bool = False
     captured: bool = False
     hooks: Any = None
 
@@ -56,9 +56,9 @@ class Answer:
     Attributes:
         output: what the method returned, caches as `Handle("cache", …)`.
         rng: the generator's state afterwards where it moved.
-        caches: what became of the caches that were passed in: id → `CacheFacts`.
-        states: new states of watched objects that changed, as `generation.state.Watch` numbers them.
-        noted: what forward hooks noted, `hooks.crossing.Noted`.
+        caches: what became of the caches that were passed in: id → `CacheInfo`.
+        states: new states of such objects that changed, as `generation.object_state.ObjectState` numbers them.
+        hook_changes: what forward hooks changed, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps that should be CUDA graphs were none, "" where they were.
     """
 
@@ -67,4 +67,4 @@ class Answer:
     caches: dict[int, Any] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
     uncaptured: str = ""
-    noted: Any = None
+    hook_changes: Any = None

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
-from parallelformers_ng.checkpoint.sharded import write_rank
+from parallelformers_ng.checkpoint.sharded_directory import write_rank
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.staging import Staging
 from parallelformers_ng.checkpoint.store import map_shards
@@ -30,19 +30,19 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.generation.caches import (
-    CacheFacts,
+    CacheInfo,
     CacheTable,
-    facts_of,
+    info_of,
     map_handles,
     mapped,
     shows_every_write,
 )
-from parallelformers_ng.generation.growing import grow_in_place
+from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria
-from parallelformers_ng.generation.state import Watch, watched_arguments
+from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.generation.streaming import EmittingStreamer
-from parallelformers_ng.hooks.crossing import Noted
-from parallelformers_ng.hooks.mounted import Mounted
+from parallelformers_ng.hooks.installed import InstalledHooks
+from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels.cached_attention import install_attention
 from parallelformers_ng.kernels.installation import forget, install
 from parallelformers_ng.kernels.streaming_linear import StreamingLinear
@@ -70,7 +70,7 @@ class ModelRunner:
         self._clear()
         if device.type == "cpu":
             install_attention()
-            grow_in_place()
+            append_in_place()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
@@ -79,7 +79,7 @@ class ModelRunner:
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.caches = CacheTable()
-        self.hooks: Mounted | None = None
+        self.hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
         self.staging: Staging | None = None
 
@@ -184,9 +184,9 @@ class ModelRunner:
         args, kwargs = call.args, call.kwargs
         if call.has_caches:
             args, kwargs = map_handles((args, kwargs), lambda handle: self._take_cache(handle, used))
-        watch = Watch(watched_arguments(kwargs)) if call.watched else None
-        if watch is not None:
-            watch.remember()
+        state = ObjectState(stateful_arguments(kwargs)) if call.returns_state else None
+        if state is not None:
+            state.remember()
         args, kwargs = self._to_device((args, kwargs))
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
@@ -207,15 +207,15 @@ class ModelRunner:
         return Answer(
             output=output,
             rng=draws.moved,
-            caches={number: facts_of(cache) for number, cache in used.items()},
-            states=watch.changes() if watch is not None else {},
+            caches={number: info_of(cache) for number, cache in used.items()},
+            states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
-            noted=None if call.hooks is None else self.noted(call.cache_block),
+            hook_changes=None if call.hooks is None else self.hook_changes(call.cache_block),
         )
 
-    def noted(self, cache_block: int) -> Noted | None:
+    def hook_changes(self, cache_block: int) -> HookChanges | None:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
-        return None if self.hooks is None else self.hooks.noted(cache_block)
+        return None if self.hooks is None else self.hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
         """What records decode steps here; where nothing does, why."""
@@ -242,20 +242,20 @@ class ModelRunner:
             yield lambda: captured.reason
 
     def cache(
-        self, number: int, method: str, args: tuple, kwargs: dict, block: int, half: str = ""
-    ) -> tuple[Any, CacheFacts]:
-        """Call a method of a cache that this rank holds, or of a half. Returns its result and what became of the whole
-        cache."""
+        self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
+    ) -> tuple[Any, CacheInfo]:
+        """Call a method of a cache that this rank holds, or of a subcache. Returns its result and what became of the
+        whole cache."""
         self.caches.last_number = block
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
-            result = self.caches.run(number, method, args, kwargs, half)
-        return result, facts_of(self.caches.get(number))
+            result = self.caches.run(number, method, args, kwargs, subcache)
+        return result, info_of(self.caches.get(number))
 
-    def cache_facts(self, number: int) -> CacheFacts | None:
-        """What a cache has become; None where it may have been written to in a way that its facts do not show."""
+    def cache_info(self, number: int) -> CacheInfo | None:
+        """What a cache has become; None where it may have been written to in a way that its lengths do not show."""
         cache = self.caches.get(number)
-        return facts_of(cache) if shows_every_write(cache) else None
+        return info_of(cache) if shows_every_write(cache) else None
 
     def held_caches(self) -> int:
         """How many caches this rank holds."""
@@ -266,28 +266,28 @@ class ModelRunner:
             self.caches.free(call.freed_caches)
         self.caches.last_number = call.cache_block
         if call.hooks is not None or self.hooks is not None:
-            self.hooks = self.hooks or Mounted(self.model, self.device, self._handle)
-            self.hooks.mount(call.hooks, call.cache_block)
+            self.hooks = self.hooks or InstalledHooks(self.model, self.device, self._handle)
+            self.hooks.install(call.hooks, call.cache_block)
             self.hooks = None if call.hooks is None else self.hooks
         if call.attributes or call.configs:
             self._take_changes(call.attributes, call.configs)
 
     def _take_cache(self, handle: Handle, used: dict[int, Cache]) -> Cache:
         if handle.kind == "new cache":
-            (number, cache), half = handle.payload, ""
+            (number, cache), subcache = handle.payload, ""
             self.caches.adopt(number, cache)
         else:
-            number, half = handle.payload
+            number, subcache = handle.payload
         used[number] = self.caches.get(number)
-        return self.caches.get(number, half)
+        return self.caches.get(number, subcache)
 
-    def _outgoing(self, part: Cache | OwnHeads, told: dict[int, Cache]) -> Any:
+    def _outgoing(self, part: Cache | OwnHeads, known: dict[int, Cache]) -> Any:
         """What the caller gets for a part of an output of which this rank has its own heads'."""
-        return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, told)
+        return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, known)
 
-    def _handle(self, cache: Cache, told: Container[int] = ()) -> Handle:
+    def _handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
         """What the caller gets for a cache; see `CacheTable.handle`."""
-        return self.caches.handle(handed_out(cache), told)
+        return self.caches.handle(handed_out(cache), known)
 
     def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
         """What the caller set of modules, then what it changed of configurations, of which it may have set some."""

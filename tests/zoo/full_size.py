@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from parallelformers_ng import plan
-from parallelformers_ng.checkpoint.model_class import blueprint
+from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import ParallelError
 from tests.zoo.catalogue import classes_of
 from tests.zoo.overrides import configuration
@@ -75,7 +75,7 @@ def measure(model_type: str, world_sizes: tuple[int, ...]) -> dict[str, Any]:
 def build(model_type: str) -> PreTrainedModel:
     """The model of a type's default configuration on `meta`; where that cannot be built, with the settings it needs."""
     try:
-        return blueprint(model_type)
+        return empty_model(model_type)
     except Exception as error:  # any modelling code may run here
         refusal = error
     for name in classes_of(model_type):

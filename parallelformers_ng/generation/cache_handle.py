@@ -12,10 +12,10 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from parallelformers_ng.errors import ParallelError, StaleCacheError
-from parallelformers_ng.generation.caches import HALVES, CacheFacts
+from parallelformers_ng.generation.caches import SUBCACHES, CacheInfo
 
 if TYPE_CHECKING:
-    from parallelformers_ng.generation.book import CacheBook
+    from parallelformers_ng.generation.cache_registry import CacheRegistry
 
 
 class CacheHandle(Cache):
@@ -29,38 +29,38 @@ class CacheHandle(Cache):
 
     number: int
     incarnation: int
-    facts: CacheFacts
-    doubtful = False
+    info: CacheInfo
+    unverified = False
     """A request that had it failed; the ranks are asked before the next use."""
-    torn = False
+    inconsistent = False
     """Ranks may hold different lengths of it."""
-    _book: weakref.ref[CacheBook]
+    _registry: weakref.ref[CacheRegistry]
 
-    def check(self) -> CacheBook:
-        """The book that it is entered in.
+    def check(self) -> CacheRegistry:
+        """The registry that it is entered in.
 
         Raises:
             StaleCacheError: the workers that held the cache are gone, or their parts of it differ.
         """
-        book = self._book()
-        workers = None if book is None else book.workers
-        if book is None or workers is None or workers.incarnation != self.incarnation:
+        registry = self._registry()
+        workers = None if registry is None else registry.workers
+        if registry is None or workers is None or workers.incarnation != self.incarnation:
             raise StaleCacheError(
                 f"this {type(self).__name__} was held by workers that are gone (restarted or stopped);"
                 " run the prompt again"
             )
-        if self.doubtful:
-            self.torn = not book.is_untouched(self)
-            self.doubtful = False
-        if self.torn:
+        if self.unverified:
+            self.inconsistent = not registry.is_unchanged(self)
+            self.unverified = False
+        if self.inconsistent:
             raise StaleCacheError(
                 f"a request failed or was interrupted while it was writing to this {type(self).__name__}, of which the"
                 " ranks may now hold different lengths; run the prompt again"
             )
-        return book
+        return registry
 
     def place(self) -> tuple[CacheHandle, str]:
-        """The handle that has a number of the workers', and which of its halves this is, "" for the whole."""
+        """The handle that has a number of the workers', and which of its subcaches this is, "" for the whole."""
         return self, ""
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -75,10 +75,10 @@ class CacheHandle(Cache):
         )
 
     def __len__(self) -> int:
-        return len(self.facts.lengths)
+        return len(self.info.lengths)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={max([0, *self.facts.lengths])})"
+        return f"{type(self).__name__}(on the workers, layers={len(self)}, tokens={max([0, *self.info.lengths])})"
 
     def __copy__(self) -> Any:
         return self._remote("copy")
@@ -91,21 +91,21 @@ class CacheHandle(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         self.check()
-        counted = [length for length in self.facts.lengths if length >= 0]
+        counted = [length for length in self.info.lengths if length >= 0]
         if not counted:
-            return self._remote("get_seq_length", layer_idx) if self.facts.lengths else 0
-        if layer_idx >= len(self.facts.lengths):
+            return self._remote("get_seq_length", layer_idx) if self.info.lengths else 0
+        if layer_idx >= len(self.info.lengths):
             return 0
-        length = self.facts.lengths[layer_idx]
+        length = self.info.lengths[layer_idx]
         return counted[0] if length < 0 and layer_idx == 0 else length
 
     @property
     def batch_size(self) -> int:
-        return self.facts.batch_size
+        return self.info.batch_size
 
 
 class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
-    """A handle for an encoder-decoder cache. Its halves have handles of their own, which last as long as it does."""
+    """A handle for an encoder-decoder cache. Its subcaches have handles of their own, which last as long as it does."""
 
     @property
     def is_updated(self) -> dict[int, bool]:
@@ -114,28 +114,28 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def self_attention_cache(self) -> Any:
-        return self._half("self_attention_cache")
+        return self._subcache("self_attention_cache")
 
     @property
     def cross_attention_cache(self) -> Any:
-        return self._half("cross_attention_cache")
+        return self._subcache("cross_attention_cache")
 
-    def _half(self, name: str) -> CacheHalf:
-        cls: Any = handle_class(_named_class(*self.facts.halves[name]), CacheHalf)  # type: ignore[arg-type]
-        half = cls.__new__(cls)
-        half._whole, half._name = self, name
-        return half
+    def _subcache(self, name: str) -> SubcacheHandle:
+        cls: Any = handle_class(_named_class(*self.info.subcaches[name]), SubcacheHandle)  # type: ignore[arg-type]
+        subcache = cls.__new__(cls)
+        subcache._whole, subcache._name = self, name
+        return subcache
 
 
-class CacheHalf(CacheHandle):
-    """A handle for one half of an encoder-decoder cache. It has no state but that of the whole, which changes with it;
-    two handles of one half are equal."""
+class SubcacheHandle(CacheHandle):
+    """A handle for one subcache of an encoder-decoder cache. It has no state but that of the whole, which changes with
+    it; two handles of one subcache are equal."""
 
     _whole: EncoderDecoderCacheHandle
     _name: str
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CacheHalf) and (self._whole, self._name) == (other._whole, other._name)
+        return isinstance(other, SubcacheHandle) and (self._whole, self._name) == (other._whole, other._name)
 
     def __hash__(self) -> int:
         return hash((id(self._whole), self._name))
@@ -144,14 +144,14 @@ class CacheHalf(CacheHandle):
         return self._whole, self._name
 
     @property
-    def facts(self) -> CacheFacts:  # type: ignore[override]
-        facts = self._whole.facts
+    def info(self) -> CacheInfo:  # type: ignore[override]
+        info = self._whole.info
         if self._name == "self_attention_cache":
-            return facts
+            return info
         # The whole counts its self-attention; of the cross-attention the workers are asked.
-        return replace(facts, lengths=[-1] * len(facts.lengths), flags={})
+        return replace(info, lengths=[-1] * len(info.lengths), flags={})
 
-    def check(self) -> CacheBook:
+    def check(self) -> CacheRegistry:
         return self._whole.check()
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -164,18 +164,18 @@ class CacheHalf(CacheHandle):
         return self._remote("__getattribute__", "batch_size")
 
 
-def adopt(cache: Cache | None, book: CacheBook, incarnation: int, number: int, facts: CacheFacts) -> CacheHandle:
+def adopt(cache: Cache | None, registry: CacheRegistry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
-    cls = handle_class(_named_class(facts.module, facts.name) if cache is None else type(cache))  # type: ignore[arg-type]
+    cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
     else:
         handle = cache
         cache.__dict__.clear()
         cache.__class__ = cls
-    handle.number, handle.incarnation, handle.facts = number, incarnation, facts
-    handle._book = weakref.ref(book)
+    handle.number, handle.incarnation, handle.info = number, incarnation, info
+    handle._registry = weakref.ref(registry)
     return handle
 
 
@@ -202,8 +202,8 @@ def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> typ
 def _flag(name: str) -> property:
     def read(self: CacheHandle) -> Any:
         self.check()
-        if name in self.facts.flags:
-            return self.facts.flags[name]
+        if name in self.info.flags:
+            return self.info.flags[name]
         return self._remote("__getattribute__", name)
 
     return property(read)
@@ -225,7 +225,7 @@ def _named_class(module: str, name: str) -> type[Cache]:
 
 def is_empty(cache: Cache) -> bool:
     """Whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
-    parts = [getattr(cache, name) for name in HALVES] if isinstance(cache, EncoderDecoderCache) else [cache]
+    parts = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
     return not any(_is_filled(layer) for part in parts for layer in part.layers)
 
 

@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import mapped
-from parallelformers_ng.generation.state import Watch
-from parallelformers_ng.hooks.crossing import Hook, Kept, Noted, Sent, unpack
+from parallelformers_ng.generation.object_state import ObjectState
+from parallelformers_ng.hooks.pickling import Hook, HookChanges, PackedHooks, Placeholder, unpack
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.wire.leaves import Handle
 
@@ -20,7 +20,7 @@ _ABSENT = object()
 Place = tuple[str, str, int]
 
 
-class Mounted:
+class InstalledHooks:
     """Hooks that stay on the modules from call to call, each in its place, while what they are comes anew.
 
     Args:
@@ -33,39 +33,39 @@ class Mounted:
         self._model = model
         self._device = device
         self._hand_out = hand_out
-        self._mounted: dict[Place, Hook] = {}
-        self._watch: Watch | None = None
+        self._installed: dict[Place, Hook] = {}
+        self._state: ObjectState | None = None
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
 
-    def mount(self, sent: Sent | None, number: int) -> None:
+    def install(self, sent: PackedHooks | None, number: int) -> None:
         """Have the modules call these hooks, and no others of the caller's, in the call of that number."""
         hooks = [] if sent is None else unpack(sent, self._model, self._device)
         wanted = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
-        for place in [place for place in self._mounted if place not in wanted]:
-            self._unmount(place)
-        known = set(self._mounted)
+        for place in [place for place in self._installed if place not in wanted]:
+            self._remove(place)
+        known = set(self._installed)
         for index, (place, hook) in enumerate(wanted.items()):
             later = list(wanted)[index + 1 :]
             first = place not in known and any(other[:2] == place[:2] and other in known for other in later)
             self._put(place, hook, first)
         self._attributes = {}
-        self._watch = Watch([hook.call for hook in hooks], self._there, with_globals=True) if hooks else None
-        if sent is not None and self._watch is not None:
-            if len(self._watch.parts) != sent.parts:
+        self._state = ObjectState([hook.call for hook in hooks], self._there, with_globals=True) if hooks else None
+        if sent is not None and self._state is not None:
+            if len(self._state.parts) != sent.parts:
                 raise ParallelError(
                     f"the forward hooks hold {sent.parts} objects that change, and their copies on the workers"
-                    f" {len(self._watch.parts)}, so that what they note cannot be brought home. Have them hold plain"
+                    f" {len(self._state.parts)}, so that what they note cannot be brought home. Have them hold plain"
                     " lists, dicts and objects, or call deparallelize() first"
                 )
-            self._watch.remember()
+            self._state.remember()
         self._number = number
 
-    def noted(self, number: int) -> Noted | None:
-        """What the hooks noted in the call of that number; None where they were not mounted for it."""
-        if self._watch is None or number != self._number:
+    def changes(self, number: int) -> HookChanges | None:
+        """What the hooks noted in the call of that number; None where they were not installed for it."""
+        if self._state is None or number != self._number:
             return None
-        return self._watch.changes(), {place: self._there(value) for place, value in self._attributes.items()}
+        return self._state.changes(), {place: self._there(value) for place, value in self._attributes.items()}
 
     def _put(self, place: Place, hook: Hook, first: bool) -> None:
         module, key = self._model.get_submodule(hook.path), ("caller's", hook.number)
@@ -77,10 +77,10 @@ class Mounted:
             getattr(module, f"{hook.kind}_with_kwargs")[key] = True
         if hook.always:
             module._forward_hooks_always_called[key] = True  # type: ignore[index]
-        self._mounted[place] = hook
+        self._installed[place] = hook
 
-    def _unmount(self, place: Place) -> None:
-        hook = self._mounted.pop(place)
+    def _remove(self, place: Place) -> None:
+        hook = self._installed.pop(place)
         module, key = self._model.get_submodule(hook.path), ("caller's", hook.number)
         tables = (hook.kind, f"{hook.kind}_with_kwargs", "_forward_hooks_always_called")
         for table in tables:
@@ -102,12 +102,12 @@ class Mounted:
 
     def _there(self, value: Any) -> Any:
         """A value as it goes home."""
-        return mapped(value, (Cache, nn.Module, Kept), self._stand_in, in_place=False)
+        return mapped(value, (Cache, nn.Module, Placeholder), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:
         if isinstance(part, Cache):
             return self._hand_out(part)
-        if isinstance(part, Kept):
-            return Handle("kept here", part.number)
+        if isinstance(part, Placeholder):
+            return Handle("placeholder", part.number)
         path = next((path for path, module in self._model.named_modules() if module is part), None)
         return part if path is None else Handle("module", path)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheFacts
-from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
+from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
+from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
 from parallelformers_ng.wire.interrupts import Held
 from parallelformers_ng.wire.leaves import Handle
 
@@ -30,11 +30,11 @@ class _Entry(weakref.ref[CacheHandle]):
     number: int
 
 
-class CacheBook:
+class CacheRegistry:
     """The caches of one model's workers.
 
     Args:
-        workers: whose caches these are. The book does not keep them.
+        workers: whose caches these are. It does not keep them.
     """
 
     def __init__(self, workers: Deployment) -> None:
@@ -62,9 +62,9 @@ class CacheBook:
         if isinstance(cache, CacheHandle):
             if cache.check() is not self:
                 raise ParallelError(f"this {type(cache).__name__} belongs to another model")
-            whole, half = cache.place()
+            whole, subcache = cache.place()
             sent[whole.number] = whole
-            return Handle("cache", (whole.number, half))
+            return Handle("cache", (whole.number, subcache))
         if not is_empty(cache):
             raise ParallelError(
                 f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own"
@@ -74,22 +74,22 @@ class CacheBook:
         sent[number] = cache
         return Handle("new cache", (number, cache))
 
-    def refresh(self, cache: Cache | None, incarnation: int, number: int, facts: CacheFacts) -> None:
+    def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
         """Note what became of a cache that was sent; one of the caller's own becomes a handle."""
         if isinstance(cache, CacheHandle):
-            cache.facts = facts
+            cache.info = info
         elif cache is not None:
-            self._enter(adopt(cache, self, incarnation, number, facts))
+            self._enter(adopt(cache, self, incarnation, number, info))
 
     def receive(self, handle: Handle, incarnation: int) -> Any:
         """The caller's handle for a cache that a request returned."""
-        number, facts, half = handle.payload["id"], handle.payload["facts"], handle.payload["half"]
+        number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
         known = None if entry is None else entry()
         if known is None:
-            return self._enter(adopt(None, self, incarnation, number, facts))
-        known.facts = facts or known.facts
-        return getattr(known, half) if half else known
+            return self._enter(adopt(None, self, incarnation, number, info))
+        known.info = info or known.info
+        return getattr(known, subcache) if subcache else known
 
     def take_freed(self) -> list[int]:
         """Numbers to free with the request that is about to be sent."""
@@ -116,7 +116,7 @@ class CacheBook:
         """
         for number, cache in (sent or {}).items():
             if isinstance(cache, CacheHandle):
-                cache.doubtful = True
+                cache.unverified = True
             else:
                 self.unwanted.append((incarnation, number))
         self.unwanted.extend((incarnation, number) for number in numbers)
@@ -124,9 +124,9 @@ class CacheBook:
     # -- for handles ---------------------------------------------------------------------------------------------
 
     def call(
-        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], half: str = ""
+        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
     ) -> Any:
-        """Call a method of a cache, or of one of its halves, on every rank."""
+        """Call a method of a cache, or of one of its subcaches, on every rank."""
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)
@@ -136,18 +136,20 @@ class CacheBook:
         timeout = deadline - time.monotonic()
         with Held():
             try:
-                result, facts = group.call("cache", handle.number, method, args, kwargs, block, half, timeout=timeout)
+                result, info = group.call(
+                    "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout
+                )
             except BaseException:
-                handle.torn = not (method in ("copy", "__getattribute__") or method.startswith("get_"))
+                handle.inconsistent = not (method in ("copy", "__getattribute__") or method.startswith("get_"))
                 self.free_after_failure(incarnation, [block])
                 raise
-            handle.facts = facts
+            handle.info = info
             if isinstance(result, Handle):
-                number, facts = result.payload["id"], result.payload["facts"]
-                return self._enter(adopt(None, self, incarnation, number, facts))
+                number, info = result.payload["id"], result.payload["info"]
+                return self._enter(adopt(None, self, incarnation, number, info))
             return result
 
-    def is_untouched(self, handle: CacheHandle) -> bool:
+    def is_unchanged(self, handle: CacheHandle) -> bool:
         """Whether every rank still holds the cache as it was when the caller last heard of it."""
         workers = self._workers()
         assert workers is not None, "the handle was checked"
@@ -156,8 +158,8 @@ class CacheBook:
         if incarnation != handle.incarnation:
             return False
         numbers = [(handle.number,)] * group.world_size
-        held = group.call_each("cache_facts", numbers, timeout=deadline - time.monotonic())
-        return all(facts == handle.facts for facts in held)
+        held = group.call_each("cache_info", numbers, timeout=deadline - time.monotonic())
+        return all(info == handle.info for info in held)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
         # What is called when a handle goes is no Python code: Ctrl-C would strike in it, and be lost.

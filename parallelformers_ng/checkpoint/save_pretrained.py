@@ -21,7 +21,13 @@ from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
-from parallelformers_ng.checkpoint.sharded import files_of, saved_names, write_configs, write_index, write_rank
+from parallelformers_ng.checkpoint.sharded_directory import (
+    files_of,
+    saved_names,
+    write_configs,
+    write_index,
+    write_rank,
+)
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor

@@ -15,8 +15,8 @@ from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.errors import ParallelError, RequestTimeoutError
 from parallelformers_ng.generation.caches import map_handles
-from parallelformers_ng.generation.state import Watch
-from parallelformers_ng.hooks.crossing import Hook, Kind, Noted, described, is_of_library, pack
+from parallelformers_ng.generation.object_state import ObjectState
+from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.leaves import Handle
 
@@ -24,7 +24,7 @@ _FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
-class Registered:
+class HookRegistry:
     """The forward hooks of one model while it is parallelized.
 
     The tables of its modules say when a hook comes, so that nothing is looked for where there is none. A table that has
@@ -49,7 +49,7 @@ class Registered:
                     vars(module)[name] = _Table(self, path, name)
 
     @contextlib.contextmanager
-    def turn(self, deadline: float) -> Iterator[Outgoing | None]:
+    def turn(self, deadline: float) -> Iterator[CallHooks | None]:
         """The hooks for a call, of each module in their order; None where there are none. Calls come one after another,
         for each begins with what the one before has noted.
 
@@ -63,7 +63,7 @@ class Registered:
         try:
             model: Any = self._model()
             hooks = [hook for path in self.paths for hook in hooks_of(path, model.get_submodule(path))]
-            yield Outgoing(model, hooks) if hooks else None
+            yield CallHooks(model, hooks) if hooks else None
         finally:
             self._lock.release()
 
@@ -92,7 +92,7 @@ class Registered:
             self.paths[path] = None
 
 
-class Outgoing:
+class CallHooks:
     """The hooks of one call.
 
     Attributes:
@@ -101,39 +101,39 @@ class Outgoing:
 
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:
         self._model = model
-        self._kept: list[Any] = []
-        self.sent = pack(model, hooks, self._kept)
-        self._watch = Watch([hook.call for hook in hooks], with_globals=True)
-        self.sent.parts = len(self._watch.parts)
+        self._local: list[Any] = []
+        self.packed = pack(model, hooks, self._local)
+        self._state = ObjectState([hook.call for hook in hooks], with_globals=True)
+        self.packed.parts = len(self._state.parts)
 
-    def check_apart_from(self, arguments: Watch) -> None:
+    def check_apart_from(self, arguments: ObjectState) -> None:
         """
         Raises:
             ParallelError: a hook and an argument have an object in common, which cannot come home twice.
         """
-        if self._watch.shares(arguments):
+        if self._state.shares(arguments):
             raise ParallelError(
                 "a forward hook shares an object with a logits processor, a stopping criterion or"
                 " prefix_allowed_tokens_fn; each would bring home a copy of its own. Give each its own object"
             )
 
-    def bring_home(self, noted: Noted | None, receive: Callable[[Handle], Any]) -> None:
+    def bring_home(self, changes: HookChanges | None, receive: Callable[[Handle], Any]) -> None:
         """Write down here what the hooks have noted on rank 0.
 
         Args:
-            noted: None where they were not called.
+            changes: None where they were not called.
             receive: makes of the handle of a cache what the caller gets.
         """
 
         def found(handle: Handle) -> Any:
             if handle.kind == "module":
                 return self._model.get_submodule(handle.payload)
-            return self._kept[handle.payload] if handle.kind == "kept here" else receive(handle)
+            return self._local[handle.payload] if handle.kind == "placeholder" else receive(handle)
 
-        if noted is None:
+        if changes is None:
             return
-        states, attributes = noted
-        self._watch.restore(states, lambda value: map_handles(value, found))
+        states, attributes = changes
+        self._state.restore(states, lambda value: map_handles(value, found))
         for (path, name), value in attributes.items():
             vars(self._model.get_submodule(path))[name] = map_handles(value, found)
 
@@ -141,9 +141,9 @@ class Outgoing:
 class _Table(OrderedDict):
     """A table of hooks that says when one comes."""
 
-    def __init__(self, registered: Registered, path: str, name: str) -> None:
+    def __init__(self, registered: HookRegistry, path: str, name: str) -> None:
         super().__init__()
-        self.registered: Registered | None = registered
+        self.registered: HookRegistry | None = registered
         self._place = path, name
 
     def __setitem__(self, number: int, hook: Any) -> None:

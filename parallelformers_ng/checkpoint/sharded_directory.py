@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
-from parallelformers_ng.checkpoint.nodes import Assembled, Node
+from parallelformers_ng.checkpoint.nodes import Node, ShardedNode
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, write_safetensors
 from parallelformers_ng.errors import CheckpointError
@@ -88,8 +88,8 @@ def write_index(
                 continue
             parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
         dim = next((shard.dim for shard in tensor.shards if shard.dim is not None), None)
-        facts = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
-        tensors[name] = {**facts, "names": aliases[name]}
+        described = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
+        tensors[name] = {**described, "names": aliases[name]}
     index = {
         "version": _VERSION,
         "model_class": plan.model_class,
@@ -139,19 +139,19 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
     directory = Path(path)
     index = _read_index(directory / INDEX_NAME)
     files = {}
-    for name, facts in index["files"].items():
+    for name, described in index["files"].items():
         file = files[name] = SafetensorsFile(directory / name)
-        if (file.size, file.header_checksum) != (facts["size"], facts["header"]):
+        if (file.size, file.header_checksum) != (described["size"], described["header"]):
             raise CheckpointError(f"{file.path} is damaged or was replaced: it is not the file that was saved")
     nodes: dict[str, Node] = {}
-    for name, facts in index["tensors"].items():
-        shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"].removeprefix("torch."))
+    for name, described in index["tensors"].items():
+        shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"].removeprefix("torch."))
         parts: dict[int, tuple[Shard, Node]] = {}
-        for rank, part in facts["parts"].items():
+        for rank, part in described["parts"].items():
             ranges = tuple((start, stop) for start, stop in part["ranges"])
-            shard = Shard(facts["dim"], ranges) if facts["dim"] is not None else Shard()
+            shard = Shard(described["dim"], ranges) if described["dim"] is not None else Shard()
             parts[int(rank)] = shard, _leaf(files[part["file"]], name, (shard.shape(shape), dtype), part["checksum"])
-        nodes.update(dict.fromkeys(facts["names"], Assembled(shape, dtype, parts)))
+        nodes.update(dict.fromkeys(described["names"], ShardedNode(shape, dtype, parts)))
     return nodes
 
 

@@ -35,7 +35,7 @@ class _Grown(NamedTuple):
         return mine and end <= self.room
 
 
-def grow_in_place() -> None:
+def append_in_place() -> None:
     """From now on every `DynamicLayer` of this process appends in place. Idempotent."""
     if not hasattr(DynamicLayer.update, "__wrapped__"):
         DynamicLayer.update = _growing(DynamicLayer.update)

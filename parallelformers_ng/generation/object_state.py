@@ -21,13 +21,13 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from parallelformers_ng.wire.leaves import Handle
 
-WATCHED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that take objects with code of the caller's."""
 
 _LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
 
 
-class Watch:
+class ObjectState:
     """The mutable parts of some objects.
 
     Args:
@@ -74,26 +74,26 @@ class Watch:
         for number, state in states.items():
             part = self.parts[number]
             if isinstance(part, (list, deque)):
-                new = [part[at] if _is_kept(item) and at < len(part) else here(item) for at, item in enumerate(state)]
+                new = [part[at] if _is_local(item) and at < len(part) else here(item) for at, item in enumerate(state)]
                 part.clear()
                 part.extend(new)
             elif isinstance(part, dict):
                 state = [(here(key), item) for key, item in state]
-                kept = {key: part[key] for key, item in state if _is_kept(item) and key in part}
+                local = {key: part[key] for key, item in state if _is_local(item) and key in part}
                 part.clear()
                 for key, item in state:  # a Counter's update() would count them
-                    part[key] = kept.get(key) if _is_kept(item) else here(item)
+                    part[key] = local.get(key) if _is_local(item) else here(item)
             elif isinstance(part, set):
                 part.clear()
                 part.update(map(here, state))
             elif isinstance(part, types.CellType):
-                if not _is_kept(state):
+                if not _is_local(state):
                     part.cell_contents = here(state)
             else:
                 attributes = part.namespace if isinstance(part, _Global) else vars(part)
-                attributes.update((key, here(item)) for key, item in state if not _is_kept(item))
+                attributes.update((key, here(item)) for key, item in state if not _is_local(item))
 
-    def shares(self, other: Watch) -> bool:
+    def shares(self, other: ObjectState) -> bool:
         """Whether a part belongs to both."""
         return not self._numbers.keys().isdisjoint(other._numbers)
 
@@ -176,7 +176,7 @@ class Watch:
         if self._out is not None:
             item = self._out(item)
         if isinstance(item, (types.FunctionType, types.MethodType, types.ModuleType, torch.nn.Module, type)):
-            return Handle("kept", None)
+            return Handle("local", None)
         return item
 
 
@@ -217,15 +217,15 @@ def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
     return read, written
 
 
-def watched_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
+def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
     """The objects with code of the caller's among the arguments of `generate`."""
-    for name in WATCHED:
+    for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-def _is_kept(item: Any) -> bool:
-    return isinstance(item, Handle) and item.kind == "kept"
+def _is_local(item: Any) -> bool:
+    return isinstance(item, Handle) and item.kind == "local"
 
 
 def _has_state(obj: Any) -> bool:

@@ -1,7 +1,7 @@
 """Hooks on their way to the workers: by value, in one piece, so that what they share stays shared.
 
 Modules of the model are named, not copied: on a worker they are that worker's. Objects that only exist in the caller's
-process, such as a handle of a cache, stay behind, and a `Kept` goes in their place.
+process, such as a handle of a cache, stay behind, and a `Placeholder` goes in their place.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cloudpickle import cloudpickle as by_value
 from torch import nn
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.handle import CacheHandle
-from parallelformers_ng.generation.state import code_of
+from parallelformers_ng.generation.cache_handle import CacheHandle
+from parallelformers_ng.generation.object_state import code_of
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
-Noted = tuple[dict[int, Any], dict[tuple[str, str], Any]]
-"""States of what the hooks hold, by the numbers of `Watch`, and attributes of modules: (path, name) → value."""
+HookChanges = tuple[dict[int, Any], dict[tuple[str, str], Any]]
+"""States of what the hooks hold, by the numbers of `ObjectState`, and attributes of modules: (path, name) → value."""
 
 
 @dataclass
@@ -52,13 +52,13 @@ class Hook:
 
 
 @dataclass
-class Sent:
+class PackedHooks:
     """Hooks as they travel.
 
     Attributes:
         data: a pickle.
         tensors: what it refers to by number.
-        parts: how many mutable parts `Watch` finds in them, there as here.
+        parts: how many mutable parts `ObjectState` finds in them, there as here.
     """
 
     data: bytes
@@ -71,7 +71,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Placeholder:
     """Stands on a worker for an object that stays with the caller."""
 
     number: int
@@ -85,8 +85,8 @@ def is_of_library(hook: Any) -> bool:
     return str(place).startswith(LIBRARIES)
 
 
-def pack(model: nn.Module, hooks: Sequence[Hook], kept: list[Any]) -> Sent:
-    """Take hooks of `model` to the wire; what stays behind is added to `kept`.
+def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHooks:
+    """Take hooks of `model` to the wire; what stays behind is added to `local`.
 
     Raises:
         ParallelError: one cannot cross, in words.
@@ -94,7 +94,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], kept: list[Any]) -> Sent:
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
-            _Pickler(buffer, model, tensors, kept).dump(list(hooks))
+            _Pickler(buffer, model, tensors, local).dump(list(hooks))
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and raise anything
@@ -104,14 +104,14 @@ def pack(model: nn.Module, hooks: Sequence[Hook], kept: list[Any]) -> Sent:
             f" workers: {error}. Have it hold nothing that cannot be copied (a lock, an open file), or call"
             " deparallelize() first"
         ) from error
-    return Sent(buffer.getvalue(), tensors)
+    return PackedHooks(buffer.getvalue(), tensors)
 
 
-def unpack(sent: Sent, model: nn.Module, device: torch.device) -> list[Hook]:
+def unpack(sent: PackedHooks, model: nn.Module, device: torch.device) -> list[Hook]:
     """The hooks on a worker."""
     tensors = [tensor.to(device) for tensor in sent.tensors]
     find: dict[str, Callable[[Any], Any]] = {
-        "module": model.get_submodule, "tensor": tensors.__getitem__, "kept": Kept
+        "module": model.get_submodule, "tensor": tensors.__getitem__, "placeholder": Placeholder
     }  # fmt: skip
     return ReferenceUnpickler(sent.data, lambda reference: find[reference[0]](reference[1])).load()
 
@@ -145,12 +145,12 @@ def _by_value(hooks: Sequence[Hook]) -> Iterator[None]:
 
 
 class _Pickler(ReferencePickler):
-    def __init__(self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], kept: list[Any]) -> None:
+    def __init__(self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], local: list[Any]) -> None:
         super().__init__(buffer, self._reference)
         self._modules = {id(module): path for path, module in model.named_modules()}
         self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._tensors = tensors
-        self._kept = kept
+        self._local = local
         self._cells: dict[int, types.CellType] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -176,7 +176,7 @@ class _Pickler(ReferencePickler):
             if type(obj) is torch.Tensor:
                 return "tensor", _place(self._tensors, obj)
         if isinstance(obj, CacheHandle):
-            return "kept", _place(self._kept, obj)
+            return "placeholder", _place(self._local, obj)
         return None
 
 
