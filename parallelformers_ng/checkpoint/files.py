@@ -157,13 +157,12 @@ class PickleFile(CheckpointFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self._state: dict[str, torch.Tensor] | None = None
         self.entries = {
             key: (tuple(tensor.shape), tensor.dtype)
             for key, tensor in self._load().items()
             if isinstance(tensor, torch.Tensor)
         }
-        self._state = None
+        self._state: dict[str, torch.Tensor] | None = None
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:

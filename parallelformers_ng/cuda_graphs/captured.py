@@ -29,6 +29,9 @@ from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, 
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
 from parallelformers_ng.errors import GroupError
 
+Forward = Callable[..., Any]
+"""The forward of a model."""
+
 PROOFS = 2
 """Steps at which a recording is compared with the step as it is."""
 
@@ -50,12 +53,7 @@ class CapturedStep:
     """
 
     def __init__(
-        self,
-        run: Callable[..., Any],
-        arguments: StepArguments,
-        reusable: ReusableCache,
-        width: int,
-        recorder: CudaRecorder,
+        self, run: Forward, arguments: StepArguments, reusable: ReusableCache, width: int, recorder: CudaRecorder
     ) -> None:
         self.proofs_left = PROOFS
         self._cache = reusable
@@ -75,7 +73,7 @@ class CapturedStep:
         values = {"logits": logits, "past_key_values": self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
-    def prove(self, run: Callable[..., Any], arguments: StepArguments) -> tuple[Any, str]:
+    def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
         """The step both ways. Returns the output of the one that runs as it is; and how the other differs, "" where it
         does not."""
         before = self._cache.snapshot()
@@ -171,9 +169,7 @@ class CapturedSteps:
         self._current = reusable
         return reusable.renew()
 
-    def _step(
-        self, reusable: ReusableCache, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _step(self, reusable: ReusableCache, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         steps: dict[Any, CapturedStep | str | None] = reusable.steps
         try:
             if args or not _is_step(kwargs):
@@ -202,9 +198,7 @@ class CapturedSteps:
             return output
         return step.run(arguments)
 
-    def _warm_up(
-        self, reusable: ReusableCache, forward: Callable[..., Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, str | None]:
+    def _warm_up(self, reusable: ReusableCache, forward: Forward, kwargs: dict[str, Any]) -> tuple[Any, str | None]:
         with CaptureCheck() as check:
             output = self._recorder.warm_up(lambda: forward(**kwargs))
         failure = self._agreed(check.found or odd_output(output, reusable.cache))
@@ -212,7 +206,7 @@ class CapturedSteps:
         return output, failure or None
 
     def _record(
-        self, reusable: ReusableCache, forward: Callable[..., Any], arguments: StepArguments, width: int
+        self, reusable: ReusableCache, forward: Forward, arguments: StepArguments, width: int
     ) -> CapturedStep | str:
         step, failure = None, ""
         try:
