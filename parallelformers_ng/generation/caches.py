@@ -92,6 +92,14 @@ class CacheTable:
         cache = self._held[number]
         return getattr(cache, subcache) if subcache else cache
 
+    def info(self, number: int) -> CacheInfo:
+        """What a cache has become."""
+        return info_of(self._held[number])
+
+    def certain_info(self, number: int) -> CacheInfo | None:
+        """The same; None where the cache may have been written to in a way that its lengths do not show."""
+        return self.info(number) if shows_every_write(self._held[number]) else None
+
     def put(self, cache: Cache) -> int:
         """The id of `cache`, a new one on first sight."""
         number = self._ids.get(id(cache))

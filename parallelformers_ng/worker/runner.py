@@ -29,14 +29,7 @@ from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
-from parallelformers_ng.generation.caches import (
-    CacheInfo,
-    CacheTable,
-    info_of,
-    map_handles,
-    mapped,
-    shows_every_write,
-)
+from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
@@ -155,16 +148,15 @@ class ModelRunner:
         Rank 0 emits the bytes that it wrote, tensor by tensor.
         """
         assert self.plan is not None
+        return write_rank(Path(directory), self.plan, names, self.rank, limit, self._own_part, self.emit)
 
-        def part(tensor: TensorPlan) -> torch.Tensor:
-            return get_tensor(self.model, tensor.name, tensor.is_buffer)
-
-        return write_rank(Path(directory), self.plan, names, self.rank, limit, part, self.emit)
+    def _own_part(self, tensor: TensorPlan) -> torch.Tensor:
+        return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
         """This rank's part of some stored tensors, on CPU."""
         assert self.plan is not None
-        return [get_tensor(self.model, name, self.plan.tensors[name].is_buffer).detach().cpu() for name in names]
+        return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
@@ -180,7 +172,7 @@ class ModelRunner:
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""
         self._prepare(call)
-        used: dict[int, Cache] = {}
+        used: set[int] = set()
         args, kwargs = call.args, call.kwargs
         if call.has_caches:
             args, kwargs = map_handles((args, kwargs), lambda handle: self._take_cache(handle, used))
@@ -207,7 +199,7 @@ class ModelRunner:
         return Answer(
             output=output,
             rng=draws.moved,
-            caches={number: info_of(cache) for number, cache in used.items()},
+            caches={number: self.caches.info(number) for number in used},
             states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hook_changes(call.cache_block),
@@ -250,12 +242,11 @@ class ModelRunner:
         args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs, subcache)
-        return result, info_of(self.caches.get(number))
+        return result, self.caches.info(number)
 
     def cache_info(self, number: int) -> CacheInfo | None:
-        """What a cache has become; None where it may have been written to in a way that its lengths do not show."""
-        cache = self.caches.get(number)
-        return info_of(cache) if shows_every_write(cache) else None
+        """See `CacheTable.certain_info`."""
+        return self.caches.certain_info(number)
 
     def held_caches(self) -> int:
         """How many caches this rank holds."""
@@ -272,16 +263,16 @@ class ModelRunner:
         if call.attributes or call.configs:
             self._take_changes(call.attributes, call.configs)
 
-    def _take_cache(self, handle: Handle, used: dict[int, Cache]) -> Cache:
+    def _take_cache(self, handle: Handle, used: set[int]) -> Cache:
         if handle.kind == "new cache":
             (number, cache), subcache = handle.payload, ""
             self.caches.adopt(number, cache)
         else:
             number, subcache = handle.payload
-        used[number] = self.caches.get(number)
+        used.add(number)
         return self.caches.get(number, subcache)
 
-    def _outgoing(self, part: Cache | OwnHeads, known: dict[int, Cache]) -> Any:
+    def _outgoing(self, part: Cache | OwnHeads, known: Container[int]) -> Any:
         """What the caller gets for a part of an output of which this rank has its own heads'."""
         return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, known)
 
