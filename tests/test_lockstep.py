@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import GPT2LMHeadModel, StoppingCriteria
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import DivergedError
@@ -45,6 +45,22 @@ def test_sequences_end_where_rank_0_ends_them(model, rank, length, beams):
     tokens = model.generate(PROMPT, stopping_criteria=[criterion], **options)
     assert tokens.shape == (len(PROMPT), PROMPT.shape[1] + length)
     assert torch.equal(tokens, model.generate(PROMPT, **options)[:, : tokens.shape[1]]) or beams > 1
+
+
+class Answering(GPT2LMHeadModel):
+    """With a method that generates."""
+
+    def answer(self, criterion: StoppingCriteria) -> torch.Tensor:
+        return self.generate(PROMPT, max_new_tokens=8, do_sample=False, stopping_criteria=[criterion])
+
+
+@pytest.mark.parametrize(("rank", "length"), [(0, 3), (1, 8)])
+def test_a_method_that_generates_ends_where_rank_0_ends_it(groups, rank, length):
+    model = gpt2()
+    model.__class__ = Answering
+    with parallelize(model, workers=groups(2)):
+        tokens = model.answer(EarlyOnOneRank(deployment_of(model).pids[rank]))
+    assert tokens.shape == (len(PROMPT), PROMPT.shape[1] + length)
 
 
 def test_a_limit_of_time_ends_all_ranks_at_the_same_token(model):

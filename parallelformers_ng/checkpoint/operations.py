@@ -32,7 +32,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class Below(NamedTuple):
+class OperandPart(NamedTuple):
     """A part of a result, traced to the operand.
 
     Attributes:
@@ -49,34 +49,34 @@ class Below(NamedTuple):
 # -- operations of one tensor: single cuts pass through them -------------------------------------------------------
 
 
-def _same(node: Operation, cut: Cut) -> Below:
-    return Below(node.args[0], cut)
+def _same(node: Operation, cut: Cut) -> OperandPart:
+    return OperandPart(node.args[0], cut)
 
 
-def _cast(node: Operation, cut: Cut) -> Below:
-    return Below(node.args[0], cut, lambda part: part.to(node.dtype))
+def _cast(node: Operation, cut: Cut) -> OperandPart:
+    return OperandPart(node.args[0], cut, lambda part: part.to(node.dtype))
 
 
-def _transpose(node: Operation, cut: Cut) -> Below:
+def _transpose(node: Operation, cut: Cut) -> OperandPart:
     source, *dims = node.args
     first, second = (dim % len(node.shape) for dim in (dims or (0, 1)))
     swap = {first: second, second: first}
     below = {swap.get(dim, dim): ranges for dim, ranges in cut.items()}
-    return Below(source, below, lambda part: part.transpose(first, second))
+    return OperandPart(source, below, lambda part: part.transpose(first, second))
 
 
-def _permute(node: Operation, cut: Cut) -> Below:
+def _permute(node: Operation, cut: Cut) -> OperandPart:
     source, dims = node.args
-    return Below(source, {dims[dim] % len(dims): cut[dim] for dim in cut}, lambda part: part.permute(dims))
+    return OperandPart(source, {dims[dim] % len(dims): cut[dim] for dim in cut}, lambda part: part.permute(dims))
 
 
-def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> Below:
+def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> OperandPart:
     """Part of `source[start:stop]` along `dim`."""
     ((first, last),) = cut.get(dim, ((0, stop - start),))
-    return Below(source, {**cut, dim: ((start + first, start + last),)})
+    return OperandPart(source, {**cut, dim: ((start + first, start + last),)})
 
 
-def _slice(node: Operation, cut: Cut) -> Below | None:
+def _slice(node: Operation, cut: Cut) -> OperandPart | None:
     source, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])  # type: ignore[misc]
     if step != 1:
         return None
@@ -86,7 +86,7 @@ def _slice(node: Operation, cut: Cut) -> Below | None:
     return _stretch(source, dim, start, start + node.shape[dim], cut)
 
 
-def _split(node: Operation, cut: Cut) -> Below:
+def _split(node: Operation, cut: Cut) -> OperandPart:
     source, sizes, dim = (*node.args, *(None, None, 0)[len(node.args) :])  # type: ignore[misc]
     assert node.output is not None
     dim %= len(node.shape)
@@ -94,38 +94,38 @@ def _split(node: Operation, cut: Cut) -> Below:
     return _stretch(source, dim, start, start + node.shape[dim], cut)
 
 
-def _select(node: Operation, cut: Cut) -> Below:
+def _select(node: Operation, cut: Cut) -> OperandPart:
     source, dim, index = node.args
     return _pick(source, dim % len(source.shape), index, cut)
 
 
-def _unbind(node: Operation, cut: Cut) -> Below:
+def _unbind(node: Operation, cut: Cut) -> OperandPart:
     source, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
     assert node.output is not None
     return _pick(source, dim % len(source.shape), node.output, cut)
 
 
-def _pick(source: Node, dim: int, index: int, cut: Cut) -> Below:
+def _pick(source: Node, dim: int, index: int, cut: Cut) -> OperandPart:
     """Part of `source[…, index, …]`."""
     index %= source.shape[dim]
     above = {other + (other >= dim): ranges for other, ranges in cut.items()}
-    return Below(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
+    return OperandPart(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
 
 
-def _squeeze(node: Operation, cut: Cut) -> Below:
+def _squeeze(node: Operation, cut: Cut) -> OperandPart:
     source, dim = node.args
     dim %= len(source.shape)
-    return _pick(source, dim, 0, cut) if source.shape[dim] == 1 else Below(source, cut)
+    return _pick(source, dim, 0, cut) if source.shape[dim] == 1 else OperandPart(source, cut)
 
 
-def _unsqueeze(node: Operation, cut: Cut) -> Below:
+def _unsqueeze(node: Operation, cut: Cut) -> OperandPart:
     source, dim = node.args
     dim %= len(node.shape)
     below = {other - (other > dim): ranges for other, ranges in cut.items() if other != dim}
-    return Below(source, below, lambda part: part.unsqueeze(dim))
+    return OperandPart(source, below, lambda part: part.unsqueeze(dim))
 
 
-TRANSPARENT: dict[str, Callable[[Operation, Cut], Below | None]] = {
+TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
     "aten.alias.default": _same,
     "aten.detach.default": _same,
     "aten.clone.default": _same,

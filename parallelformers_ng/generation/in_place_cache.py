@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 LEAST_SPARE_TOKENS = 128
 
 
-class _Grown(NamedTuple):
+class _Room(NamedTuple):
     """What a layer made last. It may write behind these tensors, and only it: one that was cropped, reordered, copied
     or shared is another object or another layer's, and is copied once more.
 
@@ -38,10 +38,10 @@ class _Grown(NamedTuple):
 def append_in_place() -> None:
     """From now on every `DynamicLayer` of this process appends in place. Idempotent."""
     if not hasattr(DynamicLayer.update, "__wrapped__"):
-        DynamicLayer.update = _growing(DynamicLayer.update)
+        DynamicLayer.update = _in_place(DynamicLayer.update)
 
 
-def _growing(concatenate: Any) -> Any:
+def _in_place(concatenate: Any) -> Any:
     @functools.wraps(concatenate)
     def update(
         layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -77,14 +77,14 @@ def extended(
     keys, values = layer.keys, layer.values
     key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like
     end = (keys.shape[-2] if keys.numel() else 0) + tokens
-    grown: _Grown | None = getattr(layer, "_grown", None)
-    if grown is not None and grown.fits(layer, end):
-        room = grown.room
+    own: _Room | None = getattr(layer, "_room", None)
+    if own is not None and own.fits(layer, end):
+        room = own.room
     else:
         room = end + max(end // 4, LEAST_SPARE_TOKENS)
         keys, values = _moved(keys, key_like, room), _moved(values, value_like, room)
     layer.keys, layer.values = _reaching(keys, key_like, end), _reaching(values, value_like, end)
-    layer._grown = _Grown(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)
+    layer._room = _Room(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)
     return layer.keys, layer.values
 
 
