@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.encoder import encode
-from parallelformers_ng.wire.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
-from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.decoder import Frame
+from parallelformers_ng.wire.encoder import encode, pack
+from parallelformers_ng.wire.format import INLINE_TENSOR_BYTES, FileDescriptor, Kind
 from parallelformers_ng.wire.transport import Channel
 
 KEY = b"k" * 32

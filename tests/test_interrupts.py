@@ -20,8 +20,8 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.wire import interrupts
-from parallelformers_ng.wire.encoder import encode
-from parallelformers_ng.wire.frames import Kind, pack
+from parallelformers_ng.wire.encoder import encode, pack
+from parallelformers_ng.wire.format import Kind
 from parallelformers_ng.wire.interrupts import Held, LetThrough
 from parallelformers_ng.wire.transport import Channel
 from tests.zoo.case import token_ids

@@ -24,8 +24,8 @@ from parallelformers_ng.errors import (
     WrongProcessError,
 )
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.encoder import Encoded, encode
-from parallelformers_ng.wire.frames import Kind, pack
+from parallelformers_ng.wire.encoder import Encoded, encode, pack
+from parallelformers_ng.wire.format import Kind
 from tests.patience import PROMPTLY, kill
 
 

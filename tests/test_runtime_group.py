@@ -17,7 +17,7 @@ from runtime_target import Reading
 
 from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, PlacementError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.leaves import FileDescriptor, Handle
+from parallelformers_ng.wire.format import FileDescriptor, Handle
 from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"

@@ -15,8 +15,8 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheFacts
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.wire.format import Handle
 from parallelformers_ng.wire.interrupts import Held
-from parallelformers_ng.wire.leaves import Handle
 
 
 class Workers(Protocol):

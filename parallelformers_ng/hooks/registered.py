@@ -18,7 +18,7 @@ from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.state import Watch
 from parallelformers_ng.hooks.crossing import Hook, Kind, Noted, described, is_of_library, pack
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.wire.leaves import Handle
+from parallelformers_ng.wire.format import Handle
 
 _FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
 _REFUSED = {

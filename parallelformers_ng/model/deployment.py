@@ -27,8 +27,7 @@ from parallelformers_ng.runtime.deadline import deadline_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.wire.frames import OUT_OF_MEMORY
-from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor
 from parallelformers_ng.worker.memory import RankMemory
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"

@@ -11,9 +11,9 @@ from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolEr
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess
-from parallelformers_ng.wire.decoder import Restore
-from parallelformers_ng.wire.encoder import Encoded
-from parallelformers_ng.wire.frames import Flag, Frame, Kind, Packed, pack
+from parallelformers_ng.wire.decoder import Frame, Restore
+from parallelformers_ng.wire.encoder import Encoded, Packed, pack
+from parallelformers_ng.wire.format import Flag, Kind
 from parallelformers_ng.wire.interrupts import LetThrough
 from parallelformers_ng.wire.transport import LOOKOUT_SECONDS, wait
 

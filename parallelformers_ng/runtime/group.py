@@ -26,7 +26,7 @@ from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.turns import Turns
 from parallelformers_ng.wire.decoder import Restore
 from parallelformers_ng.wire.encoder import Encoded, Replace, encode
-from parallelformers_ng.wire.frames import Flag
+from parallelformers_ng.wire.format import Flag
 from parallelformers_ng.wire.interrupts import Held, LetThrough
 
 _GOODBYE_SECONDS = 2.0

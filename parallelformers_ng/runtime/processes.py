@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, StartupError, WorkerDiedError
-from parallelformers_ng.wire.frames import Kind
+from parallelformers_ng.wire.format import Kind
 from parallelformers_ng.wire.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints

@@ -16,8 +16,9 @@ from parallelformers_ng.collectives.connect import connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.wire.encoder import Encoded
-from parallelformers_ng.wire.frames import Flag, Frame, Kind, pack
+from parallelformers_ng.wire.decoder import Frame
+from parallelformers_ng.wire.encoder import Encoded, pack
+from parallelformers_ng.wire.format import Flag, Kind
 from parallelformers_ng.wire.transport import LOOKOUT_SECONDS, Channel
 
 _NOTHING = Encoded(b"", [], [], 0)

@@ -22,8 +22,7 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.runtime import cores, failures
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
-from parallelformers_ng.wire.frames import OUT_OF_MEMORY, Kind
-from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor, Kind
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 import os
 import select
 import socket
@@ -12,22 +13,11 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.decoder import Restore
-from parallelformers_ng.wire.encoder import Replace, encode
-from parallelformers_ng.wire.frames import (
-    FIXED_SIZE,
-    Flag,
-    Frame,
-    Kind,
-    Packed,
-    map_memfd,
-    pack,
-    read_fixed_part,
-)
+from parallelformers_ng.wire.decoder import Frame, Restore, read_fixed_part
+from parallelformers_ng.wire.encoder import Packed, Replace, encode, pack
+from parallelformers_ng.wire.format import FIXED_PART, MAX_DESCRIPTORS, Flag, Kind, map_memfd
 from parallelformers_ng.wire.interrupts import LetThrough
-from parallelformers_ng.wire.leaves import MAX_DESCRIPTORS
 
-FOREVER = float("inf")  # the deadline of a wait that ends only with the other process
 LOOKOUT_SECONDS = 300e-6
 """How long a process looks out for what is about to come before it sleeps. To wake up takes a core 50 µs, and then it
 is as slow as with code that it never ran."""
@@ -109,7 +99,7 @@ class Channel:
         self.connection.close()
         self._close_descriptors()
 
-    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = FOREVER, place: str = "") -> None:
+    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
         """Encode a value and send it.
 
         Args:
@@ -130,7 +120,7 @@ class Channel:
         finally:
             packed.close()
 
-    def send_packed(self, packed: Packed, deadline: float = FOREVER) -> None:
+    def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
         """Send a frame, or what an interruption has left of it. Raises what `send` raises, except for the errors of
         encoding."""
         rest, fds = (packed.data, packed.fds) if self._unsent is None else (self._unsent, [])
@@ -153,12 +143,12 @@ class Channel:
         self._unsent = None
         self.sent = packed.sequence
 
-    def recv(self, deadline: float = FOREVER) -> tuple[Kind, int, Any]:
+    def recv(self, deadline: float = math.inf) -> tuple[Kind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
         frame = self.receive(deadline)
         return frame.kind, frame.sequence, frame.decode(self.key, self.restore)
 
-    def receive(self, deadline: float = FOREVER) -> Frame:
+    def receive(self, deadline: float = math.inf) -> Frame:
         """Receive one frame, undecoded.
 
         Raises:
@@ -167,11 +157,11 @@ class Channel:
             RequestTimeoutError: no whole frame came before the deadline.
         """
         try:
-            self._fill(FIXED_SIZE, deadline)
+            self._fill(FIXED_PART.size, deadline)
             kind, flags, sequence, header_size, tensor_size, count = read_fixed_part(
                 self._ahead, self._begin, len(self._fds)
             )
-            header_end = FIXED_SIZE + header_size
+            header_end = FIXED_PART.size + header_size
             size = header_end + (0 if flags & Flag.MEMFD else tensor_size)
             self._fill(size, deadline)
             # Whole. From here on nothing waits.
@@ -192,7 +182,9 @@ class Channel:
         fds, self._fds = self._fds[:count], self._fds[count:]
         if flags & Flag.MEMFD:
             os.close(fds.pop())
-        return Frame(kind, flags, sequence, bytes(frame[FIXED_SIZE:header_end]) if header_size else b"", blob, fds)
+        return Frame(
+            kind, flags, sequence, bytes(frame[FIXED_PART.size : header_end]) if header_size else b"", blob, fds
+        )
 
     def _fill(self, size: int, deadline: float) -> None:
         """Read ahead until there are `size` bytes or more."""
@@ -224,7 +216,7 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _closed(error) from error
+            raise ChannelClosedError(f"a message could not be received: {error.strerror}") from error
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -246,10 +238,6 @@ class Channel:
 _NO_TENSORS = torch.empty(0, dtype=torch.uint8)
 
 
-def _closed(error: OSError) -> ChannelClosedError:
-    return ChannelClosedError(f"a message could not be received: {error.strerror}")
-
-
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     """Wait for what a poll watches, open to interrupts. Returns the descriptors that are ready; none after an hour
     without any.
@@ -265,4 +253,4 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     if rest <= 0:
         raise RequestTimeoutError(late)
     with LetThrough():
-        return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]
+        return [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]

@@ -50,7 +50,7 @@ from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wholeness import check_is_whole
-from parallelformers_ng.wire.leaves import FileDescriptor, Handle
+from parallelformers_ng.wire.format import FileDescriptor, Handle
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.memory import RankMemory, rank_memory
 
