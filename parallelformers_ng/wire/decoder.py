@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import json
 import math
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +34,8 @@ from parallelformers_ng.wire.format import (
     VERSION,
     FileDescriptor,
     Flag,
-    Handle,
     Kind,
 )
-
-Restore = Callable[[Handle], Any]
 
 _KINDS = {int(kind): kind for kind in Kind}
 _ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH
@@ -60,10 +59,10 @@ class Frame:
     blob: torch.Tensor = dataclasses.field(repr=False)
     fds: list[int]
 
-    def decode(self, key: bytes | None, restore: Restore | None) -> Any:
+    def decode(self, key: bytes | None) -> Any:
         """The value of the frame, which now owns the descriptors. Raises what `decode` below raises."""
         fds, self.fds = self.fds, []
-        return decode(self.header, self.blob, fds, key, restore)
+        return decode(self.header, self.blob, fds, key)
 
     def discard(self) -> None:
         """Close the descriptors that came with the frame."""
@@ -97,13 +96,7 @@ def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tu
     return _KINDS[kind], flags, sequence, header_size, tensor_size, count
 
 
-def decode(
-    header: bytes,
-    blob: torch.Tensor,
-    fds: list[int],
-    key: bytes | None,
-    restore: Restore | None = None,
-) -> Any:
+def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None) -> Any:
     """Put a value together again.
 
     Args:
@@ -111,7 +104,6 @@ def decode(
         blob: the tensors' bytes, uint8 `[size]`; the tensors in the value are views of it.
         fds: received descriptors. They belong to the value afterwards; if decoding fails, they are closed.
         key: what signatures are checked against; with None, parts that need one are refused.
-        restore: turns each `Handle` into what it stands for; without it, handles stay handles.
 
     Raises:
         ProtocolError: the message is malformed, too large, or a signature is wrong.
@@ -126,7 +118,7 @@ def decode(
         if type(message) is str and not fds:
             return message
         tree, table = message
-        decoder = Decoder(blob, table, fds, key, restore)
+        decoder = Decoder(blob, table, fds, key)
         value = decoder.value(tree)
         if len(decoder.claimed) != len(fds):
             raise ProtocolError(f"{len(fds)} file descriptors came, {len(decoder.claimed)} are in the message")
@@ -142,15 +134,12 @@ def decode(
 class Decoder:
     """One message being read."""
 
-    def __init__(
-        self, blob: torch.Tensor, table: Any, fds: list[int], key: bytes | None, restore: Restore | None
-    ) -> None:
+    def __init__(self, blob: torch.Tensor, table: Any, fds: list[int], key: bytes | None) -> None:
         self._blob = blob
         self._tensors = [self._view(*row) for row in table]
         self._fds = fds
         self.claimed: set[int] = set()  # indices of descriptors that the value has
         self._key = key
-        self._restore = restore
         self._depth = 0
 
     def value(self, node: Any) -> Any:
@@ -204,11 +193,6 @@ class Decoder:
         self.claimed.add(index)
         return descriptor
 
-    def _handle(self, node: list[Any]) -> Any:
-        _tag, kind, payload = node
-        handle = Handle(_text(kind), self.value(payload))
-        return handle if self._restore is None else self._restore(handle)
-
     def _dataclass(self, node: list[Any]) -> Any:
         _tag, name, signed, names, nodes = node
         cls = signed_class(self._checking_key("class"), _text(name), _text(signed))
@@ -235,10 +219,10 @@ class Decoder:
         _tag, signed, packed = node
         data = self._bytes(packed)
         verify(self._checking_key("pickle"), "pickle", data, _text(signed))
-        from parallelformers_ng.wire.by_value import ReferenceUnpickler
-
+        unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+        unpickler.persistent_load = self.value
         try:
-            return ReferenceUnpickler(data, self.value).load()
+            return unpickler.load()
         except ProtocolError:
             raise
         except Exception as error:  # rebuilding an object runs its code
@@ -274,5 +258,4 @@ _METHODS: dict[str, Callable[[Decoder, list[Any]], Any]] = {
     "dc": Decoder._dataclass,
     "p": Decoder._pickle,
     "fd": Decoder._descriptor,
-    "h": Decoder._handle,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.errors import NotPortableError, ProtocolError
+from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.wire.classes import is_model_output, portable_fields, signature, signed_name
 from parallelformers_ng.wire.format import (
     ALIGNMENT,
@@ -28,12 +28,9 @@ from parallelformers_ng.wire.format import (
     VERSION,
     FileDescriptor,
     Flag,
-    Handle,
     Kind,
     write_memfd,
 )
-
-Replace = Callable[[Any], Any]
 
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -45,7 +42,7 @@ class Encoded:
     Attributes:
         header: the JSON tree, ASCII.
         tensors: flat uint8 CPU tensors, each with its offset in bytes.
-        fds: descriptors to pass along; still owned by whoever made the message.
+        fds: descriptors to pass along; the maker of the message still owns them.
         size: bytes that the tensors take when each starts on an aligned offset.
     """
 
@@ -78,8 +75,6 @@ def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
         SharedMemoryError: the system has no memory left for the tensors.
     """
     tensors, fds, memfd = bytearray(), encoded.fds, None
-    if len(fds) >= MAX_DESCRIPTORS:
-        raise ProtocolError(f"{len(fds)} file descriptors in one message; the limit is {MAX_DESCRIPTORS - 1}")
     if encoded.size > INLINE_TENSOR_BYTES:
         memfd = write_memfd(encoded.tensors, encoded.size)
         fds, flags = [*fds, memfd], flags | Flag.MEMFD
@@ -91,20 +86,18 @@ def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
     return Packed(sequence, fixed + encoded.header + tensors, fds, memfd)
 
 
-def encode(obj: Any, key: bytes | None, replace: Replace | None = None, place: str = "") -> Encoded:
+def encode(obj: Any, key: bytes | None, place: str = "") -> Encoded:
     """Take a value apart for the wire.
 
     Args:
         obj: the value.
         key: signs pickles and class names; with None, values that need either are refused.
-        replace: called with every object that is no plain value, container or tensor. It returns the object itself,
-            or a substitute to send instead, usually a `Handle`.
         place: what error messages call the value; by default, a dict is called by its keys.
 
     Raises:
         NotPortableError: a part of the value cannot be pickled, is nested too deep, or is too large for a header.
     """
-    encoder = Encoder(key, replace, place)
+    encoder = Encoder(key, place)
     # A text stands alone: it takes the JSON encoder a tenth of the time, and a request is often no more than a name.
     header = _to_json(obj if type(obj) is str else [encoder.node(obj), encoder.table]).encode("ascii")
     if len(header) > MAX_HEADER_BYTES:
@@ -117,9 +110,8 @@ def encode(obj: Any, key: bytes | None, replace: Replace | None = None, place: s
 class Encoder:
     """One message in the making: the tree is returned by `node`, tensors and descriptors gather beside it."""
 
-    def __init__(self, key: bytes | None, replace: Replace | None, place: str = "") -> None:
+    def __init__(self, key: bytes | None, place: str = "") -> None:
         self.key = key
-        self.replace = replace
         self.table: list[list[Any]] = []
         self.tensors: list[tuple[int, torch.Tensor]] = []
         self.fds: list[int] = []
@@ -134,18 +126,11 @@ class Encoder:
         method = _METHODS.get(type(obj))
         return self._special(obj) if method is None else method(self, obj)
 
-    def substitute(self, obj: Any) -> Any:
-        """What to send for `obj`: itself, or what the caller's hook puts in its place."""
-        return obj if self.replace is None else self.replace(obj)
-
-    def is_portable_tensor(self, obj: Any) -> bool:
+    def _is_portable_tensor(self, obj: Any) -> bool:
         """True where the bytes of a tensor are all there is to it."""
         return obj.layout is torch.strided and obj.dtype in DTYPE_NAMES and obj.device.type != "meta"
 
     def _special(self, obj: Any) -> Any:
-        substitute = self.substitute(obj)
-        if substitute is not obj:
-            return self._nested("", substitute)
         cls: type = type(obj)
         defaults = portable_fields(cls)
         if defaults is None or not (is_model_output(cls) or _is_all_fields(obj, defaults)):
@@ -184,7 +169,7 @@ class Encoder:
 
     def _tensor(self, obj: torch.Tensor) -> Any:
         if id(obj) not in self._seen:
-            if not self.is_portable_tensor(obj):
+            if not self._is_portable_tensor(obj):
                 return self._pickle(obj)
             if obj.ndim > MAX_DIMENSIONS:
                 raise NotPortableError(f"{self._where()} has {obj.ndim} dimensions; the limit is {MAX_DIMENSIONS}")
@@ -198,8 +183,9 @@ class Encoder:
         return len(self.table) - 1
 
     def _descriptor(self, obj: FileDescriptor) -> Any:
-        if len(self.fds) >= MAX_DESCRIPTORS:
-            raise NotPortableError(f"{self._where()}: more than {MAX_DESCRIPTORS} file descriptors in one message")
+        limit = MAX_DESCRIPTORS - 1  # one is for the tensors
+        if len(self.fds) >= limit:
+            raise NotPortableError(f"{self._where()}: more than {limit} file descriptors in one message")
         self.fds.append(obj.fd)
         return ["fd", len(self.fds) - 1]
 
@@ -209,12 +195,8 @@ class Encoder:
         return self.key
 
     def _pickle(self, obj: Any) -> Any:
-        # cloudpickle is needed by few messages, so the workers' start does not wait for its import.
-        from parallelformers_ng.wire.by_value import ReferencePickler
-
-        buffer = io.BytesIO()
         try:
-            ReferencePickler(buffer, self._outside).dump(obj)
+            data = self._pickled(obj)
         except NotPortableError:
             raise
         except Exception as error:  # reducers are foreign code and raise anything
@@ -223,27 +205,30 @@ class Encoder:
                 f"{place} (a {type(culprit).__module__}.{type(culprit).__qualname__}) cannot be sent to the workers by "
                 f"value: {error}; leave out what cannot be pickled, or create it inside the worker"
             ) from error
-        data = buffer.getvalue()
         return ["p", signature(self._signing_key(), "pickle", data).hex(), self._bytes(data)]
 
+    def _pickled(self, obj: Any) -> bytes:
+        """Classes of `__main__` and notebooks go by value; tensors and descriptors go beside the pickle."""
+        import cloudpickle  # few messages need it, so the workers' start does not wait for it
+
+        buffer = io.BytesIO()
+        pickler = cloudpickle.Pickler(buffer, protocol=5)
+        pickler.persistent_id = self._outside
+        pickler.dump(obj)
+        return buffer.getvalue()
+
     def _outside(self, obj: Any) -> Any:
-        """What stands in a pickle for an object that goes beside it."""
-        if type(obj) is torch.Tensor:
-            return self.node(obj) if self.is_portable_tensor(obj) else None
-        if type(obj) is FileDescriptor:
-            return self.node(obj)
-        substitute = self.substitute(obj)
-        return None if substitute is obj else self.node(substitute)
+        """What stands in a pickle for an object that goes beside it; None for one that goes through it."""
+        beside = type(obj) is FileDescriptor or (type(obj) is torch.Tensor and self._is_portable_tensor(obj))
+        return self.node(obj) if beside else None
 
     def _blame(self, obj: Any) -> tuple[str, Any]:
         """Follow an object that cannot be pickled down to the innermost part that cannot."""
-        from parallelformers_ng.wire.by_value import ReferencePickler
-
         place = self._where()
         for _ in range(8):
             for step, part in _parts(obj):
                 try:
-                    ReferencePickler(io.BytesIO(), Encoder(self.key, self.replace)._outside).dump(part)
+                    Encoder(self.key)._pickled(part)
                 except Exception:  # the very failure that is being located
                     place, obj = place + step, part
                     break
@@ -291,5 +276,4 @@ _METHODS: dict[type, Callable[[Encoder, Any], Any]] = {
     torch.Tensor: Encoder._tensor,
     torch.nn.Parameter: Encoder._tensor,
     FileDescriptor: Encoder._descriptor,
-    Handle: lambda self, obj: ["h", obj.kind, self._nested(".payload", obj.payload)],
 }

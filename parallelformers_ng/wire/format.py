@@ -14,7 +14,7 @@ The header is a message without its tensors: a JSON tree, or a single string. In
     ["T", 0]                             tensor 0 of the table [[dtype, shape, offset], …] that follows the tree
     ["dc", "pkg.mod:Name", mac, […], …]  a dataclass or ModelOutput: the fields that are not at their defaults
     ["p", mac, "…"]                      a pickle, for all other values; read only if its signature is right
-    ["fd", 0]                            an open file              ["h", kind, payload]  an object that stays behind
+    ["fd", 0]                            an open file
 
 A byte string of more than 1 KiB is a uint8 tensor of the table, so headers stay small.
 """
@@ -98,7 +98,7 @@ class FileDescriptor:
         os.close(self.fd)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Handle:
     """A value that stands for an object which stays in the process that sent it.
 
