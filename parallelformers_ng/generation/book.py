@@ -16,7 +16,7 @@ from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheFacts
 from parallelformers_ng.generation.handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.format import Handle
-from parallelformers_ng.wire.interrupts import Held
+from parallelformers_ng.wire.interrupts import CriticalSection
 
 
 class Workers(Protocol):
@@ -149,7 +149,7 @@ class CacheBook:
         handle.check()  # after the group was chosen: of an older one, it is stale
         block = self.new_block()
         timeout = deadline - time.monotonic()
-        with Held():
+        with CriticalSection():
             try:
                 result, facts = group.call("cache", handle.number, method, args, kwargs, block, half, timeout=timeout)
             except BaseException:

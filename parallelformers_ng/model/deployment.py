@@ -23,7 +23,6 @@ from parallelformers_ng.checkpoint.store import ShardSource, ShardStore, hand_ov
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError
 from parallelformers_ng.generation.book import CacheBook
-from parallelformers_ng.runtime.deadline import deadline_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -42,6 +41,7 @@ class Deployment:
     Attributes:
         plan: how the model is cut.
         caches: the book of the caches that the workers hold.
+        supervisor: has the group, and replaces it.
 
     Args:
         model: the model, weights loaded. After `start` its tensors are on `meta`.
@@ -89,7 +89,7 @@ class Deployment:
         if group.in_use:
             raise PlacementError("the group given serves another model; end that one first, or start another group")
         group.user = weakref.ref(self)
-        self._supervisor = Supervisor(group)
+        self.supervisor = Supervisor(group)
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
@@ -101,7 +101,7 @@ class Deployment:
             StartupError: a worker could not start.
             SharedMemoryError: the system has no memory for the shards.
         """
-        group = self._supervisor.group
+        group = self.supervisor.group
         try:
             group.wait_until_ready()
             group.call("build", self._skeleton)
@@ -113,7 +113,7 @@ class Deployment:
                     again = functools.partial(
                         revive, self._make_group, self._skeleton, self.plan, store, self._checkpoint
                     )
-                    self._supervisor = Supervisor(group, again, self._limit)
+                    self.supervisor = Supervisor(group, again, self._limit)
             except BaseException:
                 take_back(model, store.plan, store)
                 raise
@@ -131,16 +131,16 @@ class Deployment:
 
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
         """The group to send requests to and its incarnation; see `Supervisor.ready`."""
-        return self._supervisor.ready(deadline)
+        return self.supervisor.ready(deadline)
 
     def deadline_of(self, timeout: float | None) -> float:
         """When a call must be done that begins now, on the clock of `time.monotonic`."""
-        return deadline_of(self._supervisor.group.timeout if timeout is None else timeout)
+        return self.supervisor.group.deadline(timeout)
 
     @property
     def incarnation(self) -> int:
         """How often the workers were started again."""
-        return self._supervisor.incarnation
+        return self.supervisor.current[1]
 
     @property
     def ended(self) -> bool:
@@ -149,11 +149,11 @@ class Deployment:
 
     @property
     def device_names(self) -> list[str]:
-        return self._supervisor.group.device_names
+        return self.supervisor.group.device_names
 
     @property
     def pids(self) -> list[int]:
-        return self._supervisor.group.pids
+        return self.supervisor.group.pids
 
     def memory(self) -> list[RankMemory]:
         """A report of each rank."""
@@ -178,7 +178,7 @@ class Deployment:
         return (
             self._store.node(tensor)
             if self._store is not None
-            else WorkerShards(self.plan, self._supervisor.group).node(tensor)
+            else WorkerShards(self.plan, self.supervisor.group).node(tensor)
         )
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
@@ -197,7 +197,7 @@ class Deployment:
             WrongProcessError: this is a forked process. Reading the weights gives their memory back, which is the
                 parent's as well.
         """
-        self._supervisor.group.check_process()
+        self.supervisor.group.check_process()
         with self._lock:
             if self._store is not None:
                 self._leave_group()  # first, so that memory can be given back as it is read
@@ -213,7 +213,7 @@ class Deployment:
             self._release_store()
 
     def _source(self) -> ShardSource:
-        held = self._store if self._store is not None else WorkerShards(self.plan, self._supervisor.group)
+        held = self._store if self._store is not None else WorkerShards(self.plan, self.supervisor.group)
         return FilesAnd(self._checkpoint, held)
 
     def _release_store(self) -> None:
@@ -222,8 +222,8 @@ class Deployment:
             self._store = None
 
     def _leave_group(self) -> None:
-        self._supervisor.stop()
-        group = self._supervisor.group
+        self.supervisor.stop()
+        group = self.supervisor.group
         if self._borrowed and not self._closed and group.alive:
             group.call("drop")
             group.user = None

@@ -41,9 +41,8 @@ from parallelformers_ng.generation.state import Watch, watched_arguments
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.crossing import Noted
 from parallelformers_ng.hooks.mounted import Mounted
-from parallelformers_ng.kernels.cached_attention import install_attention
 from parallelformers_ng.kernels.installation import forget, install
-from parallelformers_ng.kernels.streaming_linear import StreamingLinear
+from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
 from parallelformers_ng.sharding.inject import inject, set_config
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
