@@ -213,10 +213,6 @@ static int fits(const Kernel *k)
 static int Kernel_init(Kernel *k, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
     double timeout;
-    if (k->arena.obj) {
-        PyErr_SetString(PyExc_RuntimeError, "Kernel: already initialised");
-        return -1;
-    }
     if (!PyArg_ParseTuple(args, "w*iid", &k->arena, &k->rank, &k->world_size, &timeout)) return -1;
     if (k->world_size < 1 || k->world_size > MAX_WORLD_SIZE || k->rank < 0 || k->rank >= k->world_size ||
         !(timeout > 0 && timeout < 1e9) || !fits(k)) {

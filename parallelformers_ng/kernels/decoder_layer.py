@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -231,16 +231,19 @@ class Step:
         masked_tokens: how many the mask has, None without one.
     """
 
-    _latest: Step | None = None
+    # In a list: while an attribute of a class is replaced, another thread may be given the old value after its end.
+    _latest: ClassVar[list[Step]] = []
 
     @classmethod
     def of(cls, half: AttentionHalf, rows: int, positions: tuple[Tensor, Tensor], mask: Tensor | None) -> Step:
         """The step of which `half` computes a part. transformers passes the same objects to all layers."""
-        latest = cls._latest
         shared, sizes = (half.config, positions, mask), (rows, half.dtype, half.width, half.heads)
-        if latest is None or sizes != latest._sizes or not all(map(operator.is_, shared, latest._shared)):
-            latest = cls._latest = cls(shared, sizes)
-        return latest
+        for latest in cls._latest:
+            if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
+                return latest
+        step = cls(shared, sizes)
+        cls._latest[:] = [step]
+        return step
 
     def __init__(
         self, shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None], sizes: tuple[int, torch.dtype, int, int]
