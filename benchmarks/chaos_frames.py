@@ -15,9 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.encoder import encode
-from parallelformers_ng.wire.frames import Kind, pack
-from parallelformers_ng.wire.leaves import Handle
+from parallelformers_ng.wire.encoder import encode, pack
+from parallelformers_ng.wire.format import Handle, Kind
 from parallelformers_ng.wire.transport import Channel
 
 _KEY, _OTHER_KEY = b"k" * 32, b"o" * 32

@@ -39,13 +39,13 @@ def measure(rank: int, world_size: int, fds: list[DupFd], rendezvous: str, round
         rank=rank,
         world_size=world_size,
         device=torch.device("cpu"),
-        arena_fd=None,
+        arena_fd=fds[-1].detach(),
         rendezvous=rendezvous,
         timeout=60.0,
     )
     backends: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {}
-    for kernel, fd in zip(available_kernels(), fds, strict=True):
-        communicator = SharedMemoryCommunicator(fd.detach(), rank, world_size, 60.0, kernel)
+    for kernel, fd in zip(available_kernels(), fds[:-1], strict=True):
+        communicator = SharedMemoryCommunicator(Arena(fd.detach(), world_size), rank, 60.0, kernel)
         backends[kernel] = (1 if kernel == "c" else 4, communicator.all_reduce)
     backends["gloo"] = (8, gloo.all_reduce)
     backends["gloo ring"] = (8, lambda tensor: gloo._group.allreduce([tensor], dist.AllreduceOptions()).wait())
@@ -55,7 +55,7 @@ def measure(rank: int, world_size: int, fds: list[DupFd], rendezvous: str, round
         for size, repeats in SIZES.items():
             tensor = torch.zeros(size // 4)
             for name, (divisor, all_reduce) in backends.items():
-                gloo.barrier()
+                gloo.all_reduce(torch.zeros(1))
                 for _ in range(max(repeats // divisor, 5)):
                     start = time.perf_counter_ns()
                     all_reduce(tensor)
@@ -68,7 +68,7 @@ def measure(rank: int, world_size: int, fds: list[DupFd], rendezvous: str, round
 
 def run(world_size: int, rounds: int) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
-    arenas = [Arena.create(world_size) for _ in available_kernels()]
+    arenas = [Arena.create(world_size) for _ in (*available_kernels(), "gloo")]
     rendezvous = create_rendezvous()
     receiver, sender = context.Pipe(duplex=False)
     ranks = []

@@ -2,7 +2,7 @@
 
     python -m benchmarks.round_trip [calls]
 
-The peers carry JSON in fixed frames over socket pairs, look out before they sleep as our workers do, and do nothing
+The peers carry JSON in fixed frames over socket pairs, spin before they sleep as our workers do, and do nothing
 else: no deadlines, no descriptors, no tensors, no checks. Both are measured in turns, in one run. A raw pipe, one byte
 each way between two processes, is the floor that the scheduler sets.
 """
@@ -23,9 +23,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from parallelformers_ng.runtime.cores import placement, usable_cpus
+from parallelformers_ng.runtime.cores import cpus_of_ranks, usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.transport import LOOKOUT_SECONDS
+from parallelformers_ng.wire.transport import SPIN_SECONDS
 
 _TURNS = 10
 _WARM_UP = 50
@@ -47,7 +47,7 @@ class Peer:
     """A caller and its workers in the fewest lines, on the CPUs that ours would get. Close it afterwards."""
 
     def __init__(self, world_size: int) -> None:
-        cpus = placement(world_size, max(1, usable_cpus() // world_size)) or [None] * world_size
+        cpus = cpus_of_ranks(world_size, max(1, usable_cpus() // world_size)) or [None] * world_size
         self._sockets: list[socket.socket] = []
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
@@ -63,7 +63,7 @@ class Peer:
         for connection in self._sockets:
             connection.send(frame)
         for connection, poll in zip(self._sockets, self._polls, strict=True):
-            _look_out(poll)
+            _spin(poll)
             _read(connection.recv(4096))
 
     def close(self) -> None:
@@ -72,13 +72,13 @@ class Peer:
             connection.close()
 
 
-def _serve(connection: socket.socket, cpus: set[int] | None, looks_out: bool) -> None:
+def _serve(connection: socket.socket, cpus: set[int] | None, spins: bool) -> None:
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
     target, poll = Nothing(), _poll(connection)
     while True:
-        if looks_out:
-            _look_out(poll)
+        if spins:
+            _spin(poll)
         if not (data := connection.recv(4096)):
             return
         request = _read(data)
@@ -102,8 +102,8 @@ def _poll(connection: socket.socket) -> select.poll:
     return poll
 
 
-def _look_out(poll: select.poll) -> None:
-    until = time.monotonic() + LOOKOUT_SECONDS
+def _spin(poll: select.poll) -> None:
+    until = time.monotonic() + SPIN_SECONDS
     while not poll.poll(0):
         if time.monotonic() > until:
             poll.poll()

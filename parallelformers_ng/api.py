@@ -29,7 +29,6 @@ from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.options import OF_A_MODEL, WorkerOptions, read_options
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
-from parallelformers_ng.runtime.startup import check_backend
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.casting import holds_plain_weights
@@ -244,7 +243,6 @@ def _group_maker(num_gpus: int | None, options: WorkerOptions) -> functools.part
     """Check where the workers go; starting them is left to the caller, who may have to do it again."""
     check_platform()
     world_size, kind = placement(num_gpus, options.device, options.device_ids)
-    check_backend(options.backend, kind, options.device_ids)
     return functools.partial(
         WorkerGroup,
         world_size,

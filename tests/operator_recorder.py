@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallelformers_ng.collectives.traced import operators_alone
+from parallelformers_ng.collectives.communicator import operators_alone
 
 _aten = torch.ops.aten
 _FORBIDDEN = {_aten._local_scalar_dense, _aten.nonzero, _aten.lift_fresh}

@@ -29,7 +29,7 @@ def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
     def open_kernel(kernel: str, timeout: float = 20.0) -> SharedMemoryCommunicator:
         if kernel == "mixed":
             kernel = available_kernels()[rank % len(available_kernels())]
-        return SharedMemoryCommunicator(fd, rank, world_size, timeout, kernel)  # type: ignore[arg-type]
+        return SharedMemoryCommunicator(Arena(fd, world_size), rank, timeout, kernel)
 
     communicators = {kernel: open_kernel(kernel) for kernel in KERNELS}
     with contextlib.suppress(EOFError):
@@ -92,6 +92,11 @@ class RankGroup:
 
 def _reset(communicator: Communicator) -> None:
     communicator.reset()
+
+
+def meet(communicator: Communicator) -> None:
+    """Wait until all ranks have come."""
+    communicator.all_reduce(torch.zeros(1))
 
 
 def values(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

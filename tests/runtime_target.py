@@ -39,7 +39,7 @@ class Target:
 
     def scale_in_place(self, tensor: torch.Tensor) -> float:
         tensor.mul_(self.rank + 2)
-        self.communicator.barrier()
+        self.meet()
         return tensor.sum().item()
 
     def zeros(self, count: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Target:
     def raise_value_error(self, ranks: list[int]) -> None:
         if self.rank in ranks:
             raise ValueError("a bad value", 7)
-        self.communicator.barrier()
+        self.meet()
 
     def raise_odd(self) -> None:
         class Local(Exception):
@@ -69,8 +69,9 @@ class Target:
             time.sleep(0.002)
         return "cancelled"
 
-    def barrier(self) -> None:
-        self.communicator.barrier()
+    def meet(self) -> None:
+        """Wait until all ranks have come."""
+        self.communicator.all_reduce(torch.zeros(1))
 
     def spin(self) -> None:
         while True:
@@ -79,13 +80,13 @@ class Target:
     def exit(self, rank: int, code: int) -> None:
         if self.rank == rank:
             os._exit(code)
-        self.communicator.barrier()
+        self.meet()
 
     def crash(self, rank: int) -> None:
         """In native code, by writing to no memory."""
         if self.rank == rank:
             ctypes.memset(0, 1, 1)
-        self.communicator.barrier()
+        self.meet()
 
     def touch_lost_memory(self, rank: int) -> None:
         """Of a mapping whose file was cut short since: SIGBUS."""
@@ -95,7 +96,7 @@ class Target:
             memory = mmap.mmap(fd, mmap.PAGESIZE)
             os.ftruncate(fd, 0)
             memory[0] = 1
-        self.communicator.barrier()
+        self.meet()
 
     def leave(self, code: int) -> None:
         sys.exit(code)

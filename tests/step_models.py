@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from parallelformers_ng.kernels import decoder_stack, layer_halves
+from parallelformers_ng.kernels import decoder_layer, decoder_stack
 from parallelformers_ng.kernels.installation import install
 
 LAYERS, VOCABULARY = 3, 97
@@ -46,8 +46,8 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             seen[name] += 1
             return getattr(kernel, name)
 
-    kernel = layer_halves._decode
-    for module in (layer_halves, decoder_stack):
+    kernel = decoder_layer._decode
+    for module in (decoder_layer, decoder_stack):
         monkeypatch.setattr(module, "_decode", Counting())
     return seen
 

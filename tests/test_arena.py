@@ -5,19 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from pathlib import Path
-from typing import Any
+from contextlib import closing
 
 import pytest
 import torch
 
 from parallelformers_ng.collectives.arena import Arena, available_memory
-from parallelformers_ng.collectives.arena_map import ArenaMap
 from parallelformers_ng.collectives.communicator import SingleCommunicator, sum_in_rank_order
 from parallelformers_ng.collectives.connect import connect
-from parallelformers_ng.collectives.process_group import open_store
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
-from parallelformers_ng.errors import GroupError, ProtocolError
 from tests.rank_group import SLOT_BYTES
 
 
@@ -31,23 +27,21 @@ def test_arena_refuses_more_than_the_available_memory(monkeypatch: pytest.Monkey
 
 
 def test_arena_refuses_what_does_not_fit() -> None:
-    for arguments in ((0,), (257,), (2, 0), (2, 100), (2, 64, -1)):
+    for world_size in (0, 257):
         with pytest.raises(ValueError, match="Arena"):
-            Arena.create(*arguments)
-    with Arena.create(2, SLOT_BYTES) as arena:
+            Arena.create(world_size)
+    with closing(Arena.create(2, SLOT_BYTES)) as arena:
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(arena.fd, 0)
         assert fcntl.fcntl(arena.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-        with pytest.raises(ProtocolError, match="3 ranks"):
-            ArenaMap(arena.fd, 3)
 
 
 @pytest.mark.skipif("c" not in available_kernels(), reason="the C kernel is not built")
 def test_c_kernel_validates_its_arguments() -> None:
     from parallelformers_ng.collectives._kernel import Kernel
 
-    with Arena.create(2, SLOT_BYTES) as arena:
-        memory = ArenaMap(arena.fd, 2).memory
+    with closing(Arena.create(2, SLOT_BYTES)) as arena:
+        memory = Arena(arena.fd, 2).memory
         for bad in ((memory, 2, 2, 1.0), (memory, -1, 2, 1.0), (memory, 0, 3, 1.0), (memory, 0, 2, 0.0)):
             with pytest.raises(ValueError, match="do not fit"):
                 Kernel(*bad)
@@ -68,31 +62,20 @@ def test_c_kernel_validates_its_arguments() -> None:
                 method(*bad)
         kernel.close()
         with pytest.raises(ValueError, match="close"):
-            kernel.barrier()
+            kernel.broadcast(0, 0, 0)
 
 
-def test_wrong_device_and_wrong_backend_are_refused() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    common: dict[str, Any] = {"rank": 0, "world_size": 2, "rendezvous": None, "timeout": 1.0}
-    with Arena.create(2, SLOT_BYTES) as arena:
-        communicator = SharedMemoryCommunicator(arena.fd, 0, 2, 1.0)
+def test_tensors_on_other_devices_are_refused() -> None:
+    with closing(Arena.create(2, SLOT_BYTES)) as arena:
+        communicator = SharedMemoryCommunicator(Arena(arena.fd, 2), 0, 1.0)
         with pytest.raises(ValueError, match="meta"):
             communicator.all_reduce(torch.zeros(3, device="meta"))
         communicator.close()
         communicator.close()
-        for backend, device, fd in (
-            ("mpi", cpu, arena.fd),
-            ("nccl", cpu, arena.fd),
-            ("gloo", cuda, arena.fd),
-            ("shared_memory", cpu, None),
-            ("gloo", cpu, arena.fd),
-        ):
-            with pytest.raises(ValueError, match="connect"):
-                connect(backend, device=device, arena_fd=fd, **common)
 
 
 def test_one_rank_needs_nobody() -> None:
-    with Arena.create(1, SLOT_BYTES) as arena:
+    with closing(Arena.create(1, SLOT_BYTES)) as arena:
         communicator = connect(
             "auto", rank=0, world_size=1, device=torch.device("cpu"), arena_fd=arena.fd, rendezvous=None, timeout=1.0
         )
@@ -107,9 +90,3 @@ def test_one_rank_needs_nobody() -> None:
 def test_16_bit_sums_round_once() -> None:
     parts = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     assert sum_in_rank_order(parts, out=torch.empty(1, dtype=torch.bfloat16)).item() == 258.0
-
-
-def test_rendezvous_open_to_others_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    with pytest.raises(GroupError, match="0o700"):
-        open_store(str(tmp_path / "store"), 2)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.encoder import encode
-from parallelformers_ng.wire.frames import INLINE_TENSOR_BYTES, Frame, Kind, pack
-from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.decoder import Frame
+from parallelformers_ng.wire.encoder import encode, pack
+from parallelformers_ng.wire.format import INLINE_TENSOR_BYTES, FileDescriptor, Kind
 from parallelformers_ng.wire.transport import Channel
 
 KEY = b"k" * 32
@@ -80,47 +80,47 @@ def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("patient", [False, True])
-def test_looking_out_ends_with_a_frame_or_with_its_time(ends, patient):
-    ends[1].connection.setblocking(patient)
+@pytest.mark.parametrize("blocking", [False, True])
+def test_spinning_ends_with_a_frame_or_with_its_time(ends, blocking):
+    ends[1].connection.setblocking(blocking)
     start = time.monotonic()
-    assert not ends[1].look_out(start + 0.2)
+    assert not ends[1].spin(start + 0.2)
     assert 0.2 <= time.monotonic() - start < 5
     soon = threading.Timer(0.05, ends[0].send, (Kind.EVENT, 1, "it"))
     soon.start()
-    assert ends[1].look_out(start + 60)
+    assert ends[1].spin(start + 60)
     soon.join()
     for name in ("second", "third"):
         ends[0].send(Kind.EVENT, 1, name)
     assert [ends[1].recv()[2] for _ in range(2)] == ["it", "second"]
-    assert ends[1].look_out(start)  # at what was read ahead
+    assert ends[1].spin(start)  # at what was read ahead
     assert ends[1].recv()[2] == "third"
 
 
-def test_who_has_looked_out_sleeps(ends):
+def test_a_channel_sleeps_after_it_has_spun(ends):
     start, busy = time.monotonic(), time.thread_time()
     threading.Timer(0.5, ends[0].send, (Kind.EVENT, 1, "it")).start()
-    assert not ends[1].look_out(start + 0.1)
+    assert not ends[1].spin(start + 0.1)
     assert ends[1].recv()[2] == "it"
     assert time.monotonic() - start >= 0.5
     assert time.thread_time() - busy < 0.3
 
 
 def test_a_frame_that_comes_in_parts_is_put_together(ends):
-    """Descriptor included; whatever of it is there when one looks out."""
+    """Descriptor included; whatever of it is there at the first poll."""
     file = os.memfd_create("test")
     os.write(file, b"content")
     packed = pack(Kind.EVENT, 1, encode([FileDescriptor(file), "x" * 500, torch.arange(9)], KEY))
     for cut in (1, 31, 32, 33, 400, len(packed.data) - 1):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packed.fds))]
         ends[0].connection.sendmsg([packed.data[:cut]], rights)
-        assert ends[1].look_out(0.0)
+        assert ends[1].spin(0.0)
         ends[0].connection.send(packed.data[cut:])
         descriptor, text, tensor = ends[1].recv()[2]
         assert (text, tensor.tolist()) == ("x" * 500, list(range(9)))
         assert os.pread(descriptor.fd, 7, 0) == b"content"
         descriptor.close()
-        assert not ends[1].look_out(0.0)
+        assert not ends[1].spin(0.0)
     os.close(file)
 
 

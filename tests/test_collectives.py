@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.connect import connect
 from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
@@ -18,7 +19,7 @@ from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, RowParallel
 from tests.patience import PROMPTLY
-from tests.rank_group import FLOATS, KERNELS, OTHERS, SLOT_BYTES, RankGroup, bytes_of, expected_sum, values
+from tests.rank_group import FLOATS, KERNELS, OTHERS, SLOT_BYTES, RankGroup, bytes_of, expected_sum, meet, values
 
 
 def _check_sums(communicator: Communicator) -> None:
@@ -155,7 +156,7 @@ def _check_broadcasts(communicator: Communicator) -> None:
         communicator.broadcast(base[:, 1], src)
         assert base[:, 1].eq(src).all()
         assert base[:, 2].eq(communicator.rank).all()
-        communicator.barrier()
+        meet(communicator)
     with pytest.raises(ValueError, match="src"):
         communicator.broadcast(torch.zeros(1), communicator.world_size)
 
@@ -196,25 +197,13 @@ def test_compiled_layers_hold_their_collectives_in_one_graph(two_ranks: RankGrou
     two_ranks.run(KERNELS[0], _check_compiled)
 
 
-def _barrier_order(communicator: Communicator) -> tuple[float, float]:
-    time.sleep(0.05 * communicator.rank)
-    arrived = time.monotonic()
-    communicator.barrier()
-    return arrived, time.monotonic()
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_nobody_leaves_a_barrier_before_all_have_come(ranks: RankGroup, kernel: str) -> None:
-    times = ranks.run(kernel, _barrier_order)
-    assert max(arrived for arrived, _ in times) <= min(left for _, left in times)
-
-
-def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str) -> None:
+def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str, arena: str) -> None:
     rank, world_size = communicator.rank, communicator.world_size
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": 20.0, "rendezvous": rendezvous}
     environment = dict(os.environ)
-    gloo = connect("gloo", device=torch.device("cpu"), arena_fd=None, **common)
-    gloo._arena = communicator._shared  # the arena that this rank has mapped already
+    arena_fd = os.open(arena, os.O_RDWR)
+    gloo = connect("gloo", device=torch.device("cpu"), arena_fd=arena_fd, **common)
+    os.close(arena_fd)
     for dtype in (*FLOATS, torch.bool, torch.int16):
         result = gloo.all_reduce(values(rank, 1001, dtype))
         assert torch.equal(bytes_of(result), bytes_of(expected_sum(world_size, 1001, dtype)))
@@ -223,7 +212,7 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str) -> None
     assert torch.equal(gloo.all_gather(parts[rank], -1, sizes), torch.cat(parts, -1))
     tensor = values(rank, 12, torch.float32).view(3, 4).t()
     assert torch.equal(gloo.broadcast(tensor, 1), values(1, 12, torch.float32).view(3, 4).t())
-    gloo.barrier()
+    meet(gloo)
     start = time.monotonic()
     if rank == 0:
         time.sleep(0.1)
@@ -232,16 +221,18 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str) -> None
         gloo.all_reduce(torch.ones(3))
     assert time.monotonic() - start < PROMPTLY
     assert dict(os.environ) == environment
-    gloo._arena = None  # as if the parent had reset it
+    meet(communicator)
+    gloo._shared.reset()  # in the parent's place
+    meet(communicator)
     gloo.reset()
     assert gloo.all_reduce(torch.ones(3)).eq(world_size).all()
     gloo.close()
 
 
 def test_gloo_agrees_with_shared_memory_to_the_bit(two_ranks: RankGroup) -> None:
-    rendezvous = create_rendezvous()
+    rendezvous, arena = create_rendezvous(), Arena.create(2)
     try:
-        two_ranks.run("mixed", _check_gloo, rendezvous_path(rendezvous))
+        two_ranks.run("mixed", _check_gloo, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
     finally:
         os.close(rendezvous)
-        two_ranks.reset()
+        arena.close()

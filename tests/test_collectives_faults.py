@@ -12,7 +12,7 @@ import torch
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 from tests.patience import PROMPTLY
-from tests.rank_group import KERNELS, RankGroup
+from tests.rank_group import KERNELS, RankGroup, meet
 
 
 def _wait_for_abort(communicator: Communicator) -> tuple[float, str]:
@@ -53,7 +53,7 @@ def _wait_without_rank_0(communicator: Communicator) -> tuple[float, str]:
     if communicator.rank == 0:
         return 0.0, "the parent: killed"
     with pytest.raises(CollectiveAbortedError) as caught:
-        communicator.barrier()
+        meet(communicator)
     return time.monotonic(), str(caught.value)
 
 
@@ -108,7 +108,7 @@ def _interrupted(communicator: Communicator) -> float:
     start = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            communicator.barrier()
+            meet(communicator)
     finally:
         signal.signal(signal.SIGALRM, previous)
     return time.monotonic() - start
@@ -133,7 +133,7 @@ def test_cancel_word_reaches_every_rank(two_ranks: RankGroup) -> None:
 
 
 def _reset_too_early(communicator: Communicator) -> None:
-    communicator.barrier()
+    meet(communicator)
     with pytest.raises(ProtocolError, match=r"Arena\.reset"):
         communicator.reset()
 

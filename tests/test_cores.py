@@ -26,22 +26,22 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_ranks_share_out_all_cpus_and_keep_to_a_node(machine: Path) -> None:
     assert cores.usable_cpus() == 8
-    assert cores.placement(2, 4) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
-    assert cores.placement(4, 2) == [{0, 2}, {4, 6}, {1, 3}, {5, 7}]
-    assert cores.placement(3, 2) == [{0, 2}, {4, 6}, {1, 3}]
+    assert cores.cpus_of_ranks(2, 4) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+    assert cores.cpus_of_ranks(4, 2) == [{0, 2}, {4, 6}, {1, 3}, {5, 7}]
+    assert cores.cpus_of_ranks(3, 2) == [{0, 2}, {4, 6}, {1, 3}]
 
 
 def test_no_pins_where_ranks_leave_cpus_to_others_or_outnumber_them(machine: Path) -> None:
-    assert cores.placement(2, 1) is None
-    assert cores.placement(2, 5) is None
-    assert cores.placement(9, 1) is None
+    assert cores.cpus_of_ranks(2, 1) is None
+    assert cores.cpus_of_ranks(2, 5) is None
+    assert cores.cpus_of_ranks(9, 1) is None
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
 def test_a_quota_counts_wherever_it_is_set(machine: Path, limit: str, expected: int) -> None:
     (machine / "cgroup" / "app" / "cpu.max").write_text(limit + "\n")
     assert cores.usable_cpus() == expected
-    assert (cores.placement(2, 4) is None) == (expected < 8)
+    assert (cores.cpus_of_ranks(2, 4) is None) == (expected < 8)
 
 
 def test_a_quota_of_version_1(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from parallelformers_ng.kernels import installation, layer_halves
+from parallelformers_ng.kernels import decoder_layer, installation
 from tests.step_models import (
     FAMILIES,
     LAYERS,
@@ -29,7 +29,7 @@ from tests.step_models import (
     step,
 )
 
-pytestmark = pytest.mark.skipif(layer_halves._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -188,7 +188,7 @@ def test_states_of_another_width_are_an_error_as_ever(calls: Counter[str]) -> No
 @FLOATS
 def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str]) -> None:
     _, fused = models("llama", dtype)
-    most = layer_halves.MOST_ROWS[dtype]
+    most = decoder_layer.MOST_ROWS[dtype]
     generate(fused, rows=most, tokens=2)
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
     generate(fused, rows=most + 1, tokens=2)

@@ -19,11 +19,11 @@ from parallelformers_ng.collectives.communicator import Communicator, SingleComm
 from parallelformers_ng.collectives.shared_memory import available_kernels
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
-from parallelformers_ng.kernels import layer_halves
+from parallelformers_ng.kernels import decoder_layer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from tests.rank_group import KERNELS, RankGroup
+from tests.rank_group import KERNELS, RankGroup, meet
 from tests.step_models import (
     FAMILIES,
     LAYERS,
@@ -36,7 +36,7 @@ from tests.step_models import (
     prompt,
 )
 
-pytestmark = pytest.mark.skipif(layer_halves._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,7 +211,7 @@ def _step_after_an_abort(communicator: Any) -> str:
     share = _share(communicator, *models("qwen3", as_one=True))
     with torch.inference_mode():
         cache = share(**prompt(1), use_cache=True).past_key_values
-        communicator.barrier()
+        meet(communicator)
         if communicator.rank == 1:
             communicator.abort("rank 1 has had enough")
             return ""

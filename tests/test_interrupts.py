@@ -20,9 +20,9 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.wire import interrupts
-from parallelformers_ng.wire.encoder import encode
-from parallelformers_ng.wire.frames import Kind, pack
-from parallelformers_ng.wire.interrupts import Held, LetThrough
+from parallelformers_ng.wire.encoder import encode, pack
+from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.interrupts import CriticalSection, InterruptPoint
 from parallelformers_ng.wire.transport import Channel
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
@@ -48,9 +48,9 @@ def test_a_signal_waits_for_the_end_of_the_block(number):
     handler, steps = signal.getsignal(number), []
 
     def struck() -> None:
-        with Held():
+        with CriticalSection():
             signal.raise_signal(number)
-            with Held():
+            with CriticalSection():
                 steps.append("within")
             steps.append("still within")
 
@@ -64,9 +64,9 @@ def test_a_signal_is_let_through_and_what_cleans_up_after_it_is_not_struck(numbe
     steps = []
 
     def struck_twice() -> None:
-        with Held():
+        with CriticalSection():
             try:
-                with LetThrough():
+                with InterruptPoint():
                     signal.raise_signal(number)
                     steps.append("not reached")
             finally:
@@ -82,9 +82,9 @@ def test_a_signal_that_waits_is_let_through_before_the_wait(number):
     begun = []
 
     def wait() -> None:
-        with Held():
+        with CriticalSection():
             signal.raise_signal(number)
-            with LetThrough():
+            with InterruptPoint():
                 begun.append("the wait")
 
     with pytest.raises(Alarm):
@@ -95,13 +95,13 @@ def test_a_signal_that_waits_is_let_through_before_the_wait(number):
 def test_a_handler_that_only_notes_is_called_once_and_interrupts_nothing(number):
     noted: list[int] = []
     signal.signal(number, lambda number, frame: noted.append(number))
-    with Held():
+    with CriticalSection():
         signal.raise_signal(number)
         assert not noted
-        with LetThrough():
+        with InterruptPoint():
             assert noted == [number]
             signal.raise_signal(number)
-            with Held():  # as of another model, which the program's own code calls
+            with CriticalSection():  # as of another model, which the program's own code calls
                 signal.raise_signal(number)
                 assert len(noted) == 2
             assert len(noted) == 3
@@ -109,7 +109,7 @@ def test_a_handler_that_only_notes_is_called_once_and_interrupts_nothing(number)
 
 
 def test_a_handler_that_the_program_sets_meanwhile_stays(number):
-    with Held(), LetThrough():
+    with CriticalSection(), InterruptPoint():
         signal.signal(number, signal.SIG_IGN)
     assert signal.getsignal(number) is signal.SIG_IGN
 
@@ -118,7 +118,7 @@ def test_other_threads_are_left_alone(number):
     handler, seen = signal.getsignal(number), []
 
     def work() -> None:
-        with Held(), LetThrough():
+        with CriticalSection(), InterruptPoint():
             seen.append(signal.getsignal(number))
 
     thread = threading.Thread(target=work)

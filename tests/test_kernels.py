@@ -10,11 +10,11 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from parallelformers_ng.kernels import streaming_linear
+from parallelformers_ng.kernels import operators
 from parallelformers_ng.kernels.installation import install
-from parallelformers_ng.kernels.streaming_linear import MOST_ROWS, FusedRMSNorm, StreamingLinear
+from parallelformers_ng.kernels.operators import MOST_ROWS, FusedRMSNorm, StreamingLinear
 
-pytestmark = pytest.mark.skipif(streaming_linear._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(arguments[4])
             kernel.linear(*arguments)
 
-    kernel = streaming_linear._decode
-    monkeypatch.setattr(streaming_linear, "_decode", Counting)
+    kernel = operators._decode
+    monkeypatch.setattr(operators, "_decode", Counting)
     return seen
 
 

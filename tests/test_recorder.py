@@ -12,6 +12,7 @@ import torch
 from transformers import StaticCache
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import SingleCommunicator
 from parallelformers_ng.collectives.gloo import GlooCommunicator
 from parallelformers_ng.collectives.staged import StagedCommunicator
@@ -80,7 +81,7 @@ def test_recordings_go_before_the_connections_that_they_use() -> None:
         def _new_group(self, store: Any) -> Any:
             return SimpleNamespace(abort=lambda: order.append("aborted"))
 
-    communicator = Connected(0, 2, torch.distributed.HashStore(), 1.0, None)
+    communicator = Connected(0, 2, torch.distributed.HashStore(), 1.0, Arena.create(2))
     communicator.before_reset(lambda: order.append("forgotten"))
     communicator.reset()
     communicator.close()

@@ -24,8 +24,8 @@ from parallelformers_ng.errors import (
     WrongProcessError,
 )
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.encoder import Encoded, encode
-from parallelformers_ng.wire.frames import Kind, pack
+from parallelformers_ng.wire.encoder import Encoded, encode, pack
+from parallelformers_ng.wire.format import Kind
 from tests.patience import PROMPTLY, kill
 
 
@@ -45,13 +45,13 @@ def fault_of(function, *args, **kwargs):
     return caught.value
 
 
-@pytest.mark.parametrize(("method", "rank"), [("spin", 1), ("barrier", 0)])
+@pytest.mark.parametrize(("method", "rank"), [("spin", 1), ("meet", 0)])
 def test_a_killed_worker_is_named_to_every_caller(group, method, rank):
     errors = []
 
     def work():
         try:
-            if method == "barrier":
+            if method == "meet":
                 group.call("sleep", 60, [1 - rank])
             else:
                 group.call(method)
@@ -209,7 +209,7 @@ FAULTS = {
     "in a Python loop": (1, lambda group: group.call("spin")),
     "in native code": (1, lambda group: group.call("call_it", endless)),
     "crashed into a full pipe": (1, lambda group: group.call("call_it", crash)),
-    "in a collective whose peer is stopped": (2, lambda group: (stop(group, 1), group.call("barrier"))),
+    "in a collective whose peer is stopped": (2, lambda group: (stop(group, 1), group.call("meet"))),
     "while its sockets live on": (1, lend),
 }
 

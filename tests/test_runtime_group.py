@@ -15,9 +15,9 @@ import pytest
 import torch
 from runtime_target import Reading
 
-from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, PlacementError, WorkerError
+from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.leaves import FileDescriptor, Handle
+from parallelformers_ng.wire.format import FileDescriptor
 from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"
@@ -200,24 +200,6 @@ def test_workers_have_few_modules_equal_threads_and_the_users_environment_is_unt
     assert "transformers" not in group.call("modules")
     assert group.device_names == ["cpu:0", "cpu:1"]
     assert len(set(group.pids)) == 2
-
-
-def test_handles_stand_for_objects_that_stay_behind():
-    owned = object()
-    with WorkerGroup(
-        1,
-        target=TARGET,
-        replace=lambda obj: Handle("owned", 3) if obj is owned else obj,
-        restore=lambda handle: owned if handle == Handle("owned", 3) else None,
-    ) as group:
-        assert group.call("echo", [owned])[0] is owned
-
-
-@pytest.mark.parametrize("arguments", [(0,), (2, "tpu"), (2, "cuda", [0])])
-def test_impossible_groups_are_refused(arguments):
-    world_size, device, device_ids = (*arguments, "cpu", None)[:3] if len(arguments) == 1 else (*arguments, None)[:3]
-    with pytest.raises(PlacementError):
-        WorkerGroup(world_size, device, target=TARGET, device_ids=device_ids)
 
 
 def test_groups_leave_no_process_thread_descriptor_or_name_behind():

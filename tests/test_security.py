@@ -22,8 +22,8 @@ from benchmarks.chaos_frames import mutated_frames
 from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.encoder import encode
-from parallelformers_ng.wire.frames import Kind, pack
+from parallelformers_ng.wire.encoder import encode, pack
+from parallelformers_ng.wire.format import Kind
 from parallelformers_ng.wire.transport import Channel
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2

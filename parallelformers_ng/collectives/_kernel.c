@@ -11,7 +11,7 @@
 #include "_kernel_protocol.h"
 #include "_kernel_sums.h"
 
-enum { ALL_REDUCE = 1, ALL_GATHER = 2, BROADCAST = 3, BARRIER = 4 };
+enum { ALL_REDUCE = 1, ALL_GATHER = 2, BROADCAST = 3 };
 enum { SEGMENT_ELEMENTS = 32 }; /* segments of a reduce-scatter begin on whole cache lines */
 
 /* ---- the collectives, called without the GIL ---------------------------------------------------------------- */
@@ -147,27 +147,23 @@ static PyObject *leave(Kernel *k, int status)
 
 static inline int aborted(Kernel *k) { return atomic_load_explicit(&k->header->abort, memory_order_acquire) != 0; }
 
-static int read_sizes(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, size_t *values)
+/* A collective between `enter` and `leave`. After an abort there is none, not even where all peers have come. */
+#define RUN(K, COLLECTIVE) (enter(K) < 0 ? NULL : leave(K, aborted(K) ? ABORTED : (COLLECTIVE)))
+
+static int read_arguments(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, size_t *values)
 {
-    if (given != wanted) {
-        PyErr_Format(PyExc_TypeError, "Kernel: %zd arguments expected, %zd given", wanted, given);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < wanted; i++) {
-        values[i] = PyLong_AsSize_t(args[i]);
-        if (values[i] == (size_t)-1 && PyErr_Occurred()) return -1;
-    }
-    return 0;
+    if (given == wanted) return read_numbers(args, (size_t)wanted, values);
+    PyErr_Format(PyExc_TypeError, "Kernel: %zd arguments expected, %zd given", wanted, given);
+    return -1;
 }
 
 static PyObject *Kernel_all_reduce(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
 {
     size_t v[3], nbytes;
-    if (read_sizes(args, nargs, 3, v) < 0) return NULL;
+    if (read_arguments(args, nargs, 3, v) < 0) return NULL;
     if (v[2] >= SUM_KIND_COUNT || __builtin_mul_overflow(v[1], (size_t)8, &nbytes))
         return PyErr_Format(PyExc_ValueError, "Kernel.all_reduce: count %zu or kind %zu out of range", v[1], v[2]);
-    if (enter(k) < 0) return NULL;
-    return leave(k, aborted(k) ? ABORTED : all_reduce(k, (char *)v[0], v[1], v[2]));
+    return RUN(k, all_reduce(k, (char *)v[0], v[1], v[2]));
 }
 
 static PyObject *Kernel_all_gather(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
@@ -175,30 +171,22 @@ static PyObject *Kernel_all_gather(Kernel *k, PyObject *const *args, Py_ssize_t 
     size_t v[4], rows[MAX_WORLD_SIZE], pitch = 0, nbytes;
     if (nargs != 4 + k->world_size)
         return PyErr_Format(PyExc_TypeError, "Kernel.all_gather: needs 4 arguments and %d sizes", k->world_size);
-    if (read_sizes(args, 4, 4, v) < 0 || read_sizes(args + 4, k->world_size, k->world_size, rows) < 0) return NULL;
+    if (read_numbers(args, 4, v) < 0 || read_numbers(args + 4, (size_t)k->world_size, rows) < 0) return NULL;
     for (int r = 0; r < k->world_size; r++)
         if (__builtin_mul_overflow(rows[r], v[3], &rows[r]) || __builtin_add_overflow(pitch, rows[r], &pitch))
             return PyErr_Format(PyExc_ValueError, "Kernel.all_gather: the size of rank %d is out of range", r);
     if (__builtin_mul_overflow(v[2], pitch, &nbytes))
         return PyErr_Format(PyExc_ValueError, "Kernel.all_gather: %zu rows of %zu bytes are out of range", v[2], pitch);
-    if (enter(k) < 0) return NULL;
-    return leave(k, aborted(k) ? ABORTED : all_gather(k, (const char *)v[0], (char *)v[1], v[2], pitch, rows));
+    return RUN(k, all_gather(k, (const char *)v[0], (char *)v[1], v[2], pitch, rows));
 }
 
 static PyObject *Kernel_broadcast(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
 {
     size_t v[3];
-    if (read_sizes(args, nargs, 3, v) < 0) return NULL;
+    if (read_arguments(args, nargs, 3, v) < 0) return NULL;
     if (v[2] >= (size_t)k->world_size)
         return PyErr_Format(PyExc_ValueError, "Kernel.broadcast: src %zu, world size %d", v[2], k->world_size);
-    if (enter(k) < 0) return NULL;
-    return leave(k, aborted(k) ? ABORTED : broadcast(k, (char *)v[0], v[1], (int)v[2]));
-}
-
-static PyObject *Kernel_barrier(Kernel *k, PyObject *Py_UNUSED(none))
-{
-    if (enter(k) < 0) return NULL;
-    return leave(k, aborted(k) ? ABORTED : exchange(k, next_step(k), sign(BARRIER, 0)));
+    return RUN(k, broadcast(k, (char *)v[0], v[1], (int)v[2]));
 }
 
 static PyObject *Kernel_close(Kernel *k, PyObject *Py_UNUSED(none))
@@ -222,16 +210,10 @@ static int fits(const Kernel *k)
            nbytes >= slots_offset((size_t)k->world_size) && nbytes - slots_offset((size_t)k->world_size) >= all_slots;
 }
 
-static int Kernel_init(Kernel *k, PyObject *args, PyObject *kwargs)
+static int Kernel_init(Kernel *k, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    static char *names[] = {"arena", "rank", "world_size", "timeout", NULL};
     double timeout;
-    if (k->arena.obj) {
-        PyErr_SetString(PyExc_RuntimeError, "Kernel: already initialised");
-        return -1;
-    }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*iid", names, &k->arena, &k->rank, &k->world_size, &timeout))
-        return -1;
+    if (!PyArg_ParseTuple(args, "w*iid", &k->arena, &k->rank, &k->world_size, &timeout)) return -1;
     if (k->world_size < 1 || k->world_size > MAX_WORLD_SIZE || k->rank < 0 || k->rank >= k->world_size ||
         !(timeout > 0 && timeout < 1e9) || !fits(k)) {
         PyBuffer_Release(&k->arena);
@@ -253,12 +235,13 @@ static void Kernel_dealloc(Kernel *k)
     Py_TYPE(k)->tp_free((PyObject *)k);
 }
 
+#define METHOD(NAME, ARGUMENTS) \
+    {#NAME, (PyCFunction)(void (*)(void))Kernel_##NAME, METH_FASTCALL, #NAME "(" ARGUMENTS ")"}
+
 static PyMethodDef kernel_methods[] = {
-    {"all_reduce", (PyCFunction)(void (*)(void))Kernel_all_reduce, METH_FASTCALL, "all_reduce(address, count, kind)"},
-    {"all_gather", (PyCFunction)(void (*)(void))Kernel_all_gather, METH_FASTCALL,
-     "all_gather(source, destination, outer, unit_bytes, *sizes)"},
-    {"broadcast", (PyCFunction)(void (*)(void))Kernel_broadcast, METH_FASTCALL, "broadcast(address, nbytes, src)"},
-    {"barrier", (PyCFunction)Kernel_barrier, METH_NOARGS, "barrier()"},
+    METHOD(all_reduce, "address, count, kind"),
+    METHOD(all_gather, "source, destination, outer, unit_bytes, *sizes"),
+    METHOD(broadcast, "address, nbytes, src"),
     {"close", (PyCFunction)Kernel_close, METH_NOARGS, "Lets go of the arena."},
     {NULL, NULL, 0, NULL},
 };

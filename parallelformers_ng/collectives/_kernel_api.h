@@ -1,10 +1,11 @@
-/* What `_kernel` lends to other C of this package: sums over the ranks without a way back through Python. The capsule
- * `_kernel.API` holds it. */
+/* What `_kernel` lends to other C of this package: sums over the ranks without a way back through Python, in the capsule
+ * `_kernel.API`; and how all of it reads its arguments. */
 
 #ifndef PARALLELFORMERS_NG_KERNEL_API_H
 #define PARALLELFORMERS_NG_KERNEL_API_H
 
 #include <Python.h>
+#include <string.h>
 
 #define KERNEL_API "parallelformers_ng.collectives._kernel.API"
 
@@ -17,5 +18,16 @@ typedef struct {
     /* After the last sum; takes the GIL. Returns the status as a Python int; NULL with a signal handler's exception. */
     PyObject *(*leave)(PyObject *kernel, int status);
 } KernelAPI;
+
+/* Reads Python integers, of addresses and sizes, into an array, or a struct that has a field for each. */
+static inline int read_numbers(PyObject *const *args, size_t count, void *values)
+{
+    for (size_t i = 0; i < count; i++) {
+        size_t number = PyLong_AsSize_t(args[i]);
+        if (number == (size_t)-1 && PyErr_Occurred()) return -1;
+        memcpy((char *)values + i * sizeof number, &number, sizeof number);
+    }
+    return 0;
+}
 
 #endif

@@ -1,6 +1,6 @@
 /* How the ranks of an arena meet: its memory, the steps they take together, and how one waits for another.
  *
- * Memory. An arena (layout.py has the same numbers) is a header page, a 1 KiB line per rank, and two slots per rank:
+ * Memory. An arena (arena.py has the same numbers) is a header page, a 1 KiB line per rank, and two slots per rank:
  *
  *     | header | line 0 | line 1 | ... | slot 0,0 | slot 0,1 | slot 1,0 | slot 1,1 | ...
  *

@@ -1,30 +1,79 @@
-"""The parent's side of the shared memory."""
+"""The memory that the ranks of one group share, and what lies where in it.
+
+| bytes | what |
+| --- | --- |
+| 0 … 4096 | header: magic, world size, slot and one-shot bytes, spin, abort and cancel words, the parent's reason |
+| 1024 per rank | line: counter, two signatures, the rank's abort reason |
+| two slots per rank, from the next page on | what a rank contributes to even and to odd steps |
+
+`_kernel_protocol.h` repeats these numbers, and proves there why two slots suffice. All words are 8 bytes,
+aligned, which every 64-bit machine writes whole.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
-from types import TracebackType
 
-from parallelformers_ng.collectives import arena_map
-from parallelformers_ng.collectives.arena_map import ArenaMap
-from parallelformers_ng.errors import UnsupportedPlatformError
+from parallelformers_ng.errors import CollectiveAbortedError, UnsupportedPlatformError
 
+MAGIC = int.from_bytes(b"PFARENA1", "little")
+MAX_WORLD_SIZE = 256
+PAGE_BYTES = 4096
+HEADER_BYTES = PAGE_BYTES
+LINE_BYTES = 1024
+REASON_OFFSET, REASON_BYTES = 512, 512
 DEFAULT_SLOT_BYTES = 256 * 1024
 DEFAULT_ONE_SHOT_BYTES = 32 * 1024
 
+# Words, counted in units of 8 bytes, of the header …
+MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
+ABORT_WORD, CANCEL_WORD = 16, 32
+# … and of a line.
+COUNTER_WORD, SIGNATURE_WORD = 0, 1
+
+PARENT = -1
+"""Stands for the parent where a rank is expected."""
+
+
+def slots_offset(world_size: int) -> int:
+    """Where the slots begin, in bytes."""
+    end = HEADER_BYTES + world_size * LINE_BYTES
+    return -(-end // PAGE_BYTES) * PAGE_BYTES
+
+
+def arena_bytes(world_size: int, slot_bytes: int) -> int:
+    """The size of a whole arena, in bytes."""
+    return slots_offset(world_size) + 2 * world_size * slot_bytes
+
 
 class Arena:
-    """Anonymous shared memory for one group of ranks, made and owned by the parent.
+    """An arena mapped into this process: its words by name. The parent makes one with `Arena.create` and hands its `fd`
+    to the workers, each of which maps it.
 
-    Nothing of it has a name in the file system, so nothing can leak; it lives as long as a process has it open.
-    Use `Arena.create`; hand `fd` to the workers.
+    It is anonymous memory. Nothing of it has a name in the file system, so nothing can leak; it lives as long as a
+    process has it open.
+
+    Args:
+        fd: the arena's file descriptor; the mapping does not need it, so the caller may close it.
+        world_size: the number of ranks that the arena must have been made for.
+
+    Attributes:
+        fd: the descriptor of an arena that this process has made, -1 in other processes. It is close-on-exec.
     """
 
+    fd = -1
+
     def __init__(self, fd: int, world_size: int) -> None:
-        self._fd = fd
-        self._map = ArenaMap(fd, world_size)
+        self.memory = mmap.mmap(fd, 0)
+        self.words = memoryview(self.memory).cast("Q")
+        self.world_size = world_size
+        self.slot_bytes = self.words[SLOT_BYTES_WORD]
+        self.may_spin = self.words[SPIN_WORD] != 0
+        found = self.words[MAGIC_WORD], self.words[WORLD_SIZE_WORD]
+        assert found == (MAGIC, world_size), "the file is no arena for these ranks"
 
     @classmethod
     def create(
@@ -45,19 +94,13 @@ class Arena:
                 ranks, a rank that waits gives its CPU up at once: a spin would only keep off the peer it waits for.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError: `world_size` is out of range.
             OSError: the memory cannot be had (ENOSPC), or no file descriptor is left (EMFILE).
-            UnsupportedPlatformError: the system has no memfd.
+            UnsupportedPlatformError: the system does not tell how much memory is available.
         """
-        if not 1 <= world_size <= arena_map.MAX_WORLD_SIZE:
-            raise ValueError(f"Arena: world_size {world_size} is not between 1 and {arena_map.MAX_WORLD_SIZE}")
-        if slot_bytes < arena_map.SLOT_ALIGNMENT or slot_bytes % arena_map.SLOT_ALIGNMENT:
-            raise ValueError(f"Arena: slot_bytes {slot_bytes} is not a positive multiple of {arena_map.SLOT_ALIGNMENT}")
-        if one_shot_bytes < 0:
-            raise ValueError(f"Arena: one_shot_bytes {one_shot_bytes} is negative")
-        if not hasattr(os, "memfd_create"):
-            raise UnsupportedPlatformError("Arena: this system has no memfd_create; the workers need Linux")
-        nbytes, available = arena_map.arena_bytes(world_size, slot_bytes), available_memory()
+        if not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"Arena: world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
+        nbytes, available = arena_bytes(world_size, slot_bytes), available_memory()
         if nbytes > available:
             message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
@@ -65,47 +108,76 @@ class Arena:
         try:
             # Reserved now, a lack of memory is an error here instead of a SIGBUS in some worker later.
             os.posix_fallocate(fd, 0, nbytes)
-            # Sealed, nobody who holds the descriptor can take the memory away below the others.
+            # Once it is sealed, no process that has the descriptor can take the memory away from the others.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             may_spin = int((cpus or len(os.sched_getaffinity(0))) >= world_size)
-            header = (arena_map.MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
+            header = (MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
             os.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in header), 0)
-            return cls(fd, world_size)
+            arena = cls(fd, world_size)
+            arena.fd = fd
+            return arena
         except BaseException:
             os.close(fd)
             raise
 
+    def line(self, rank: int) -> int:
+        """The index of the first word of a rank's line."""
+        return (HEADER_BYTES + rank * LINE_BYTES) // 8
+
+    def counter(self, rank: int) -> int:
+        """The last step that a rank has published."""
+        return self.words[self.line(rank) + COUNTER_WORD]
+
     @property
-    def fd(self) -> int:
-        """The file descriptor to pass to the workers. It is close-on-exec: name it in `pass_fds`."""
-        return self._fd
-
-    def abort(self, reason: str = "the group is ending") -> None:
-        """Makes all ranks that wait in a collective raise CollectiveAbortedError, and all later collectives as well."""
-        self._map.abort(arena_map.PARENT, reason)
-
-    def reset(self) -> None:
-        """Makes the arena as new. Legal only while every rank is outside collectives; every rank then calls `reset`."""
-        self._map.reset()
+    def aborted(self) -> bool:
+        return self.words[ABORT_WORD] != 0
 
     def request_cancel(self, sequence: int) -> None:
         """Asks for the request with this sequence number (unsigned, 64 bits) to be cancelled; ranks poll for it."""
-        self._map.cancel_sequence = sequence
+        self.words[CANCEL_WORD] = sequence
+
+    def abort(self, reason: str = "the group is ending", author: int = PARENT) -> None:
+        """Makes every rank's present collective, and all later ones, raise CollectiveAbortedError. The first counts.
+
+        Args:
+            author: a rank or PARENT.
+        """
+        if self.aborted:
+            return
+        start = self._reason_start(author)
+        text = reason.encode()[: REASON_BYTES - 1]
+        self.memory[start : start + len(text) + 1] = text + b"\0"
+        self.words[ABORT_WORD] = author + 2
+
+    def abort_error(self) -> CollectiveAbortedError:
+        """The exception that says who aborted and why."""
+        author = self.words[ABORT_WORD] - 2
+        start = self._reason_start(author)
+        # Another process may be writing the text; the abort is certain all the same.
+        text = self.memory[start : start + REASON_BYTES].partition(b"\0")[0].decode(errors="replace")
+        who = "the parent" if author == PARENT else f"rank {author}"
+        return CollectiveAbortedError(f"collective aborted by {who}: {text}")
+
+    def reset(self) -> None:
+        """Zeroes the counters, the signatures, the abort word and the cancel word. Legal only while no rank is in a
+        collective; every rank then calls `Communicator.reset`."""
+        for rank in range(self.world_size):
+            start = self.line(rank)
+            for word in (COUNTER_WORD, SIGNATURE_WORD, SIGNATURE_WORD + 1):
+                self.words[start + word] = 0
+        self.words[CANCEL_WORD] = 0
+        self.words[ABORT_WORD] = 0
 
     def close(self) -> None:
-        """Gives up the parent's mapping and descriptor; ranks that have mapped the memory keep it. Idempotent."""
-        if self._fd >= 0:
-            self._map.close()
-            os.close(self._fd)
-            self._fd = -1
+        """Gives up this process's mapping and descriptor; others that have mapped the memory keep it. Idempotent."""
+        self.words.release()
+        self.memory.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def _reason_start(self, author: int) -> int:
+        return REASON_OFFSET if author == PARENT else HEADER_BYTES + author * LINE_BYTES + REASON_OFFSET
 
 
 def available_memory() -> int:

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from parallelformers_ng.collectives.arena_map import ArenaMap
+from parallelformers_ng.collectives.arena import CANCEL_WORD, Arena
+
+YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
+
+
+class _Recording(threading.local):
+    active = False
+
+
+_recording = _Recording()
+
+
+def is_traced() -> bool:
+    """Whether only operators of torch count in what this thread does."""
+    return torch.compiler.is_compiling() or _recording.active
+
+
+@contextlib.contextmanager
+def operators_alone() -> Iterator[None]:
+    """Within it, this thread is being recorded by its operators, as tests do on the CPU. A CUDA graph records what NCCL
+    queues, so a capture needs none of this."""
+    before, _recording.active = _recording.active, True
+    try:
+        yield
+    finally:
+        _recording.active = before
 
 
 class Communicator(ABC):
@@ -22,45 +52,48 @@ class Communicator(ABC):
         world_size: number of ranks.
         traced_number: by which the operators of `traced.py` find it, None before it has one.
         capturable: whether a CUDA graph may have its collectives in it.
+        cancel_sequence: gives the sequence number that `Arena.request_cancel` was last called with, 0 if none. Ranks
+            may see it at different times.
     """
 
     traced_number: int | None = None
     capturable = False
 
-    def __init__(self, rank: int, world_size: int, arena: ArenaMap | None = None) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"{type(self).__name__}: rank {rank} is not between 0 and world_size - 1 = {world_size - 1}"
-            )
+    def __init__(self, rank: int, world_size: int, arena: Arena | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self._arena = arena
+        # Read at every token: no Python runs.
+        self.cancel_sequence: Callable[[], int] = (
+            int if arena is None else functools.partial(arena.words.__getitem__, CANCEL_WORD)
+        )
         self._before_reset: list[Callable[[], None]] = []
 
     def before_reset(self, action: Callable[[], None]) -> None:
-        """Have `action` called before the connections to the peers are given up: whoever has recorded collectives lets
-        go of them."""
+        """Have `action` called before the connections to the peers are closed: recorded collectives that use them must
+        go first."""
         self._before_reset.append(action)
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over the ranks; every rank gets the same bits.
+        """Sums a tensor over the ranks; every rank gets the same bits. `torch.compile` passes through it.
 
         Args:
             tensor: of one shape and dtype on all ranks. Summed in place where it is contiguous and needs no gradient.
                 16-bit floats are accumulated in fp32; bools are or-ed.
 
         Returns:
-            `tensor` where it was summed in place, else a new contiguous tensor without gradient.
+            `tensor` where it was summed in place, else, as always in a trace, a new contiguous tensor without gradient.
 
         Raises:
             CollectiveAbortedError: a peer or the parent aborted, or a peer did not come within the timeout.
             DivergedError: the peers are in another collective, or in this one with another size.
         """
+        if is_traced():
+            return torch.ops.parallelformers_ng.all_reduce(tensor, self.traced_number)
+        return self.sum(tensor)
 
-    @abstractmethod
     def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenates the ranks' tensors along `dim`, in rank order.
+        """Concatenates the ranks' tensors along `dim`, in rank order. `torch.compile` passes through it.
 
         Args:
             tensor: equal on all ranks in dtype and in every dimension but `dim`.
@@ -74,6 +107,27 @@ class Communicator(ABC):
             ValueError: `sizes` does not fit the world size or `tensor`.
             CollectiveAbortedError, DivergedError: as in `all_reduce`.
         """
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"all_gather: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
+        dim %= tensor.dim()
+        own = tensor.shape[dim]
+        sizes = [own] * self.world_size if sizes is None else list(sizes)
+        if is_traced():
+            return torch.ops.parallelformers_ng.all_gather(tensor, self.traced_number, dim, sizes)
+        if len(sizes) != self.world_size or min(sizes) < 0 or sizes[self.rank] != own:
+            raise ValueError(
+                f"all_gather: sizes {sizes} do not fit rank {self.rank} of {self.world_size}, whose tensor has "
+                f"shape {tuple(tensor.shape)}: one size per rank is needed, and sizes[{self.rank}] == shape[{dim}]"
+            )
+        return self.gather(tensor, dim, sizes)
+
+    @abstractmethod
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`all_reduce` outside a trace."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
+        """`all_gather` outside a trace, of a `dim` counted from the front and a size for each rank."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -85,10 +139,6 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Returns when all ranks have called it. Raises as `all_reduce` does."""
-
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """Makes the peers' present and next collectives raise CollectiveAbortedError. May be called from any thread."""
 
@@ -96,30 +146,11 @@ class Communicator(ABC):
     def reset(self) -> None:
         """Begins anew after an abort. Called by every rank, after the parent's `Arena.reset`, before a collective."""
 
-    def cancel_sequence(self) -> int:
-        """The sequence number last given to `Arena.request_cancel`, 0 if none. Ranks may see it at different times."""
-        return 0 if self._arena is None else self._arena.cancel_sequence
-
     def close(self) -> None:
-        """Gives back what the communicator holds; it cannot be used afterwards. Idempotent."""
+        """Releases memory and connections; the communicator cannot be used afterwards. Idempotent."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-    def _gather_sizes(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, list[int]]:
-        """`dim` counted from the front, and what every rank contributes along it."""
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise ValueError(f"all_gather: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
-        dim %= tensor.dim()
-        own = tensor.shape[dim]
-        if sizes is None:
-            return dim, [own] * self.world_size
-        if len(sizes) != self.world_size or min(sizes) < 0 or sizes[self.rank] != own:
-            raise ValueError(
-                f"all_gather: sizes {list(sizes)} do not fit rank {self.rank} of {self.world_size}, whose tensor has "
-                f"shape {tuple(tensor.shape)}: one size per rank is needed, and sizes[{self.rank}] == shape[{dim}]"
-            )
-        return dim, list(sizes)
 
     def _check_src(self, src: int) -> None:
         if not 0 <= src < self.world_size:
@@ -131,28 +162,33 @@ class SingleCommunicator(Communicator):
 
     capturable = True
 
-    def __init__(self, arena: ArenaMap | None = None) -> None:
+    def __init__(self, arena: Arena | None = None) -> None:
         super().__init__(0, 1, arena)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         return summable_in_place(tensor)
 
-    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        self._gather_sizes(tensor, dim, sizes)
+    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         self._check_src(src)
         return tensor
 
-    def barrier(self) -> None:
-        pass
-
     def abort(self, reason: str) -> None:
         pass
 
     def reset(self) -> None:
         pass
+
+
+def give_way(waited: float) -> None:
+    """What a rank does that waits for another and has done so for `waited` seconds: it yields, then sleeps an eighth of
+    that time, so that what is waited too long stays a small share."""
+    if waited < YIELD_SECONDS:
+        os.sched_yield()
+    else:
+        time.sleep(min(waited / 8, LONGEST_SLEEP_SECONDS))
 
 
 def summable_in_place(tensor: Tensor) -> Tensor:

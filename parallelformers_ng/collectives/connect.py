@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from parallelformers_ng.collectives.arena_map import ArenaMap
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
 from parallelformers_ng.collectives.gloo import GlooCommunicator
 from parallelformers_ng.collectives.nccl import NcclCommunicator
-from parallelformers_ng.collectives.process_group import open_store
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
 from parallelformers_ng.collectives.staged import StagedCommunicator
 
@@ -23,16 +24,23 @@ def chosen_backend(backend: str, device_type: str) -> str:
     return "nccl" if device_type == "cuda" else on_cpu
 
 
-def why_unserved(backend: str, device_type: str) -> str:
-    """Why a backend cannot serve devices of a type here; "" where it can."""
+def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
+    """Why a backend cannot serve the devices of a type, "cpu" or "cuda", here; "" where it can."""
+    if backend not in BACKENDS:
+        return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)
-    if device_type not in ("cpu", "cuda") or (backend, device_type) in (("nccl", "cpu"), ("gloo", "cuda")):
+    if (backend, device_type) in (("nccl", "cpu"), ("gloo", "cuda")):
         return (
             f"backend {backend!r} does not serve {device_type}; NCCL is for CUDA, gloo for the CPU, and shared memory"
             " for both"
         )
     if backend == "nccl" and not torch.distributed.is_nccl_available():
         return f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another"
+    if backend == "nccl" and device_ids is not None and len(set(device_ids)) < len(device_ids):
+        return (
+            f"device_ids {list(device_ids)} name a device twice, which NCCL does not take; pass"
+            " backend='shared_memory' for ranks that share a device"
+        )
     if backend == "shared_memory" and not available_kernels():
         return "backend 'shared_memory' works here neither in C nor in Python; pass backend='gloo'"
     return ""
@@ -44,45 +52,30 @@ def connect(
     rank: int,
     world_size: int,
     device: torch.device,
-    arena_fd: int | None,
+    arena_fd: int,
     rendezvous: str | None,
     timeout: float,
 ) -> Communicator:
     """Joins a group; returns when the backend is ready, which for gloo and NCCL means that all ranks have come.
 
     Args:
-        backend: one of BACKENDS. "auto" is NCCL on CUDA; on the CPU shared memory, or gloo where neither the C nor
-            the Python kernel works.
+        backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
+            memory, or gloo where neither the C nor the Python kernel works.
         rank, world_size: this rank and the number of ranks.
         device: where the tensors of the collectives live.
-        arena_fd: the `fd` of the parent's Arena. Shared memory needs it; for the others it carries the abort and
-            cancel words.
+        arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
         rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
-
-    Raises:
-        ValueError: the backend is unknown, does not serve the device, or lacks what it needs.
-        ProtocolError: `arena_fd` is no arena for `world_size` ranks.
-        UnsupportedPlatformError: shared memory was asked for and does not work here.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"connect: backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if not timeout > 0:
-        raise ValueError(f"connect: timeout {timeout} s is not positive")
     backend = chosen_backend(backend, device.type)
-    if reason := why_unserved(backend, device.type):
-        raise ValueError(f"connect: {reason}")
+    arena = Arena(arena_fd, world_size)
     if world_size == 1:
-        return SingleCommunicator(None if arena_fd is None else ArenaMap(arena_fd, 1))
+        return SingleCommunicator(arena)
     if backend == "shared_memory":
-        if arena_fd is None:
-            raise ValueError("connect: shared memory needs the arena's file descriptor, arena_fd is None")
-        shared = SharedMemoryCommunicator(arena_fd, rank, world_size, timeout)
+        shared = SharedMemoryCommunicator(arena, rank, timeout)
         return shared if device.type == "cpu" else StagedCommunicator(shared)
-    if rendezvous is None:
-        raise ValueError(f"connect: backend {backend!r} needs a rendezvous path: take one from rendezvous_path()")
-    arena = None if arena_fd is None else ArenaMap(arena_fd, world_size)
-    store = open_store(rendezvous, world_size)
+    assert rendezvous is not None, "the parent makes one for these backends"
+    store = torch.distributed.FileStore(rendezvous, world_size)
     if backend == "gloo":
         return GlooCommunicator(rank, world_size, store, timeout, arena)
     return NcclCommunicator(rank, world_size, store, timeout, arena, device)

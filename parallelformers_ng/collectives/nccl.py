@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelformers_ng.collectives.arena_map import ArenaMap
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import summable_in_place
 from parallelformers_ng.collectives.process_group import ProcessGroupCommunicator
 
@@ -31,39 +31,24 @@ class NcclCommunicator(ProcessGroupCommunicator):
     capturable = True
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: dist.Store,
-        timeout: float,
-        arena: ArenaMap | None,
-        device: torch.device,
+        self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena, device: torch.device
     ) -> None:
         self._device = device
         self._closed = threading.Event()
         super().__init__(rank, world_size, store, timeout, arena)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
-        if arena is not None:
-            self._watcher.start()
+        self._watcher.start()
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         self._check_aborted()
         out = summable_in_place(tensor)
         if out.numel():
             self._finish(self._group.allreduce([out.view(-1)], dist.AllreduceOptions()), "all_reduce")
         return out
 
-    def barrier(self) -> None:
-        self._check_aborted()
-        options = dist.BarrierOptions()
-        options.device_ids = [self._device.index]
-        options.device = self._device
-        self._poll(self._group.barrier(options), "barrier")
-
     def close(self) -> None:
         self._closed.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
+        self._watcher.join()
         super().close()
 
     def _new_group(self, store: dist.Store) -> Any:
@@ -78,6 +63,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _watch(self) -> None:
         aborted: Any = None
         while not self._closed.wait(WATCH_SECONDS):
-            if self._arena is not None and self._arena.aborted and self._group is not aborted:
+            if self._shared.aborted and self._group is not aborted:
                 aborted = self._group
                 aborted.abort()

@@ -7,19 +7,16 @@ for the program. The ranks meet through a file.
 from __future__ import annotations
 
 import os
-import stat
-import time
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelformers_ng.collectives.arena_map import ArenaMap
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.errors import CollectiveAbortedError, GroupError
+from parallelformers_ng.errors import CollectiveAbortedError
 
 
 def create_rendezvous() -> int:
@@ -33,22 +30,6 @@ def rendezvous_path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def open_store(rendezvous: str, world_size: int) -> dist.Store:
-    """The store at a rendezvous path.
-
-    Raises:
-        GroupError: the folder of the path is open to other users, who could then steer the group.
-    """
-    folder = os.path.dirname(os.path.abspath(rendezvous))
-    found = os.stat(folder)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise GroupError(
-            f"rendezvous: folder {folder} has mode {stat.S_IMODE(found.st_mode):#o} and owner {found.st_uid}; it must "
-            f"be 0o700 and belong to user {os.geteuid()}: take a path from rendezvous_path()"
-        )
-    return dist.FileStore(rendezvous, world_size)
-
-
 class ProcessGroupCommunicator(Communicator):
     """A communicator on a c10d process group.
 
@@ -56,11 +37,12 @@ class ProcessGroupCommunicator(Communicator):
         rank, world_size: as everywhere.
         store: where the ranks meet.
         timeout: how long a rank waits for a peer, in seconds.
-        arena: carries the abort and cancel words; None leaves only the timeout.
+        arena: carries the abort and cancel words.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: ArenaMap | None) -> None:
+    def __init__(self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena) -> None:
         super().__init__(rank, world_size, arena)
+        self._shared = arena
         self._store = store
         self._timeout = timeout
         self._generation = 0
@@ -86,8 +68,7 @@ class ProcessGroupCommunicator(Communicator):
             self._finish(self._group.allgather([parts], [data]), operation)
         return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
-    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        dim, sizes = self._gather_sizes(tensor, dim, sizes)
+    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         longest = max(sizes)
         if tensor.shape[dim] < longest:  # the backends want equal parts
             shape = list(tensor.shape)
@@ -111,8 +92,7 @@ class ProcessGroupCommunicator(Communicator):
         return tensor
 
     def abort(self, reason: str) -> None:
-        if self._arena is not None:
-            self._arena.abort(self.rank, reason)
+        self._shared.abort(reason, self.rank)
 
     def reset(self) -> None:
         self._forget_recorded()
@@ -132,25 +112,8 @@ class ProcessGroupCommunicator(Communicator):
             action()
 
     def _check_aborted(self) -> None:
-        if self._arena is not None and self._arena.aborted:
-            raise self._arena.abort_error()
-
-    def _poll(self, work: Any, operation: str) -> None:
-        """Waits on the host, with an eye on the abort word."""
-        start = time.monotonic()
-        while not work.is_completed():
-            self._check_aborted()
-            waited = time.monotonic() - start
-            if waited > self._timeout:
-                self._give_up(f"rank {self.rank}: {operation} did not end within {self._timeout:g} s")
-            if waited < 1e-3:
-                os.sched_yield()
-            else:
-                time.sleep(min(waited / 8, 0.5e-3))
-        try:
-            work.wait()
-        except RuntimeError as error:  # a peer's connection broke
-            self._give_up(f"rank {self.rank}: {operation} failed: {error}", error)
+        if self._shared.aborted:
+            raise self._shared.abort_error()
 
     def _give_up(self, reason: str, cause: Exception | None = None) -> None:
         self.abort(reason)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives import python_kernel
-from parallelformers_ng.collectives.arena_map import ArenaMap
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable_in_place
 from parallelformers_ng.collectives.python_kernel import ABORTED, DONE, KINDS, TIMED_OUT, PythonKernel
-from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError, UnsupportedPlatformError
+from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 
 try:
     from parallelformers_ng.collectives import _kernel
@@ -22,31 +21,10 @@ except ImportError as error:  # installed without a compiler, or a clone that hi
     _kernel = None  # type: ignore[assignment]
     logging.getLogger("parallelformers_ng").debug("sums are computed in Python: %s", error)
 
-KernelName = Literal["auto", "c", "python"]
 
-
-class Kernel(Protocol):
-    """Moves and sums bytes. Each method returns DONE, ABORTED, TIMED_OUT or DIVERGED."""
-
-    def all_reduce(self, address: int, count: int, kind: int, /) -> int: ...
-
-    def all_gather(self, source: int, destination: int, outer: int, unit_bytes: int, /, *sizes: int) -> int: ...
-
-    def broadcast(self, address: int, nbytes: int, src: int, /) -> int: ...
-
-    def barrier(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-def available_kernels() -> list[KernelName]:
+def available_kernels() -> list[str]:
     """The kernels that work in this process, the fastest first."""
-    names: list[KernelName] = []
-    if _kernel is not None:
-        names.append("c")
-    if python_kernel.is_supported():
-        names.append("python")
-    return names
+    return [*(["c"] if _kernel is not None else []), *(["python"] if python_kernel.is_supported() else [])]
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -56,34 +34,22 @@ class SharedMemoryCommunicator(Communicator):
     small messages, reduce-scatter and gather for large ones), see `_kernel.c`.
 
     Args:
-        fd: the arena's file descriptor; the caller may close it afterwards.
+        arena: the ranks' memory, mapped into this process. It belongs to the communicator, which closes it.
         rank: this rank.
-        world_size: number of ranks, as the arena was made for.
         timeout: how long a rank waits for a peer before it gives up, in seconds.
         kernel: "c", "python", or "auto" for the fastest that works here.
-
-    Raises:
-        ProtocolError: the file is no arena for `world_size` ranks.
-        UnsupportedPlatformError: the kernel does not work here.
     """
 
-    def __init__(self, fd: int, rank: int, world_size: int, timeout: float, kernel: KernelName = "auto") -> None:
-        arena = ArenaMap(fd, world_size)
-        super().__init__(rank, world_size, arena)
+    def __init__(self, arena: Arena, rank: int, timeout: float, kernel: str = "auto") -> None:
+        super().__init__(rank, arena.world_size, arena)
         self._shared = arena
         self._timeout = timeout
-        available = available_kernels()
-        if not available or kernel not in ("auto", *available):
-            raise UnsupportedPlatformError(
-                f"SharedMemoryCommunicator: kernel {kernel!r} does not work here (those that do: {available}); "
-                "reinstall with a C compiler, or use the gloo backend"
-            )
-        self.kernel_name = available[0] if kernel == "auto" else kernel
-        self._kernel: Kernel
+        self.kernel_name = available_kernels()[0] if kernel == "auto" else kernel
+        self._kernel: Any  # both have the same methods, which take addresses and return DONE, ABORTED, …
         if self.kernel_name == "c":
-            self._kernel = _kernel.Kernel(arena.memory, rank, world_size, timeout)
+            self._kernel = _kernel.Kernel(arena.memory, rank, arena.world_size, timeout)
         else:
-            self._kernel = PythonKernel(arena, rank, world_size, timeout)
+            self._kernel = PythonKernel(arena, rank, timeout)
         self._sum = self._kernel.all_reduce
 
     @property
@@ -92,27 +58,26 @@ class SharedMemoryCommunicator(Communicator):
         sums return."""
         return self._kernel if self.kernel_name == "c" else None
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         # Called twice per layer and token: one look at the tensor, one call.
         kind = KINDS.get(tensor.dtype)
         if kind is None or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
-            return self._all_reduce_any(tensor)
+            return self._sum_any(tensor)
         status = self._sum(tensor.data_ptr(), tensor.numel(), kind)
         if status:
             self.check(status, "all_reduce")
         return tensor
 
-    def _all_reduce_any(self, tensor: Tensor) -> Tensor:
+    def _sum_any(self, tensor: Tensor) -> Tensor:
         _check_cpu("all_reduce", tensor)
         tensor = summable_in_place(tensor)
         if tensor.dtype in KINDS:
-            return self.all_reduce(tensor)
+            return self.sum(tensor)
         parts = self.all_gather(tensor.unsqueeze(0), dim=0)
         return sum_in_rank_order(parts.unbind(0), out=tensor)
 
-    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         _check_cpu("all_gather", tensor)
-        dim, sizes = self._gather_sizes(tensor, dim, sizes)
         shape = list(tensor.shape)
         unit_bytes = math.prod(shape[dim + 1 :]) * tensor.element_size()
         outer = math.prod(shape[:dim])
@@ -133,11 +98,8 @@ class SharedMemoryCommunicator(Communicator):
             tensor.detach().copy_(data)
         return tensor
 
-    def barrier(self) -> None:
-        self.check(self._kernel.barrier(), "barrier")
-
     def abort(self, reason: str) -> None:
-        self._shared.abort(self.rank, reason)
+        self._shared.abort(reason, self.rank)
 
     def reset(self) -> None:
         # The counter in the arena is the only one, and `Arena.reset` has zeroed it.

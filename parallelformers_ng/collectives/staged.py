@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator, summable_in_place
@@ -23,28 +21,23 @@ class StagedCommunicator(Communicator):
     def __init__(self, host: SharedMemoryCommunicator) -> None:
         super().__init__(host.rank, host.world_size)
         self._host = host
+        self.cancel_sequence = host.cancel_sequence
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         target = summable_in_place(tensor)
-        return target.copy_(self._host.all_reduce(target.cpu()))
+        return target.copy_(self._host.sum(target.cpu()))
 
-    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        return self._host.all_gather(tensor.detach().cpu(), dim, sizes).to(tensor.device)
+    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
+        return self._host.gather(tensor.detach().cpu(), dim, sizes).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         return tensor.copy_(self._host.broadcast(tensor.detach().cpu(), src))
-
-    def barrier(self) -> None:
-        self._host.barrier()
 
     def abort(self, reason: str) -> None:
         self._host.abort(reason)
 
     def reset(self) -> None:
         self._host.reset()
-
-    def cancel_sequence(self) -> int:
-        return self._host.cancel_sequence()
 
     def close(self) -> None:
         self._host.close()

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
-from parallelformers_ng.wire.interrupts import Held
-from parallelformers_ng.wire.leaves import Handle
+from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.interrupts import CriticalSection
 
 if TYPE_CHECKING:
     from parallelformers_ng.model.deployment import Deployment
@@ -134,7 +134,7 @@ class CacheRegistry:
         handle.check()  # after the group was chosen: of an older one, it is stale
         block = next(self.blocks)
         timeout = deadline - time.monotonic()
-        with Held():
+        with CriticalSection():
             try:
                 result, info = group.call(
                     "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from parallelformers_ng.wire.leaves import Handle
+from parallelformers_ng.wire.format import Handle
 
 
 @dataclass

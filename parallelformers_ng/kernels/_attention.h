@@ -17,10 +17,11 @@ enum { NO_MASK = 0, BOOL_MASK = 1, ADDED_MASK = 2 };
  * `[batch, heads, tokens]`, y `[batch, heads, value_width]`, contiguous. The distances between their rows are in numbers
  * of the tensor's type, those of the mask, which has one of two types, in bytes; the last dimensions are dense. */
 typedef struct {
+    const void *q, *k, *v, *mask;
+    void *y;
     size_t batch, heads, kv_heads, tokens, width, value_width;
     size_t q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token, mask_batch, mask_head;
-    size_t mask_kind;
-    float scale;
+    size_t mask_kind, kind;
 } Attention;
 
 /* eˣ for x ≤ 0, 0 below -87: 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2, the latter by its Taylor series to r⁶ / 6!, whose
@@ -118,13 +119,13 @@ INLINE float exponentiate(float *s, size_t tokens)
         }                                                                                                     \
     }                                                                                                         \
     INLINE void attend_##NAME(const Attention *is, const TYPE *q, const TYPE *k, const TYPE *v,               \
-                              const char *mask, TYPE *y, float *work, size_t heads)                           \
+                              const char *mask, TYPE *y, float scale, float *work, size_t heads)              \
     {                                                                                                         \
         size_t room = (is->tokens + LANES - 1) / LANES * LANES;                                               \
         float *wide = work, *s = wide + HEADS * is->width, *sums = s + HEADS * room, total[HEADS];            \
         for (size_t h = 0; h < heads; h++)                                                                    \
             for (size_t i = 0; i < is->width; i++)                                                            \
-                wide[h * is->width + i] = load_##NAME(q[h * is->q_head + i]) * is->scale;                     \
+                wide[h * is->width + i] = load_##NAME(q[h * is->q_head + i]) * scale;                         \
         scores_##NAME(is, wide, k, s, room, heads);                                                           \
         for (size_t h = 0; h < heads; h++) {                                                                  \
             if (is->mask_kind) mask_##NAME(is, mask + h * is->mask_head, s + h * room);                       \
@@ -137,22 +138,21 @@ INLINE float exponentiate(float *s, size_t tokens)
             for (size_t i = 0; i < is->value_width; i++, sums++)                                              \
                 y[h * is->value_width + i] = store_##NAME(total[h] == 0 ? 0.0f : *sums / total[h]);           \
     }                                                                                                         \
-    CLONES static void attention_##NAME(const Attention *is, const TYPE *q, const TYPE *k, const TYPE *v,     \
-                                        const char *mask, TYPE *y, float *work)                               \
+    CLONES static void attention_##NAME(const Attention *is, float scale, float *work)                        \
     {                                                                                                         \
         const size_t shared = is->heads / is->kv_heads;                                                       \
         for (size_t b = 0; b < is->batch; b++)                                                                \
             for (size_t head = 0, count; head < is->heads; head += count) {                                   \
                 size_t left = shared - head % shared;                                                         \
-                const TYPE *own_q = q + b * is->q_batch + head * is->q_head;                                  \
-                const TYPE *own_k = k + b * is->k_batch + head / shared * is->k_head;                         \
-                const TYPE *own_v = v + b * is->v_batch + head / shared * is->v_head;                         \
-                const char *own_mask = mask + b * is->mask_batch + head * is->mask_head;                      \
-                TYPE *own_y = y + (b * is->heads + head) * is->value_width;                                   \
+                const TYPE *q = (const TYPE *)is->q + b * is->q_batch + head * is->q_head;                    \
+                const TYPE *k = (const TYPE *)is->k + b * is->k_batch + head / shared * is->k_head;           \
+                const TYPE *v = (const TYPE *)is->v + b * is->v_batch + head / shared * is->v_head;           \
+                const char *mask = (const char *)is->mask + b * is->mask_batch + head * is->mask_head;        \
+                TYPE *y = (TYPE *)is->y + (b * is->heads + head) * is->value_width;                           \
                 count = left >= HEADS ? HEADS : left >= 2 ? 2 : 1;                                            \
-                if (count == HEADS) attend_##NAME(is, own_q, own_k, own_v, own_mask, own_y, work, HEADS);     \
-                else if (count == 2) attend_##NAME(is, own_q, own_k, own_v, own_mask, own_y, work, 2);        \
-                else attend_##NAME(is, own_q, own_k, own_v, own_mask, own_y, work, 1);                        \
+                if (count == HEADS) attend_##NAME(is, q, k, v, mask, y, scale, work, HEADS);                  \
+                else if (count == 2) attend_##NAME(is, q, k, v, mask, y, scale, work, 2);                     \
+                else attend_##NAME(is, q, k, v, mask, y, scale, work, 1);                                     \
             }                                                                                                 \
     }
 
@@ -162,6 +162,11 @@ DEFINE_ATTENTION(bf16, uint16_t, LOAD_BF16)
 INLINE size_t attention_work_bytes(const Attention *is)
 {
     return HEADS * (is->width + is->tokens + LANES + is->value_width) * sizeof(float);
+}
+
+static void attention(const Attention *is, const float *scale, float *work)
+{
+    (is->kind == F32 ? attention_f32 : attention_bf16)(is, *scale, work);
 }
 
 #endif

@@ -29,7 +29,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
  * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
  * memory and asks for what comes `next`, where a cursor runs along the rows. `x` is fp32 whatever the type of W. */
-#define DEFINE_LINEAR(NAME, TYPE, LOAD)                                                                       \
+#define DEFINE_OPERATORS(NAME, TYPE, LOAD)                                                                     \
     INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
                             size_t stride, size_t out, size_t outs, size_t rows, const TYPE *next)            \
     {                                                                                                         \
@@ -112,12 +112,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
         for (; o < out; o++)                                                                                  \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
-    }
-
-DEFINE_LINEAR(f32, float, LOAD_F32)
-DEFINE_LINEAR(bf16, uint16_t, LOAD_BF16)
-
-#define DEFINE_RMS_NORM(NAME, TYPE, LOAD)                                                                     \
+    }                                                                                                         \
     CLONES static void rms_norm_##NAME(const TYPE *x, const TYPE *w, TYPE *y, size_t rows, size_t width,      \
                                        float epsilon)                                                         \
     {                                                                                                         \
@@ -138,7 +133,45 @@ DEFINE_LINEAR(bf16, uint16_t, LOAD_BF16)
         }                                                                                                     \
     }
 
-DEFINE_RMS_NORM(f32, float, LOAD_F32)
-DEFINE_RMS_NORM(bf16, uint16_t, LOAD_BF16)
+DEFINE_OPERATORS(f32, float, LOAD_F32)
+DEFINE_OPERATORS(bf16, uint16_t, LOAD_BF16)
+
+#define widened_f32(X, WIDE, COUNT) (X)
+
+INLINE const float *widened_bf16(const uint16_t *x, float *wide, size_t count)
+{
+    for (size_t i = 0; i < count; i++) wide[i] = load_bf16(x[i]);
+    return wide;
+}
+
+typedef struct {
+    const void *x, *w, *bias; /* a bias at 0 is none */
+    void *y;
+    size_t rows, in, stride, out, kind;
+} Linear;
+
+typedef struct {
+    const void *x, *w;
+    void *y;
+    size_t rows, width, kind;
+} RmsNorm;
+
+INLINE size_t linear_work_bytes(const Linear *is) { return is->kind == F32 ? 0 : is->rows * is->in * sizeof(float); }
+INLINE size_t rms_norm_work_bytes(const RmsNorm *is) { return (void)is, 0; }
+
+static void linear(const Linear *is, const float *none, float *work)
+{
+    (void)none;
+    if (is->kind == F32) linear_f32(is->x, is->w, is->bias, is->y, is->rows, is->in, is->stride, is->out);
+    else linear_bf16(widened_bf16(is->x, work, is->rows * is->in), is->w, is->bias, is->y, is->rows, is->in, is->stride,
+                     is->out);
+}
+
+static void rms_norm(const RmsNorm *is, const float *epsilon, float *unused)
+{
+    (void)unused;
+    if (is->kind == F32) rms_norm_f32(is->x, is->w, is->y, is->rows, is->width, *epsilon);
+    else rms_norm_bf16(is->x, is->w, is->y, is->rows, is->width, *epsilon);
+}
 
 #endif

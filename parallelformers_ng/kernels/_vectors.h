@@ -17,6 +17,7 @@
 #endif
 
 enum { LANES = 16 };
+enum { F32 = 0, BF16 = 1 }; /* kinds of numbers */
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));

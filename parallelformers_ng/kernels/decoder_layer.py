@@ -1,17 +1,41 @@
-"""Llama's decoder layer and its many copies for one new token of each sequence: two calls of `_layer.h` and the sums
-over the ranks behind them, where the modelling code takes some fifty operators.
+"""Llama's decoder layer and its many copies for one new token of each sequence: two calls of `_layer.h`, one for each
+half, and the sums over the ranks behind them, where the modelling code takes some fifty operators.
 
-The modules stay what they are and serve whatever the kernel does not: prompts, gradients, hooks, other caches.
+The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. The modules stay what they are and serve
+whatever the kernel does not: prompts, gradients, hooks, other caches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf
-from parallelformers_ng.kernels.streaming_linear import may_serve
+from parallelformers_ng.generation.in_place_cache import extended
+from parallelformers_ng.kernels.operators import (
+    KINDS,
+    MOST_ROWS,
+    FusedRMSNorm,
+    Guard,
+    StreamingLinear,
+    _decode,
+    fits_mask,
+    is_usual,
+    mask_arguments,
+    may_serve,
+)
+from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.sharding.heads import HeadParallel
+from parallelformers_ng.sharding.layers import parallel_class
+from parallelformers_ng.sharding.linear import RowParallel
+
+_LAST = (StreamingLinear, parallel_class(RowParallel, StreamingLinear))
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+"""What a layer may be given that a single query over a cache has no use for."""
 
 
 class FusedDecoderLayer(nn.Module):
@@ -36,17 +60,10 @@ class FusedDecoderLayer(nn.Module):
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
         """What the kernel knows of this layer, remembered for as long as it is so."""
-        held: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
-        if held is not None:
-            attention, feed = held
-            if (attention is None or attention.held.are_current()) and (feed is None or feed.held.are_current()):
-                return held
-        attention, feed = AttentionHalf.of(self), FeedHalf.of(self)
-        held = self.__dict__["_kernel_halves"] = (
-            None if attention is None or attention.held.patched else attention,
-            None if feed is None or feed.held.patched else feed,
-        )
-        return held
+        known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
+        if known is None or not all(half is None or half.guard.holds() for half in known):
+            known = self.__dict__["_kernel_halves"] = AttentionHalf.of(self), FeedHalf.of(self)
+        return known
 
     def forget(self) -> None:
         """Read the modules anew before the next step."""
@@ -56,3 +73,249 @@ class FusedDecoderLayer(nn.Module):
 def is_step(hidden: Tensor) -> bool:
     """Whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
     return hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_cpu and hidden.is_contiguous()
+
+
+class _Half:
+    """One half of a layer as the kernel takes it.
+
+    Args:
+        above: modules that it stands for, besides those that hold the tensors.
+        linears: in the kernel's order; the last one's outputs are summed over the ranks.
+        norms: in the kernel's order, None for one that the layer does without.
+    """
+
+    def __init__(
+        self, above: Sequence[nn.Module], linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]
+    ) -> None:
+        present = [norm for norm in norms if norm is not None]
+        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in ("weight", "bias")]
+        places += [(norm, "weight") for norm in present]
+        self.guard = Guard(places, (*above, *linears, *present))
+        last = linears[-1]
+        self.communicator = last.communicator if isinstance(last, RowParallel) else None
+        self.hidden, self.dtype = linears[0].weight.shape[1], linears[0].weight.dtype
+        self._most_rows = MOST_ROWS[self.dtype]
+        self.kind = KINDS[self.dtype]
+        tensors: list[Tensor | None] = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+        tensors += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        self.static = (
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(linear.weight.stride(0) for linear in linears),
+        )
+        self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
+
+    def unless_patched(self) -> Self | None:
+        """Itself, None where a module has a forward of its own, which must be called."""
+        return None if self.guard.patched else self
+
+    def may_stand_for_modules(self, hidden: Tensor) -> bool:
+        """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
+        fits = hidden.dtype is self.dtype and hidden.shape[2] == self.hidden and hidden.shape[0] <= self._most_rows
+        return fits and not self.guard.has_hooks()
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        return partial if self.communicator is None else self.communicator.all_reduce(partial)
+
+
+class AttentionHalf(_Half):
+    """Norm, projections, rotary positions, the cache and attention itself."""
+
+    def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
+        super().__init__((attention,), linears, norms)
+        self.layer_idx = attention.layer_idx
+        self.config = attention.config
+        self.width = attention.head_dim
+        self.heads, self._kv_heads = (linear.weight.shape[0] // self.width for linear in linears[:2])
+        self.static += (self.hidden, self.heads, self._kv_heads, self.width)
+        self.scaling = attention.scaling
+
+    @classmethod
+    def of(cls, layer: Any) -> AttentionHalf | None:
+        """That of a decoder layer, None where the kernel does not compute it."""
+        attention = layer.self_attn
+        kind: type = type(attention)
+        if kind.__bases__[0] is HeadParallel:
+            kind = kind.__bases__[1]
+        normed = normed_heads(kind)
+        if normed is None:
+            return None
+        norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        if not _are_readable(linears, norms):
+            return None
+        q, k, v, o = (linear.weight.shape for linear in linears)
+        width, shared = attention.head_dim, attention.num_key_value_groups
+        fits = (
+            width % 2 == 0
+            and k == v
+            and k[0] > 0
+            and k[0] % width == 0
+            and q == (k[0] * shared, k[1])
+            and o == (q[1], q[0])
+            and all(
+                norm is None or norm.weight.shape == (size,)
+                for norm, size in zip(norms, (q[1], width, width), strict=True)
+            )
+        )
+        return cls(attention, linears, norms).unless_patched() if fits else None
+
+    def step_for(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> Step | None:
+        """What `run` needs besides the cache, given the arguments of the layer; None where the kernel does not compute
+        them."""
+        if (
+            not self.may_stand_for_modules(hidden)
+            or type(past_key_values) is not DynamicCache
+            or past_key_values.offloading
+            or position_embeddings is None
+            or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
+        ):
+            return None
+        step = Step.of(self, hidden.shape[0], position_embeddings, attention_mask)
+        return step if step.fits and self.may_extend(past_key_values, step) else None
+
+    def may_extend(self, cache: DynamicCache, step: Step) -> bool:
+        """Whether the kernel can append to what the cache has of this layer, and read it."""
+        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if type(layer) is not DynamicLayer or not layer.is_initialized:
+            return False
+        keys, values = layer.keys, layer.values
+        if keys.ndim != 4 or keys.dtype is not self.dtype or values.dtype is not self.dtype:
+            return False
+        batch, heads, tokens, width = shape = keys.shape
+        return (
+            values.shape == shape
+            and (batch, heads, width) == (step.rows, self._kv_heads, self.width)
+            and (step.masked_tokens is None or step.masked_tokens == tokens + 1)
+        )
+
+    def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
+        """What the attention adds to `hidden`."""
+        out, places = torch.empty_like(hidden), self.lengthen(cache)
+        _decode.attention_half(
+            *self.static, *places, hidden.data_ptr(), out.data_ptr(), *step.positions, *step.mask,
+            step.rows, self.tokens_in(cache), self.kind, *self.epsilons, self.scaling,
+        )  # fmt: skip
+        return self.summed(out)
+
+    def lengthen(self, cache: DynamicCache) -> tuple[int, ...]:
+        """Make room for a token in what the cache has of this layer.
+
+        Returns:
+            The addresses of its keys and values, and their distances between sequences, heads and tokens, as the kernel
+            takes them.
+        """
+        keys, values = extended(cache.layers[self.layer_idx], 1)
+        return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
+
+    def tokens_in(self, cache: DynamicCache) -> int:
+        """How many tokens the cache has of this layer."""
+        keys: Any = cache.layers[self.layer_idx].keys
+        return int(keys.shape[2])
+
+
+class Step:
+    """What all layers of a step share, looked at once.
+
+    Attributes:
+        rows: sequences.
+        fits: whether the kernel computes attention with it; if not, what follows is missing.
+        positions, mask: addresses and distances, as the kernel takes them.
+        masked_tokens: how many the mask has, None without one.
+    """
+
+    # In a list: while an attribute of a class is replaced, another thread may be given the old value after its end.
+    _latest: ClassVar[list[Step]] = []
+
+    @classmethod
+    def of(cls, half: AttentionHalf, rows: int, positions: tuple[Tensor, Tensor], mask: Tensor | None) -> Step:
+        """The step of which `half` computes a part. transformers passes the same objects to all layers."""
+        shared, sizes = (half.config, positions, mask), (rows, half.dtype, half.width, half.heads)
+        for latest in cls._latest:
+            if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
+                return latest
+        step = cls(shared, sizes)
+        cls._latest[:] = [step]
+        return step
+
+    def __init__(
+        self, shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None], sizes: tuple[int, torch.dtype, int, int]
+    ) -> None:
+        self._shared, self._sizes = shared, sizes  # while they are referred to, no others can have their ids
+        config, rotations, mask = shared
+        rows, dtype, width, heads = sizes
+        self.rows = rows
+        self.masked_tokens = None if mask is None else mask.shape[-1]
+        self.fits = (
+            config._attn_implementation == "sdpa"
+            and is_usual()
+            and all(_is_rotation(rotation, rows, dtype, width) for rotation in rotations)
+            and (mask is None or fits_mask(mask, dtype, rows, heads, mask.shape[-1]))
+        )
+        if self.fits:
+            cos, sin = rotations
+            rows_apart = (0 if angles.shape[0] == 1 else angles.stride(0) for angles in rotations)
+            self.positions = (cos.data_ptr(), sin.data_ptr(), *rows_apart)
+            self.mask = mask_arguments(mask)
+
+
+def _is_rotation(angles: Tensor, rows: int, dtype: torch.dtype, width: int) -> bool:
+    one_of_each = angles.ndim == 3 and angles.shape[0] in (1, rows) and angles.shape[1:] == (1, width)
+    return one_of_each and angles.dtype is dtype and angles.stride(2) == 1
+
+
+class FeedHalf(_Half):
+    """The residual, norm and gated feed-forward."""
+
+    def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
+        super().__init__((mlp, mlp.act_fn), linears, norms)
+        self.static += (self.hidden, linears[0].weight.shape[0])
+
+    @classmethod
+    def of(cls, layer: Any) -> FeedHalf | None:
+        """That of a decoder layer, None where the kernel does not compute it."""
+        mlp = layer.mlp
+        kind: type = type(mlp)
+        if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
+            return None
+        linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
+        if not _are_readable(linears, norms):
+            return None
+        gate, up, down = (linear.weight.shape for linear in linears)
+        fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
+        return cls(mlp, linears, norms).unless_patched() if fits else None
+
+    def fits(self, hidden: Tensor, attended: Tensor) -> bool:
+        """Whether the kernel computes it for what came into the layer and what its attention adds."""
+        alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
+        return alike and self.may_stand_for_modules(hidden)
+
+    def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output."""
+        residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        _decode.feed_half(
+            *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
+            hidden.shape[0], self.kind, *self.epsilons,
+        )  # fmt: skip
+        return residual.add_(self.summed(out))
+
+
+def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+    """Whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows dense."""
+    *columns, last = linears
+    if not all(type(linear) is StreamingLinear for linear in columns) or type(last) not in _LAST:
+        return False
+    if not all(norm is None or isinstance(norm, FusedRMSNorm) for norm in norms):
+        return False
+    weights = [linear.weight for linear in linears]
+    flat = [linear.bias for linear in linears] + [None if norm is None else norm.weight for norm in norms]
+    tensors = [*weights, *(tensor for tensor in flat if tensor is not None)]
+    dtype = weights[0].dtype
+    return dtype in KINDS and all(t.dtype is dtype and t.is_cpu and t.stride(-1) == 1 for t in tensors)

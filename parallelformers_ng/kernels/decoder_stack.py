@@ -13,10 +13,8 @@ from transformers.cache_utils import DynamicCache
 
 from parallelformers_ng.collectives.python_kernel import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
-from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, is_step
-from parallelformers_ng.kernels.held import Held
-from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step
-from parallelformers_ng.kernels.streaming_linear import _decode, may_serve
+from parallelformers_ng.kernels.decoder_layer import AttentionHalf, FeedHalf, FusedDecoderLayer, Step, is_step
+from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
 
 
 class DecoderStack(nn.ModuleList):
@@ -47,7 +45,7 @@ class DecoderStack(nn.ModuleList):
 
     def _read(self) -> _StackInC | None:
         """What the kernel knows of the layers, remembered for as long as it is so."""
-        if not self._was_read or (self._in_c is not None and not self._in_c.held.are_current()):
+        if not self._was_read or (self._in_c is not None and not self._in_c.guard.holds()):
             self._in_c, self._was_read = _StackInC.of(self), True
         return None if any(layer.training for layer in self) else self._in_c
 
@@ -79,7 +77,7 @@ class _StackInC:
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
         self._first = self._attentions[0]
-        self.held = Held.together([half.held for pair in halves for half in pair] + [Held((), layers)])
+        self.guard = Guard.together([half.guard for pair in halves for half in pair] + [Guard((), layers)])
         self._sum_kind = SUM_KINDS[self._first.dtype]
         communicators = {half.communicator for pair in halves for half in pair if _is_partial(half)}
         self._communicator: Any = communicators.pop() if communicators else None
@@ -101,11 +99,11 @@ class _StackInC:
         )
         summed = all(_is_summed_in_c(half.communicator) for half in both if _is_partial(half))
         whole = cls(layers, known) if alike and summed else None
-        return None if whole is None or whole.held.patched else whole
+        return None if whole is None or whole.guard.patched else whole
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
         """What the layers share, given their arguments; None where the kernel does not compute them."""
-        if self.held.are_watched():
+        if self.guard.has_hooks():
             return None
         step = self._first.step_for(hidden, **kwargs)
         if step is None:
@@ -121,7 +119,7 @@ class _StackInC:
         places = [number for attention in self._attentions for number in attention.lengthen(cache)]
         kernel = None if self._communicator is None else self._communicator.c_kernel
         status = _decode.decoder_layers(
-            kernel, self._sum_kind, self._layers, out.data_ptr(), self._first.hidden, *step.positions, *step.mask,
+            kernel, self._sum_kind, self._layers, out.data_ptr(), *step.positions, *step.mask,
             step.rows, self._first.tokens_in(cache), self._first.kind, *places,
         )  # fmt: skip
         if status:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack, with_layers_as_one
+from parallelformers_ng.kernels.operators import FusedRMSNorm, StreamingLinear, _decode
 from parallelformers_ng.kernels.recognition import ATTENTIONS, LAYERS, is_decoder, is_decoder_layer, is_rms_norm
 from parallelformers_ng.kernels.self_check import agrees
-from parallelformers_ng.kernels.streaming_linear import FusedRMSNorm, StreamingLinear, _decode
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> int:

@@ -48,13 +48,13 @@ def _distance(family: str, fused: Callable[[nn.Module], object]) -> float:
         model = modelling(family, "Model")(config).float().eval()
         for parameter in model.parameters():
             parameter.normal_()
-        embedded, held = torch.randn(2, 1, 8), torch.randn(2, 2, 2, 1, 3, 4)  # of each layer: keys and values
+        embedded, cached = torch.randn(2, 1, 8), torch.randn(2, 2, 2, 1, 3, 4)  # of each layer: keys and values
     of_kernels = copy.deepcopy(model)
     fused(of_kernels)
 
     def run(model: Any) -> Tensor:
         cache = DynamicCache()
-        for index, (keys, values) in enumerate(held):
+        for index, (keys, values) in enumerate(cached):
             cache.update(keys, values, index)
         output = model(inputs_embeds=embedded, past_key_values=cache).last_hidden_state
         parts = [output, *(part for layer in cache.layers for part in (layer.keys, layer.values))]

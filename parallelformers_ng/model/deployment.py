@@ -24,12 +24,10 @@ from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import PlacementError, SharedMemoryError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
-from parallelformers_ng.runtime.deadline import deadline_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
-from parallelformers_ng.wire.frames import OUT_OF_MEMORY
-from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
@@ -43,6 +41,7 @@ class Deployment:
     Attributes:
         plan: how the model is cut.
         caches: the registry of the caches that the workers hold.
+        supervisor: has the group, and replaces it.
 
     Args:
         model: the model, weights loaded. After `start` its tensors are on `meta`.
@@ -90,7 +89,7 @@ class Deployment:
         if group.in_use:
             raise PlacementError("the group given serves another model; end that one first, or start another group")
         group.user = weakref.ref(self)
-        self._supervisor = Supervisor(group)
+        self.supervisor = Supervisor(group)
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
@@ -102,7 +101,7 @@ class Deployment:
             StartupError: a worker could not start.
             SharedMemoryError: the system has no memory for the shards.
         """
-        group = self._supervisor.group
+        group = self.supervisor.group
         try:
             group.wait_until_ready()
             group.call("build", self._skeleton)
@@ -114,7 +113,7 @@ class Deployment:
                     again = functools.partial(
                         revive, self._make_group, self._skeleton, self.plan, store, self._checkpoint
                     )
-                    self._supervisor = Supervisor(group, again, self._limit)
+                    self.supervisor = Supervisor(group, again, self._limit)
             except BaseException:
                 take_back(model, store.plan, store.read)
                 raise
@@ -132,16 +131,16 @@ class Deployment:
 
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
         """The group to send requests to and its incarnation; see `Supervisor.ready`."""
-        return self._supervisor.ready(deadline)
+        return self.supervisor.ready(deadline)
 
     def deadline_of(self, timeout: float | None) -> float:
         """When a call must be done that begins now, on the clock of `time.monotonic`."""
-        return deadline_of(self._supervisor.group.timeout if timeout is None else timeout)
+        return self.supervisor.group.deadline(timeout)
 
     @property
     def incarnation(self) -> int:
         """How often the workers were started again."""
-        return self._supervisor.incarnation
+        return self.supervisor.current[1]
 
     @property
     def ended(self) -> bool:
@@ -150,11 +149,11 @@ class Deployment:
 
     @property
     def device_names(self) -> list[str]:
-        return self._supervisor.group.device_names
+        return self.supervisor.group.device_names
 
     @property
     def pids(self) -> list[int]:
-        return self._supervisor.group.pids
+        return self.supervisor.group.pids
 
     def memory(self, what: str) -> dict[str, Any]:
         """What a method of `worker.memory.RankMemory` says on each rank, by device."""
@@ -194,7 +193,7 @@ class Deployment:
             WrongProcessError: this is a forked process. Reading the weights gives their memory back, which is the
                 parent's as well.
         """
-        self._supervisor.group.check_process()
+        self.supervisor.group.check_process()
         with self._lock:
             if self._store is not None:
                 self._leave_group()  # first, so that memory can be given back as it is read
@@ -219,7 +218,7 @@ class Deployment:
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
         """A rank's part of a tensor, from the rank itself: on CUDA the devices hold the only copy."""
-        group = self._supervisor.group
+        group = self.supervisor.group
         asked = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
         return group.call_each("export", asked)[rank][0]
 
@@ -229,8 +228,8 @@ class Deployment:
             self._store = None
 
     def _leave_group(self) -> None:
-        self._supervisor.stop()
-        group = self._supervisor.group
+        self.supervisor.stop()
+        group = self.supervisor.group
         if self._borrowed and not self._closed and group.alive:
             group.call("drop")
             group.user = None

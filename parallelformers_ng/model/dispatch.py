@@ -28,7 +28,7 @@ from parallelformers_ng.model.marks import own_loop
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.interrupts import Held
+from parallelformers_ng.wire.interrupts import CriticalSection
 from parallelformers_ng.worker.call import Answer, Call
 
 log = logging.getLogger("parallelformers_ng")
@@ -117,13 +117,16 @@ class Dispatcher:
             NotPortableError: an argument cannot cross by value; nothing was run.
             GroupError: see its subclasses.
         """
-        end = self._deadline(how.timeout)
+        supervisor = self.deployment.supervisor
+        end = supervisor.current[0].deadline(how.timeout)
         with self.hooks.turn(end) if self._may_be_hooked() else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
-            workers = self.deployment.ready(end)
+            workers = supervisor.current
+            if not workers[0].ready:
+                workers = supervisor.ready(end)
             streams = how.streamer is not None
             call = Call(path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.captured)
-            with Held():  # what is noted here, and what the workers have done, must not part
+            with CriticalSection():  # what is noted here, and what the workers have done, must not part
                 return self._request(model, call, how, end, hooks, workers)
 
     def _may_be_hooked(self) -> bool:
@@ -248,9 +251,6 @@ class Dispatcher:
         if what not in self._said:
             self._said.add(what)
             log.warning("%s: %s", what, why)
-
-    def _deadline(self, timeout: float | None) -> float:
-        return self.deployment.deadline_of(None if timeout is None else checked_seconds(timeout, "timeout"))
 
     def _random_stream(self, seed: int | None) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
         """(state to start from, what to do with the state afterwards)."""

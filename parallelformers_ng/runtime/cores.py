@@ -20,7 +20,7 @@ def usable_cpus() -> int:
     return available if quota is None else max(1, min(available, round(quota)))
 
 
-def placement(world_size: int, threads: int) -> list[set[int]] | None:
+def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
     """The CPUs of each rank, or None where the scheduler should place them.
 
     Ranks are pinned only where all of them together take every CPU that there is to have: a rank that leaves CPUs to

@@ -10,7 +10,8 @@ from contextvars import ContextVar
 
 from parallelformers_ng.options import checked_seconds
 
-_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
+thread_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
+"""Of this thread or asyncio task, on the clock of `time.monotonic`."""
 
 
 @contextlib.contextmanager
@@ -26,13 +27,8 @@ def deadline(seconds: float) -> Iterator[None]:
     Raises:
         ParallelError: `seconds` is no such number.
     """
-    token = _deadline.set(min(_deadline.get(), time.monotonic() + checked_seconds(seconds, "deadline")))
+    token = thread_deadline.set(min(thread_deadline.get(), time.monotonic() + checked_seconds(seconds, "deadline")))
     try:
         yield
     finally:
-        _deadline.reset(token)
-
-
-def deadline_of(timeout: float) -> float:
-    """When a call must be done that begins now and may take `timeout` seconds, on the clock of `time.monotonic`."""
-    return min(_deadline.get(), time.monotonic() + timeout)
+        thread_deadline.reset(token)

@@ -1,61 +1,112 @@
-"""One request and its answers: what a group and its workers say to each other between two turns."""
+"""One request at a time and its answers: what a group and its workers say to each other."""
 
 from __future__ import annotations
 
 import select
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, WorkerError
+from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.processes import Processes, WorkerProcess
-from parallelformers_ng.wire.decoder import Restore
-from parallelformers_ng.wire.encoder import Encoded
-from parallelformers_ng.wire.frames import Flag, Frame, Kind, Packed, pack
-from parallelformers_ng.wire.interrupts import LetThrough
-from parallelformers_ng.wire.transport import LOOKOUT_SECONDS, wait
+from parallelformers_ng.runtime.processes import Processes, WorkerGoneError, WorkerProcess
+from parallelformers_ng.wire.decoder import Frame
+from parallelformers_ng.wire.encoder import Encoded, Packed, pack
+from parallelformers_ng.wire.format import Flag, Kind
+from parallelformers_ng.wire.interrupts import InterruptPoint
+from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
 OnEvent = Callable[[Any], object]
+
+INTERRUPT_SECONDS = 0.5  # between Ctrl-C and its KeyboardInterrupt, while workers leave the request
+STRAGGLER_SECONDS = 10.0  # what they get in all, before the group ends
 
 # Looked up once: in Python 3.11, to read one off an enum takes a call.
 _REQUEST, _RESULT, _DONE, _ERROR = Kind.REQUEST, Kind.RESULT, Kind.DONE, Kind.ERROR
 _ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
 
-class WorkerGoneError(GroupError):
-    """A worker ended, or hung up, in the middle of a request. The group makes a WorkerDiedError of it."""
+class FairLock:
+    """A lock that threads get in the order in which they asked for it: `threading.Lock` lets late callers overtake.
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the worker of rank {rank} is gone")
-        self.rank = rank
+    A signal can interrupt the wait, and nothing else where the caller is in a `CriticalSection`. The lock belongs to
+    its next thread from the moment it is passed on, so a thread that was interrupted releases it all the same.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()
+        self._owner: int | None = None
+
+    def is_mine(self) -> bool:
+        """True where the calling thread has the lock."""
+        return self._owner == threading.get_ident()
+
+    def acquire(self, timeout: float) -> bool:
+        """Wait for the lock; a thread that has it already need not wait.
+
+        Args:
+            timeout: seconds; may be infinite.
+
+        Returns:
+            False where the time passed first.
+        """
+        me = threading.get_ident()
+        with self._mutex:
+            if self._owner in (None, me):
+                self._owner = me
+                return True
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append((gate, me))
+        try:
+            with InterruptPoint():
+                gate.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+        finally:
+            with self._mutex:
+                if (gate, me) in self._waiting:
+                    self._waiting.remove((gate, me))
+        # A thread may have become the owner at the very moment at which its time was up.
+        return self.is_mine()
+
+    def release(self) -> None:
+        """Pass the lock on to the thread that has waited longest. Does nothing where it is not the calling thread's."""
+        with self._mutex:
+            if self._owner != threading.get_ident():
+                return
+            if self._waiting:
+                gate, self._owner = self._waiting.popleft()
+                gate.release()
+            else:
+                self._owner = None
 
 
 class Exchange:
     """Sends requests to all workers of a group and collects their answers. Not for two threads at once.
 
-    In the main thread its methods are called in a `Held` block: handlers of signals run in the waits alone, and in the
-    caller's `on_event`. What those raise leaves an exchange that `finish` takes up again.
+    In the main thread its methods are called in a `CriticalSection`: handlers of signals run in the waits alone, and in
+    the caller's `on_event`. What those raise leaves an exchange that `leave` takes up again.
 
     Args:
         processes: the workers, all ready.
         key: the group's; it signs pickles and class names.
-        restore: this process's side of `decoder.decode`.
     """
 
-    def __init__(self, processes: Processes, key: bytes, restore: Restore | None) -> None:
+    def __init__(self, processes: Processes, key: bytes) -> None:
         self._processes = processes
         self._key = key
-        self._restore = restore
         self._sequence = 0
         self._needs_reset = False
+        self.patient_until = 0.0  # with workers that are still busy with a request that was interrupted; 0: none is
         self.in_event = False  # a caller's on_event is running
         self.unfinished = False  # a request has begun, and some rank has not had it, or not answered it
         self._packed: list[Packed] = []
         self._answers: dict[int, Frame] = {}
-        self._looks_out = usable_cpus() > 1
-        self._look_until = 0.0
+        self._spins = usable_cpus() > 1
+        self._spin_until = 0.0
         # Rank 0's answer is waited for first: by then the others have mostly answered, too, and this process need not
         # wake up, on a core that a rank may be using, for each of them. A rank that raises frees rank 0 from the
         # collectives, and the end of any is seen by its pidfd.
@@ -92,7 +143,14 @@ class Exchange:
             NotPortableError: an answer cannot be rebuilt here; the exchange is complete.
             WorkerGoneError, RequestTimeoutError, ProtocolError, ChannelClosedError: the group cannot go on.
         """
-        self._pack(messages, flags)
+        flags |= Flag.RESET if self._needs_reset else 0
+        for message in messages:
+            self._packed.append(pack(_REQUEST, self._sequence + 1, message, flags))
+        if self._needs_reset:
+            # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
+            self._processes.arena.reset()
+        self._sequence += 1
+        self.unfinished = True
         failure = self._go_on(deadline, on_event)
         values, error = self._read()
         failure = failure or error
@@ -100,18 +158,40 @@ class Exchange:
             try:
                 raise failure
             finally:
-                del failure, error  # the exception holds this frame, which must not hold the exception
+                del failure, error  # the exception refers to this frame, which must not refer to the exception
         return values
 
-    def finish(self, deadline: float) -> None:
+    def leave(self, deadline: float) -> bool:
         """After an interrupt: have the workers leave the request, and drop their answers. It can be interrupted again.
 
+        Args:
+            deadline: on the clock of `time.monotonic`, in seconds. After it, nothing is decided.
+
+        Returns:
+            Whether they have left it.
+
         Raises:
-            RequestTimeoutError: they had not by the deadline.
-            WorkerGoneError, ProtocolError, ChannelClosedError: the group cannot go on.
+            GroupError: they had time enough, or are gone, or do not keep to the protocol. The group cannot go on.
         """
+        patient_until = max(self.patient_until, time.monotonic() + INTERRUPT_SECONDS)  # a late caller polls, too
         self._processes.arena.request_cancel(self._sequence)
-        self._go_on(deadline, None)
+        failure: GroupError | None = None
+        try:
+            self._go_on(min(deadline, patient_until), None)
+        except RequestTimeoutError:
+            if time.monotonic() < patient_until:
+                return False
+            failure = GroupError(
+                "the worker group was ended: the workers did not leave an interrupted request within"
+                f" {STRAGGLER_SECONDS:g} s; parallelize the model again to use it"
+            )
+        except GroupError as error:
+            failure = error
+        self.discard()
+        self.patient_until = 0.0
+        if failure is not None:
+            raise failure
+        return True
 
     def discard(self) -> None:
         """Close the request, and what came with answers that were not read. Due after each that is not unfinished."""
@@ -121,16 +201,6 @@ class Exchange:
             frame.discard()
         self._packed, self._answers = [], {}
 
-    def _pack(self, messages: Sequence[Encoded], flags: int) -> None:
-        flags |= Flag.RESET if self._needs_reset else 0
-        for message in messages:
-            self._packed.append(pack(_REQUEST, self._sequence + 1, message, flags))
-        if self._needs_reset:
-            # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
-            self._processes.arena.reset()
-        self._sequence += 1
-        self.unfinished = True
-
     def _go_on(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
         """Do what is left to do of a request until every rank has answered it. Returns what `on_event` raised."""
         for worker in self._processes.workers:
@@ -139,14 +209,7 @@ class Exchange:
                     worker.channel.send_packed(self._packed[worker.rank % len(self._packed)], deadline)
                 except ChannelClosedError:
                     raise WorkerGoneError(worker.rank) from None
-        self._look_until = min(time.monotonic() + LOOKOUT_SECONDS, deadline) if self._looks_out else 0.0
-        failure = self._collect(deadline, on_event)
-        self._needs_reset = any(frame.kind is _ERROR for frame in self._answers.values())
-        self.unfinished = False
-        return failure
-
-    def _collect(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
-        """Wait until every rank has answered this request. Returns what `on_event` raised."""
+        self._spin_until = min(time.monotonic() + SPIN_SECONDS, deadline) if self._spins else 0.0
         failure: BaseException | None = None
         for due in self._processes.workers:
             while due.rank not in self._answers:
@@ -154,19 +217,21 @@ class Exchange:
                 if frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
                 elif frame.kind is Kind.EVENT and rank == 0:
-                    event = frame.decode(self._key, self._restore)
+                    event = frame.decode(self._key)
                     if on_event is not None and failure is None:
                         failure = self._deliver(event, on_event)
                 else:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
+        self._needs_reset = any(frame.kind is _ERROR for frame in self._answers.values())
+        self.unfinished = False
         return failure
 
     def _next(self, due: WorkerProcess, deadline: float) -> tuple[int, Frame]:
-        """Wait for the next frame: looking out, for one from `due`; asleep, for anybody's. Returns its rank, and it."""
+        """Wait for the next frame: while spinning, from `due`; asleep, from any rank. Returns its rank, and it."""
         rank = due.rank
         try:
-            if not due.channel.look_out(self._look_until):
+            if not due.channel.spin(self._spin_until):
                 rank = self._ready(deadline)
             frame = self._processes.workers[rank].channel.receive(deadline)
         except ChannelClosedError:
@@ -192,7 +257,7 @@ class Exchange:
     def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
         self.in_event = True
         try:
-            with LetThrough():
+            with InterruptPoint():
                 on_event(event)
         except Exception as error:  # whatever it is, the ranks must finish before it goes on
             self._processes.arena.request_cancel(self._sequence)
@@ -207,9 +272,9 @@ class Exchange:
         raised: dict[int, Any] = {}
         for rank, frame in self._answers.items():
             if frame.kind is _RESULT:
-                values[rank] = frame.decode(self._key, self._restore)
+                values[rank] = frame.decode(self._key)
             elif frame.kind is _ERROR:
-                raised[rank] = frame.decode(self._key, self._restore)
+                raised[rank] = frame.decode(self._key)
         if not raised:
             return values, None
         rank = failures.most_informative(raised)

@@ -1,10 +1,12 @@
-"""Exceptions on their way from a worker to the caller: as names, arguments and text, never as pickles."""
+"""Exceptions on their way from a worker to the caller: as names, arguments and text, for the classes may be unknown
+there, and their constructors must not run."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 from parallelformers_ng.errors import CollectiveAbortedError, ProtocolError, WorkerError
@@ -12,22 +14,31 @@ from parallelformers_ng.errors import CollectiveAbortedError, ProtocolError, Wor
 _ARGUMENT_TYPES = (type(None), bool, int, float, str)
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """What a worker sends about an exception: encodable without pickle.
+@dataclass(frozen=True)
+class Description:
+    """An exception in words. `args` is None where they are not all plain values; `aborted` says that a collective was
+    given up, usually for what another rank raised."""
+
+    module: str
+    qualname: str
+    args: list[Any] | None
+    message: str
+    traceback: str
+    aborted: bool
+
+
+def describe(error: BaseException) -> Description:
+    """What a worker sends about an exception.
 
     Args:
         error: the exception, with its traceback.
     """
     cls = type(error)
     plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
-    return {
-        "module": cls.__module__,
-        "qualname": cls.__qualname__,
-        "args": list(error.args) if plain else None,
-        "message": _message(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "aborted": isinstance(error, CollectiveAbortedError),
-    }
+    text, aborted = "".join(traceback.format_exception(error)), isinstance(error, CollectiveAbortedError)
+    return Description(
+        cls.__module__, cls.__qualname__, list(error.args) if plain else None, _message(error), text, aborted
+    )
 
 
 def rebuild(rank: int, description: Any) -> WorkerError:
@@ -40,17 +51,14 @@ def rebuild(rank: int, description: Any) -> WorkerError:
     Raises:
         ProtocolError: the description is not one.
     """
-    if not isinstance(description, dict) or description.keys() != _KEYS:
+    if not isinstance(description, Description):
         raise ProtocolError(f"rank {rank} described an exception in a form that is not known")
-    for name in ("module", "qualname", "message", "traceback"):
-        if not isinstance(description[name], str):
-            raise ProtocolError(f"rank {rank} described an exception whose {name} is no string")
-    module, qualname, message = description["module"], description["qualname"], description["message"]
-    error = _rebuild_as(_find(module, qualname), description["args"], message)
+    name, message = f"{description.module}.{description.qualname}", description.message
+    error = _rebuild_as(_find(description.module, description.qualname), description.args, message)
     if error is None:
-        error = WorkerError(f"{module}.{qualname}: {message}" if message else f"{module}.{qualname}")
+        error = WorkerError(f"{name}: {message}" if message else name)
     error.rank = rank
-    error.remote_traceback = description["traceback"]
+    error.remote_traceback = description.traceback
     error.add_note(f"\nTraceback of rank {rank}:\n{error.remote_traceback.rstrip()}")
     return error
 
@@ -61,14 +69,7 @@ def most_informative(descriptions: dict[int, Any]) -> int:
     Args:
         descriptions: what each rank that raised sent, by rank.
     """
-    return min(descriptions, key=lambda rank: (_is_aborted(descriptions[rank]), rank))
-
-
-_KEYS = {"module", "qualname", "args", "message", "traceback", "aborted"}
-
-
-def _is_aborted(description: Any) -> bool:
-    return isinstance(description, dict) and description.get("aborted") is True
+    return min(descriptions, key=lambda rank: (getattr(descriptions[rank], "aborted", False), rank))
 
 
 def _message(error: BaseException) -> str:

@@ -6,40 +6,41 @@ import functools
 import math
 import os
 import secrets
+import select
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import (
     ChannelClosedError,
+    GroupClosedError,
     GroupError,
+    PlacementError,
     ProtocolError,
     RequestTimeoutError,
 )
-from parallelformers_ng.runtime import deaths, startup
+from parallelformers_ng.options import checked_seconds
+from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.exchange import Exchange, OnEvent, WorkerGoneError
-from parallelformers_ng.runtime.lifetime import Lifetime
-from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.turns import Turns
-from parallelformers_ng.wire.decoder import Restore
-from parallelformers_ng.wire.encoder import Encoded, Replace, encode
-from parallelformers_ng.wire.frames import Flag
-from parallelformers_ng.wire.interrupts import Held, LetThrough
+from parallelformers_ng.runtime.deadline import thread_deadline
+from parallelformers_ng.runtime.exchange import INTERRUPT_SECONDS, STRAGGLER_SECONDS, Exchange, FairLock, OnEvent
+from parallelformers_ng.runtime.processes import Processes, WorkerGoneError
+from parallelformers_ng.wire.encoder import Encoded, encode
+from parallelformers_ng.wire.format import Flag
+from parallelformers_ng.wire.interrupts import CriticalSection, InterruptPoint
 
 _GOODBYE_SECONDS = 2.0
-_INTERRUPT_SECONDS = 0.5  # between Ctrl-C and its KeyboardInterrupt, while workers leave the request
-_STRAGGLER_SECONDS = 10.0  # what they get in all, before the group ends
 
 
 class WorkerGroup:
     """`world_size` processes, each with one object, on all of which the same methods run in the same order.
 
-    The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. It may have two
-    methods of its own for objects that must stay in the worker: `replace(obj)` and `restore(handle)`, as in
-    `encoder.encode` and `decoder.decode`. Calls from many threads are served in the order in which they came.
+    The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. Calls from many
+    threads are served in the order in which they came. The workers end with `close`, at interpreter exit, and when the
+    group is dropped.
 
     Args:
         world_size: number of workers.
@@ -50,15 +51,18 @@ class WorkerGroup:
         timeout: seconds that a request may take, unless the call says otherwise.
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
-        replace: this process's side of `encoder.encode`.
-        restore: this process's side of `decoder.decode`.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
+
+    Attributes:
+        device_names: the device of each rank: "cpu:0", "cuda:3", ….
+        owner: id of the process that started the group; in any other it is of no use.
+        user: a weak reference to whom the group serves: see `in_use`.
 
     Raises:
         StartupError: a worker could not start; the message ends with what it wrote to standard error.
         SharedMemoryError: the system has no memory for the collectives.
-        PlacementError: `world_size`, `device` or `device_ids` make no group.
+        PlacementError: the backend does not serve the devices.
     """
 
     def __init__(
@@ -72,24 +76,21 @@ class WorkerGroup:
         timeout: float = 600.0,
         start_timeout: float = 120.0,
         threads: int | None = None,
-        replace: Replace | None = None,
-        restore: Restore | None = None,
         wait: bool = True,
     ) -> None:
         self.world_size = world_size
-        self.device_names = startup.device_names(world_size, device, device_ids)
-        startup.check_backend(backend, device, device_ids)
+        self.device_names = [f"{device}:{index}" for index in device_ids or range(world_size)]
+        if reason := why_unserved(backend, device, device_ids):
+            raise PlacementError(reason)
         self.timeout = timeout
-        self.user: weakref.ref[Any] | None = None  # of those whom this group serves in turn: see `in_use`
-        self._turns = Turns()
-        self._patient_until = 0.0  # with workers that are still busy with a request that was interrupted; 0: none is
+        self.user: weakref.ref[Any] | None = None
+        self._requests = FairLock()
         self._key = secrets.token_bytes(32)
-        # Kept here and not in the channels: they often lead back to this group, which could then never be dropped.
-        self._replace = replace
-        self._processes = Processes(startup.create_arena(world_size))
-        self._lifetime = Lifetime(self._processes, self._turns, self.device_names)
+        self._processes = Processes(startup.create_arena(world_size), self.device_names)
+        self.owner, self.check_process = self._processes.owner, self._processes.check_process
+        weakref.finalize(self, _end_unless_busy, self._processes, self._requests)
         try:
-            deadline = startup.launch(
+            self._wait: Callable[[], None] | None = startup.launch(
                 self._processes,
                 target=target,
                 device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
@@ -100,12 +101,12 @@ class WorkerGroup:
                 threads=threads or max(1, usable_cpus() // world_size),
             )
         except BaseException:
-            self._lifetime.end_workers()
+            self._processes.end()
             raise
-        self._exchange = Exchange(self._processes, self._key, restore)
-        self._wait: Callable[[], None] | None = functools.partial(
-            startup.await_ready, self._processes, deadline, start_timeout
-        )
+        self._exchange = Exchange(self._processes, self._key)
+        self._deaths = select.poll()
+        for worker in self._processes.workers:
+            self._deaths.register(worker.pidfd, select.POLLIN)
         if wait:
             self.wait_until_ready()
 
@@ -125,7 +126,7 @@ class WorkerGroup:
             try:
                 self._wait()
             except BaseException:
-                self._lifetime.end_workers()
+                self._processes.end()
                 raise
             self._wait = None
 
@@ -135,11 +136,6 @@ class WorkerGroup:
         return self.user is not None and self.user() is not None
 
     @property
-    def owner(self) -> int:
-        """Id of the process that started the group."""
-        return self._lifetime.owner
-
-    @property
     def pids(self) -> list[int]:
         """Process id of each rank."""
         return [worker.pid for worker in self._processes.workers]
@@ -147,15 +143,29 @@ class WorkerGroup:
     @property
     def alive(self) -> bool:
         """True while requests can be served."""
-        return self._lifetime.alive
+        return not self._is_over and not self._deaths.poll(0)
+
+    @property
+    def ready(self) -> bool:
+        """`alive`, and no request was interrupted that workers may still be busy with: `drain` waits for them."""
+        return not self._exchange.patient_until and self.alive
+
+    @property
+    def _is_over(self) -> bool:
+        return self._processes.ended or self._processes.why_over is not None or os.getpid() != self.owner
+
+    def deadline(self, timeout: float | None = None) -> float:
+        """When a call must be done that begins now, on the clock of `time.monotonic`. The `deadline` of the calling
+        thread counts, where that is earlier.
+
+        Args:
+            timeout: seconds that it may take; by default, the group's.
+        """
+        seconds = self.timeout if timeout is None else checked_seconds(timeout, "timeout")
+        return min(thread_deadline.get(), time.monotonic() + seconds)
 
     def call(
-        self,
-        method: str,
-        *args: Any,
-        timeout: float | None = None,
-        on_event: OnEvent | None = None,
-        **kwargs: Any,
+        self, method: str, *args: Any, timeout: float | None = None, on_event: OnEvent | None = None, **kwargs: Any
     ) -> Any:
         """Run one method with the same arguments on every rank.
 
@@ -207,103 +217,95 @@ class WorkerGroup:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
         if os.getpid() != self.owner:
             return
-        self._lifetime.note(deaths.closed())
-        if self._turns.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
+        text = "the worker group was closed; parallelize the model again to use it"
+        self._processes.why_over = self._processes.why_over or functools.partial(GroupClosedError, text)
+        if self._requests.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
             self._processes.kill()
             return
-        polite = not self._patient_until and self._turns.acquire(timeout=0.0)
+        polite = not self._exchange.patient_until and self._requests.acquire(timeout=0.0)
         if not polite:
             self._processes.kill()
-        if polite or self._turns.acquire(timeout=_GOODBYE_SECONDS):
+        if polite or self._requests.acquire(timeout=_GOODBYE_SECONDS):
             try:
-                if polite and self._lifetime.has_workers and self._wait is None:  # while starting they would not hear
+                if polite and not self._processes.ended and self._wait is None:  # while starting they would not hear
                     self._processes.dismiss(_GOODBYE_SECONDS)
-                self._lifetime.end_workers()
+                self._processes.end()
             finally:
-                self._turns.release()
-
-    def check_process(self) -> None:
-        """Raise WrongProcessError in any process but the one that started the group."""
-        self._lifetime.check_process()
+                self._requests.release()
 
     def watch_descriptors(self) -> list[int]:
         """Duplicates of the workers' pidfds, readable once the worker has ended. The caller closes them."""
         return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
-    def bury(self) -> None:
+    def end_if_dead(self) -> None:
         """End an idle group of which a worker has died. Where a request is running, it sees so by itself, first."""
-        if not self._turns.acquire(_GOODBYE_SECONDS):
+        if not self._requests.acquire(_GOODBYE_SECONDS):
             self._processes.kill()  # its caller is busy in on_event
             return
         try:
             dead = [worker.rank for worker in self._processes.workers if worker.has_ended()]
-            if dead and not self._lifetime.is_over and self._lifetime.has_workers:
-                self._lifetime.end(self._lifetime.death_of(dead[0]))
+            if dead and not self._is_over:
+                self._processes.end_because(WorkerGoneError(dead[0]))
         finally:
-            self._turns.release()
+            self._requests.release()
 
-    def settle(self, deadline: float) -> None:
+    def drain(self, deadline: float) -> None:
         """Wait until the workers have left a request that was interrupted. If they do not, the group ends.
 
         Args:
             deadline: on the clock of `time.monotonic`, in seconds. After it, nothing is decided.
         """
-        if self._patient_until:
-            with Held():
+        if self._exchange.patient_until:
+            with CriticalSection():
                 try:
-                    mine = self._turns.acquire(deadline - time.monotonic())
-                    if mine and self._patient_until and not self._lifetime.is_over:
+                    mine = self._requests.acquire(deadline - time.monotonic())
+                    if mine and self._exchange.patient_until and not self._is_over:
                         self._leave_interrupted(deadline)
                 finally:
-                    self._turns.release()
+                    self._requests.release()
 
     def _request(
         self, method: str, requests: Sequence[Any], flags: int, timeout: float | None, on_event: OnEvent | None
     ) -> list[Any]:
-        self._lifetime.check_usable()
-        with LetThrough():
-            messages = [encode(request, self._key, self._replace) for request in requests]
+        if self._is_over:
+            self._processes.raise_why_over()
+        with InterruptPoint():
+            messages = [encode(request, self._key) for request in requests]
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
-        if self._exchange.in_event and self._turns.is_mine():
+        if self._exchange.in_event and self._requests.is_mine():
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
-        with Held():
+        with CriticalSection():
             try:
-                if not self._turns.acquire(limit):
+                if not self._requests.acquire(limit):
                     raise RequestTimeoutError(
                         f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
                     )
-                self._lifetime.check_usable()
-                if self._patient_until:
-                    if not self._leave_interrupted(deadline):
-                        raise RequestTimeoutError(
-                            f"{method!r} had to wait for the workers to leave a request that was interrupted, and they"
-                            f" did not within {limit:.3g} s"
-                        )
-                    self._lifetime.check_usable()
+                if self._exchange.patient_until and not self._is_over and not self._leave_interrupted(deadline):
+                    raise RequestTimeoutError(
+                        f"{method!r} had to wait for the workers to leave a request that was interrupted, and they"
+                        f" did not within {limit:.3g} s"
+                    )
+                if self._is_over:
+                    self._processes.raise_why_over()
                 return self._run(messages, flags, method, limit, deadline, on_event)
             finally:
-                self._turns.release()
+                self._requests.release()
 
     def _run(
-        self,
-        messages: list[Encoded],
-        flags: int,
-        method: str,
-        limit: float,
-        deadline: float,
-        on_event: OnEvent | None,
+        self, messages: list[Encoded], flags: int, method: str, limit: float, deadline: float, on_event: OnEvent | None
     ) -> list[Any]:
         try:
             return self._exchange.run(messages, flags, deadline, on_event)
-        except WorkerGoneError as error:
-            self._lifetime.fail(self._lifetime.death_of(error.rank))
         except RequestTimeoutError:
-            self._fail_timed_out(method, limit)
-        except (ChannelClosedError, ProtocolError) as error:
-            self._lifetime.fail(deaths.as_before(error))
+            missing = self._exchange.unanswered
+            text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {missing}"
+            self._processes.end_because(GroupError(f"the worker group was ended, because an earlier request {text}"))
+            raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
+        except (WorkerGoneError, ChannelClosedError, ProtocolError) as error:
+            raise self._processes.end_because(error)() from None
         finally:
-            if self._exchange.unfinished and not self._lifetime.is_over:
+            if self._exchange.unfinished and not self._is_over:
                 self._abandon()
             else:
                 self._exchange.discard()
@@ -311,35 +313,29 @@ class WorkerGroup:
     def _abandon(self) -> None:
         """After Ctrl-C: have the workers leave the request. Who takes longer is waited for by the next request."""
         begun = time.monotonic()
-        self._patient_until = begun + _STRAGGLER_SECONDS
+        self._exchange.patient_until = begun + STRAGGLER_SECONDS
         left = False
         try:
-            left = self._leave_interrupted(begun + _INTERRUPT_SECONDS)
+            left = self._leave_interrupted(begun + INTERRUPT_SECONDS)
         finally:
             if not left:
                 # Where no request comes, they must not be busy with this one for ever.
-                watch = threading.Timer(_STRAGGLER_SECONDS, self.settle, [math.inf])
+                watch = threading.Timer(STRAGGLER_SECONDS, self.drain, [math.inf])
                 watch.daemon = True
                 watch.start()
 
     def _leave_interrupted(self, deadline: float) -> bool:
         """Whether the workers have left the interrupted request, or the group has ended because they had not."""
-        patient_until = max(self._patient_until, time.monotonic() + _INTERRUPT_SECONDS)  # who looks late looks, too
         try:
-            self._exchange.finish(min(deadline, patient_until))
-        except RequestTimeoutError:
-            if time.monotonic() < patient_until:
-                return False
-            self._lifetime.end(deaths.not_interrupted(_STRAGGLER_SECONDS))
-        except WorkerGoneError as error:
-            self._lifetime.end(self._lifetime.death_of(error.rank))
+            return self._exchange.leave(deadline)
         except GroupError as error:
-            self._lifetime.end(deaths.as_before(error))
-        self._exchange.discard()
-        self._patient_until = 0.0
-        return True
+            self._processes.end_because(error)
+            return True
 
-    def _fail_timed_out(self, method: str, limit: float) -> NoReturn:
-        text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {self._exchange.unanswered}"
-        self._lifetime.end(deaths.overdue(text))
-        raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
+
+def _end_unless_busy(processes: Processes, requests: FairLock) -> None:
+    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
+    up to an error; the workers end by themselves, with this process."""
+    processes.ended = True
+    if requests.acquire(timeout=0.0):
+        processes.end()

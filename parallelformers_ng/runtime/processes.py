@@ -13,19 +13,39 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, StartupError, WorkerDiedError
-from parallelformers_ng.wire.frames import Kind
+from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.errors import (
+    ChannelClosedError,
+    GroupClosedError,
+    GroupError,
+    RequestTimeoutError,
+    StartupError,
+    WorkerDiedError,
+    WrongProcessError,
+)
+from parallelformers_ng.wire.format import Kind
 from parallelformers_ng.wire.transport import Channel
 
 # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
 # is seen even if it is killed right after.
 _COMMAND = (sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker")
 _TAIL_BYTES = 8192
-_LAST_WORDS_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
-_REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver holds it
+_EXIT_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
+_REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver blocks it
+
+
+Why = Callable[[], GroupError]
+
+
+class WorkerGoneError(GroupError):
+    """A worker ended, or hung up, in the middle of a request. Callers get a WorkerDiedError in its place."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the worker of rank {rank} is gone")
+        self.rank = rank
 
 
 class WorkerProcess:
@@ -34,7 +54,7 @@ class WorkerProcess:
     Args:
         rank: its rank.
         threads: for the OpenMP and BLAS libraries of the worker.
-        cpus: the CPUs it is kept to; by default those of this process.
+        cpus: the CPUs it is pinned to; by default those of this process.
 
     Raises:
         StartupError: the interpreter could not be started, or this process may open no more files.
@@ -51,7 +71,7 @@ class WorkerProcess:
                 connection, their_connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 ours.enter_context(connection)
                 theirs.enter_context(their_connection)
-                their_lifeline, self.lifeline = os.pipe()  # nothing is ever written; see watch.exit_with_parent
+                their_lifeline, self.lifeline = os.pipe()  # nothing is ever written; see worker.py
                 ours.callback(os.close, self.lifeline)
                 theirs.callback(os.close, their_lifeline)
                 self.process = self._start((their_connection.fileno(), their_lifeline), threads)
@@ -59,7 +79,7 @@ class WorkerProcess:
                 ours.callback(self.process.kill)
                 self.pid = self.process.pid
                 if cpus is not None:
-                    with contextlib.suppress(ProcessLookupError):  # ended already, as whoever waits for it will see
+                    with contextlib.suppress(ProcessLookupError):  # it has ended, which the wait for it will show
                         os.sched_setaffinity(self.pid, cpus)  # threads that it starts later inherit this
                 self.pidfd = os.pidfd_open(self.pid)
             except OSError as error:
@@ -75,7 +95,8 @@ class WorkerProcess:
             pass_fds=inherited,
             env=_environment(threads),
             # Ctrl-C is for the parent alone. A session of its own would see to that, too; but the kernel may schedule
-            # sessions as groups (autogroup), between which sched_yield does not give way: who looks out keeps the core.
+            # sessions as groups (autogroup), between which sched_yield does not give way: a process that spins would
+            # keep the core.
             process_group=0,
         )
 
@@ -93,7 +114,7 @@ class WorkerProcess:
         if not self.has_ended():
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def ask_where(self) -> None:
+    def request_traceback(self) -> None:
         """Have a worker that is starting write to its standard error where in the code it is."""
         if not self.has_ended():
             signal.pidfd_send_signal(self.pidfd, signal.SIGUSR1)
@@ -102,16 +123,16 @@ class WorkerProcess:
         """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
         return self.process.wait(_REAP_SECONDS) if self.has_ended(_REAP_SECONDS) else None
 
-    def end_of_life(self) -> tuple[int | None, int | None]:
+    def exit_status(self) -> tuple[int | None, int | None]:
         """(signal, exit code) of a worker that ended, one of them None. One that lingers is killed."""
-        if not self.has_ended(_LAST_WORDS_SECONDS):
+        if not self.has_ended(_EXIT_SECONDS):
             self.kill()
         code = self.reap()
         return (-code, None) if code is not None and code < 0 else (None, code)
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
         """What to raise, once or often, about a worker that ended."""
-        signal, code = self.end_of_life()
+        signal, code = self.exit_status()
         manner = f"signal {signal}" if signal else f"exit code {code}"
         hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
         text = (
@@ -141,20 +162,61 @@ class Processes:
 
     Args:
         arena: the collectives' shared memory.
+        device_names: of each rank, for messages.
+
+    Attributes:
+        owner: id of the process that started them; in any other they are of no use.
+        why_over: makes the error that callers get, once there is a reason for one. A death that nobody has noticed yet
+            is none.
+        ended: no request can be sent any more.
     """
 
-    def __init__(self, arena: Any) -> None:
+    def __init__(self, arena: Arena, device_names: Sequence[str]) -> None:
         self.workers: list[WorkerProcess] = []
+        self.why_over: Why | None = None
+        self.ended = False
+        self._device_names = device_names
         self.arena = arena
         self.rendezvous: int | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
-        self._descriptors = threading.Lock()  # held while they are used from a thread that did not open them, or closed
+        self._descriptors = threading.Lock()  # locked while they are closed, or used by a thread that did not open them
         self._closed = False
         _live.add(self)
 
+    def check_process(self) -> None:
+        """Raise WrongProcessError in any process but the one that started the workers."""
+        if os.getpid() != self.owner:
+            raise WrongProcessError(
+                f"this worker group belongs to process {self.owner}, this is {os.getpid()}; a forked process must "
+                "parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
+            )
+
+    def raise_why_over(self) -> NoReturn:
+        """Raise what callers are told whose group is over, or belongs to another process."""
+        self.check_process()
+        if self.why_over is not None:
+            raise self.why_over()
+        if threading.current_thread().daemon:
+            threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
+        raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
+
+    def end_because(self, cause: GroupError) -> Why:
+        """End every worker. Returns what makes the error that callers get from here on: the first reason stays.
+
+        Args:
+            cause: what they are told; a WorkerGoneError becomes the WorkerDiedError of its worker.
+        """
+        if isinstance(cause, WorkerGoneError):
+            why: Why = self.workers[cause.rank].death(self._device_names[cause.rank])
+        else:
+            why = functools.partial(type(cause), *cause.args)
+        self.why_over = self.why_over or why
+        self.end()
+        return self.why_over
+
     def kill(self) -> None:
-        """Kill every worker, and leave the rest to whoever waits for them."""
+        """Kill every worker, and leave the rest to the thread that waits for them."""
         with self._descriptors:
             if not self._closed:
                 self.arena.abort()
@@ -182,6 +244,7 @@ class Processes:
         """
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return
+        self.ended = True
         deadline = time.monotonic() + patience
         if not all(worker.has_ended(deadline - time.monotonic()) for worker in self.workers):
             self.kill()

@@ -8,17 +8,20 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.connect import connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
-from parallelformers_ng.wire.encoder import Encoded
-from parallelformers_ng.wire.frames import Flag, Frame, Kind, pack
-from parallelformers_ng.wire.transport import LOOKOUT_SECONDS, Channel
+from parallelformers_ng.wire.decoder import Frame
+from parallelformers_ng.wire.encoder import Encoded, pack
+from parallelformers_ng.wire.format import Flag, Kind
+from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
 _NOTHING = Encoded(b"", [], [], 0)
 _REQUEST, _DONE = Kind.REQUEST, Kind.DONE  # looked up once: in Python 3.11, to read it off an enum takes a call
@@ -42,22 +45,20 @@ class Emitter:
             self._channel.send(Kind.EVENT, self.sequence, value, place="event")
 
 
+@dataclass
 class Service:
     """Runs the parent's requests on the target, one after another.
 
-    Args:
-        looks_out: whether to look out for the next request before sleeping; it takes a core that nobody else needs.
+    Attributes:
+        spins: whether to poll for the next request before sleeping; it takes a core that nobody else needs.
     """
 
-    def __init__(
-        self, channel: Channel, target: Any, communicator: Any, rank: int, emit: Emitter, looks_out: bool = False
-    ) -> None:
-        self.channel = channel
-        self.target = target
-        self.communicator = communicator
-        self.rank = rank
-        self.emit = emit
-        self.looks_out = looks_out
+    channel: Channel
+    target: Any
+    communicator: Communicator
+    rank: int
+    emit: Emitter
+    spins: bool
 
     def serve(self) -> None:
         """The loop of a worker."""
@@ -74,8 +75,8 @@ class Service:
 
     def _next(self) -> Frame | None:
         """The next request; None where the parent says goodbye."""
-        if self.looks_out:  # an answer is often followed by the next request
-            self.channel.look_out(time.monotonic() + LOOKOUT_SECONDS)
+        if self.spins:  # an answer is often followed by the next request
+            self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1
         if frame.kind is _REQUEST and frame.sequence == due:
             self.emit.sequence = due
@@ -87,7 +88,7 @@ class Service:
     def _run(self, frame: Frame) -> Any:
         if frame.flags & Flag.RESET:
             self.communicator.reset()
-        request = frame.decode(self.channel.key, self.channel.restore)
+        request = frame.decode(self.channel.key)
         if type(request) is str:
             request = {"method": request, "args": (), "kwargs": {}}
         method = request["method"]
@@ -100,7 +101,9 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     """Join the group and build the target; on failure, tell the parent why and return None."""
     try:
         sys.path[:] = boot["path"]
-        _restore_environment("PYTHONPATH", boot["pythonpath"])
+        os.environ.pop("PYTHONPATH", None)
+        if boot["pythonpath"] is not None:
+            os.environ["PYTHONPATH"] = boot["pythonpath"]
         torch.set_num_threads(boot["threads"])
         channel.send(Kind.EVENT, 0, f"importing {boot['target']}")
         module, _, name = boot["target"].partition(":")
@@ -125,8 +128,6 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         channel.send(Kind.EVENT, 0, f"building {name}")
         emit = Emitter(channel, rank)
         target = cls(rank, world_size, device, communicator, emit)
-        channel.replace = getattr(target, "replace", None)
-        channel.restore = getattr(target, "restore", None)
     except Exception as error:  # whatever stops a worker from starting is for the caller to see
         channel.send(Kind.ERROR, 0, failures.describe(error))
         return None
@@ -135,16 +136,9 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         # All ranks run the same code on the same values, so rank 0 warns for all. Errors are each rank's own.
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-    # Until here standard error was kept for a StartupError; from now on it is the parent's.
+    # Until here standard error went to the log for a StartupError; from now on it is the parent's.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
     channel.send(Kind.READY, 0, None)
-    return Service(channel, target, communicator, rank, emit, boot["looks_out"])
-
-
-def _restore_environment(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+    return Service(channel, target, communicator, rank, emit, boot["spins"])

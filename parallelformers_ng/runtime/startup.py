@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.connect import BACKENDS, chosen_backend, why_unserved
+from parallelformers_ng.collectives.connect import chosen_backend
 from parallelformers_ng.collectives.process_group import create_rendezvous
 from parallelformers_ng.errors import (
     ChannelClosedError,
-    PlacementError,
     ProtocolError,
     RequestTimeoutError,
     SharedMemoryError,
@@ -22,46 +22,11 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.runtime import cores, failures
 from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
-from parallelformers_ng.wire.frames import OUT_OF_MEMORY, Kind
-from parallelformers_ng.wire.leaves import FileDescriptor
+from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor, Kind
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
 _LATE_SECONDS = 1.0  # to read what the workers said, where the caller was busy until the deadline
-
-
-def device_names(world_size: int, device: str, device_ids: Sequence[int] | None) -> list[str]:
-    """The device of each rank: "cpu:0", "cuda:3", ….
-
-    Raises:
-        PlacementError: `world_size`, `device` or `device_ids` make no group.
-    """
-    if world_size < 1:
-        raise PlacementError(f"a group of {world_size} workers: at least one is needed")
-    if device not in ("cpu", "cuda"):
-        raise PlacementError(f"device {device!r} is neither 'cpu' nor 'cuda'; pass CUDA devices as device_ids")
-    ids = list(range(world_size)) if device_ids is None else list(device_ids)
-    if len(ids) != world_size:
-        raise PlacementError(f"{len(ids)} device_ids for {world_size} workers: {ids}")
-    return [f"{device}:{index}" for index in ids]
-
-
-def check_backend(backend: str, device: str, device_ids: Sequence[int] | None) -> None:
-    """Before anything is started.
-
-    Raises:
-        PlacementError: the backend does not serve these devices.
-    """
-    if backend not in BACKENDS:
-        raise PlacementError(f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}")
-    if reason := why_unserved(backend, device):
-        raise PlacementError(reason)
-    ids = list(device_ids or ())
-    if chosen_backend(backend, device) == "nccl" and len(set(ids)) < len(ids):
-        raise PlacementError(
-            f"device_ids {ids} name a device twice, which NCCL does not take; pass backend='shared_memory' for ranks"
-            " that share a device"
-        )
 
 
 def create_arena(world_size: int) -> Arena:
@@ -87,8 +52,8 @@ def launch(
     timeout: float,
     start_timeout: float,
     threads: int,
-) -> float:
-    """Start one worker per device; `await_ready` waits for them. The caller ends the processes if this raises.
+) -> Callable[[], None]:
+    """Start one worker per device. The caller ends the processes if this raises.
 
     Args:
         processes: receives the workers.
@@ -101,14 +66,14 @@ def launch(
         threads: of each worker.
 
     Returns:
-        When all must be ready, on the clock of `time.monotonic`.
+        What waits until all are ready: `await_ready` with its arguments.
 
     Raises:
         StartupError: a worker could not be started, or ended.
     """
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
-    cpus = cores.placement(world_size, threads) if device_names[0].startswith("cpu") else None
+    cpus = cores.cpus_of_ranks(world_size, threads) if device_names[0].startswith("cpu") else None
     for rank in range(world_size):
         processes.workers.append(WorkerProcess(rank, threads, None if cpus is None else cpus[rank]))
     common: dict[str, Any] = {
@@ -124,24 +89,18 @@ def launch(
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(2),
     }
-    if _needs_rendezvous(backend, device_names[0]):
+    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # whose ranks meet in the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
     for worker in processes.workers:
         try:
-            looks_out = worker.rank < spare_cpus
-            boot = {**common, "rank": worker.rank, "device": device_names[worker.rank], "looks_out": looks_out}
-            worker.channel.send(Kind.REQUEST, 0, boot, deadline)
+            own = {"rank": worker.rank, "device": device_names[worker.rank], "spins": worker.rank < spare_cpus}
+            worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
         worker.channel.key = key
-    return deadline
-
-
-def _needs_rendezvous(backend: str, device_name: str) -> bool:
-    """Whether the ranks meet through a file; those of shared memory meet in the arena."""
-    return chosen_backend(backend, device_name.partition(":")[0]) != "shared_memory"
+    return functools.partial(await_ready, processes, deadline, start_timeout)
 
 
 def await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
@@ -149,7 +108,7 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
 
     Args:
         processes: the workers, as `launch` started them.
-        deadline: when all must be ready, what `launch` returned. Who comes late finds them ready or not.
+        deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
         start_timeout: the seconds that this was, for the message.
 
     Raises:
@@ -193,7 +152,7 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
 def _place(worker: WorkerProcess) -> str:
     """Where in the code a worker is that takes too long; "" where it does not say."""
     before = len(worker.startup_log())
-    worker.ask_where()
+    worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS
     while time.monotonic() < end and not worker.has_ended():
         found = _PLACES.findall(worker.startup_log()[before:])
@@ -204,14 +163,14 @@ def _place(worker: WorkerProcess) -> str:
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
-    signal, code = worker.end_of_life()
+    signal, code = worker.exit_status()
     manner = f"by signal {signal}" if signal else f"with exit code {code}"
     raise StartupError(f"rank {worker.rank} ended {manner} while {phase}{_tail(worker)}")
 
 
 def _fail_raised(worker: WorkerProcess, description: Any, phase: str) -> NoReturn:
     cause = failures.rebuild(worker.rank, description)
-    text = f"{description['qualname']}: {description['message']}"
+    text = f"{description.qualname}: {description.message}"
     raise StartupError(f"rank {worker.rank} raised while {phase}: {text}{_tail(worker)}") from cause
 
 

@@ -35,17 +35,21 @@ class RestartLimit:
 class Supervisor:
     """Hands out a living group, which it has replaced in the background when a worker ended.
 
-    The thread that does so starts here, belongs to the supervisor alone and holds it weakly: a supervisor that is
-    dropped takes its group and its thread along.
+    The thread that does so starts here and has but a weak reference to the supervisor: one that is dropped takes its
+    group and its thread along.
 
     Args:
         group: a group that runs.
         revive: starts a group that can take the place of `group`, ready for requests. None: it is never replaced.
         limit: when to give up.
+
+    Attributes:
+        current: the group, alive or not, and its incarnation: how often the group was replaced. Where that group is not
+            `ready`, the method of this name says which to use.
     """
 
     def __init__(self, group: WorkerGroup, revive: Revive | None = None, limit: RestartLimit | None = None) -> None:
-        self._current = (group, 0)
+        self.current = (group, 0)
         self._revive = revive
         self._limit = limit or RestartLimit()
         self._restarts: deque[float] = deque()
@@ -54,12 +58,12 @@ class Supervisor:
         self._given_up: Callable[[], GroupError] | None = None
         self._thread: threading.Thread | None = None
         if revive is not None:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._close_bell = weakref.finalize(self, os.close, self._bell)
+            self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
             _stop_at_exit(self)
             self._thread = threading.Thread(
                 target=_supervise,
-                args=(weakref.ref(self), self._bell, group.watch_descriptors()),
+                args=(weakref.ref(self), self._wakeup, group.watch_descriptors()),
                 name="parallelformers_ng-supervisor",
                 daemon=True,
             )
@@ -68,12 +72,7 @@ class Supervisor:
     @property
     def group(self) -> WorkerGroup:
         """The group, alive or not."""
-        return self._current[0]
-
-    @property
-    def incarnation(self) -> int:
-        """How often the group was replaced."""
-        return self._current[1]
+        return self.current[0]
 
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
         """The group to send a request to and its incarnation. While one is being started, wait for it.
@@ -86,32 +85,32 @@ class Supervisor:
             RestartLimitError: the workers died too often, or cannot be started; for good.
             WrongProcessError: this is a forked process.
         """
-        current = self._current
-        current[0].check_process()
-        current[0].settle(deadline)
-        if self._revive is None or current[0].alive:
-            return current
+        group = self.group
+        group.check_process()
+        group.drain(deadline)
+        if self._revive is None or group.alive:
+            return self.current
         with self._changed:
-            while not self._current[0].alive:
+            while not self.current[0].alive:
                 if self._given_up is not None:
                     raise self._given_up()
                 if self._stopped:
-                    return self._current  # its group says why it cannot be used
+                    return self.current  # its group says why it cannot be used
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     raise RequestTimeoutError("the workers died, and new ones were not ready before the deadline")
                 self._changed.wait(min(rest, threading.TIMEOUT_MAX))
-            return self._current
+            return self.current
 
     def stop(self) -> None:
         """Replace the group no more. A replacement that is under way is waited for, and ended. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None and self._close_bell.alive and os.getpid() == self.group.owner:
-            os.eventfd_write(self._bell, 1)
+        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.group.owner:
+            os.eventfd_write(self._wakeup, 1)
             self._thread.join()
-            self._close_bell()
+            self._close_wakeup()
 
     def replace(self) -> list[int]:
         """In the supervising thread: put a new group in the place of one that has ended.
@@ -119,19 +118,21 @@ class Supervisor:
         Returns:
             Descriptors that become readable when a worker of the new group ends; none where there is no new group.
         """
-        ended, incarnation = self._current
-        ended.bury()
+        assert self._revive is not None, "without it there is no supervising thread"
+        ended, incarnation = self.current
+        ended.end_if_dead()
         while not self._stopped and self._may_restart():
             began = time.monotonic()
             self._restarts.append(began)
             try:
-                group, descriptors = self._start_anew()
-            except Exception as error:  # whatever the reason, it is told to whoever calls
+                group = self._revive()
+                descriptors = group.watch_descriptors()
+            except Exception as error:  # whatever the reason, callers are told
                 self._note_failure(error)
                 continue
             with self._changed:
                 if not self._stopped:
-                    self._current = (group, incarnation + 1)
+                    self.current = (group, incarnation + 1)
                     self._changed.notify_all()
                     log.warning("the workers died and were started again in %.1f s", time.monotonic() - began)
                     return descriptors
@@ -139,20 +140,11 @@ class Supervisor:
             group.close()
         return []
 
-    def _start_anew(self) -> tuple[WorkerGroup, list[int]]:
-        assert self._revive is not None, "without it there is no supervising thread"
-        group = self._revive()
-        try:
-            return group, group.watch_descriptors()
-        except BaseException:
-            group.close()
-            raise
-
     def _note_failure(self, error: Exception) -> None:
         if not self._stopped:
             log.warning("the workers died and could not be started again: %s", error)
         wait = select.poll()
-        wait.register(self._bell, select.POLLIN)
+        wait.register(self._wakeup, select.POLLIN)
         wait.poll(_RETRY_SECONDS * 1000)
 
     def _may_restart(self) -> bool:
@@ -190,11 +182,11 @@ def _stop_all() -> None:
         supervisor._stopped = True
 
 
-def _supervise(reference: weakref.ref[Supervisor], bell: int, descriptors: list[int]) -> None:
+def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: list[int]) -> None:
     """The supervising thread: wait for the end of a worker, replace the group, and again."""
     while descriptors:
         poll = select.poll()
-        for fd in (bell, *descriptors):
+        for fd in (wakeup, *descriptors):
             poll.register(fd, select.POLLIN)
         poll.poll()
         _close(descriptors)

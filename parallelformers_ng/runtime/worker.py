@@ -8,19 +8,22 @@ message.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 
-from parallelformers_ng.runtime import watch
+PARENT_GONE = 113  # exit code of a worker whose parent ended
 
 
 def main() -> None:
     """Start the worker and serve until the parent says goodbye or is gone."""
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
-    watch.exit_with_parent(parent, control, lifeline)
+    _exit_with_parent(parent, control, lifeline)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, in case the parent asks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -33,7 +36,47 @@ def main() -> None:
     finally:
         # Not by way of the interpreter's own end: tearing down torch would cost most of a second for memory that the
         # kernel takes back anyway, and threads that a model's code has left could keep the process for ever.
-        _leave(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _exit_with_parent(parent: int, control: int, lifeline: int) -> None:
+    """End this process at once when its parent is gone, whatever it is busy with.
+
+    The lifeline is watched by the kernel itself, which sends SIGKILL: a worker that is stopped, or that loops in native
+    code and never lets go of the interpreter lock, ends as well. A thread watches what the lifeline cannot show while
+    a copy of its other end is open in a child that the parent forked: the parent (a pidfd), and the control socket.
+    PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started the worker ends.
+
+    Args:
+        parent: process id of the parent.
+        control: descriptor of the control socket.
+        lifeline: the reading end of a pipe of this worker's own, which nobody ever writes to.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    try:
+        pidfd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(PARENT_GONE)
+    if os.getppid() != parent:  # it ended before the pidfd was open, and its number may be another's by now
+        os._exit(PARENT_GONE)
+    threading.Thread(
+        target=_await_end_of_parent, args=(pidfd, control, lifeline), name="parent-watch", daemon=True
+    ).start()
+
+
+def _await_end_of_parent(pidfd: int, control: int, lifeline: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.register(lifeline, 0)  # it may have been cut before the kernel was asked to watch it
+    poll.register(control, 0)  # hang-up alone; what can be read is for the main thread
+    poll.poll()
+    os._exit(PARENT_GONE)
 
 
 def _work(control: int) -> int:
@@ -42,7 +85,7 @@ def _work(control: int) -> int:
     from parallelformers_ng.runtime import service
     from parallelformers_ng.wire.transport import Channel
 
-    channel = Channel(socket.socket(fileno=control), patient=True)
+    channel = Channel(socket.socket(fileno=control), blocking=True)
     try:
         _, _, boot = channel.recv()
         channel.key = boot["key"]
@@ -51,17 +94,9 @@ def _work(control: int) -> int:
             return 1
         worker.serve()
     except ChannelClosedError:
-        return watch.PARENT_GONE  # the watch is about to do the same
+        return PARENT_GONE  # the watch is about to do the same
     worker.communicator.close()
     return 0
-
-
-def _leave(code: int) -> None:
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelformers_ng.collectives.traced import all_reduce
 from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel
 
 
@@ -94,7 +93,7 @@ class XLNetAttentionParallel(HeadParallel):
 
     def post_attention(self, h: torch.Tensor, attn_vec: torch.Tensor, residual: bool = True) -> torch.Tensor:
         partial = torch.einsum("ibnd,hnd->ibh", attn_vec, self.o)
-        projected = self.dropout(all_reduce(self.communicator, partial))
+        projected = self.dropout(self.communicator.all_reduce(partial))
         return self.layer_norm(projected + h if residual else projected)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from parallelformers_ng.collectives.traced import all_reduce
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
@@ -48,7 +47,7 @@ class ReducedInput(ParallelLayer):
     gives_part = False
 
     def forward(self, partial_product: torch.Tensor) -> torch.Tensor:
-        return super().forward(all_reduce(self.communicator, partial_product))
+        return super().forward(self.communicator.all_reduce(partial_product))
 
 
 @dataclass(frozen=True)

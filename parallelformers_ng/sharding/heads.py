@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelformers_ng.collectives.traced import all_gather, is_traced
+from parallelformers_ng.collectives.communicator import is_traced
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer, parallel_class
@@ -65,7 +65,7 @@ class HeadParallel(ParallelLayer):
         """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
         out."""
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
-        return all_gather(self.communicator, own, dim, self.head_sizes)
+        return self.communicator.all_gather(own, dim, self.head_sizes)
 
 
 class BiasedHeadParallel(HeadParallel):

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from parallelformers_ng.collectives.traced import all_gather, all_reduce
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.calls import CONVOLUTIONS
 from parallelformers_ng.sharding.draft import Draft
@@ -190,7 +188,7 @@ class Reduced(ParallelLayer):
     gives_part = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _on_tensor(super().forward(*args, **kwargs), partial(all_reduce, self.communicator))
+        return _on_tensor(super().forward(*args, **kwargs), self.communicator.all_reduce)
 
 
 class RowParallel(Reduced):
@@ -217,7 +215,7 @@ class GatheredColumnParallel(ParallelLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         part = super().forward(*args, **kwargs)
-        return all_gather(self.communicator, part, self.gathered_dim, self.gathered_sizes)
+        return self.communicator.all_gather(part, self.gathered_dim, self.gathered_sizes)
 
 
 class GatheredInput(ParallelLayer):
@@ -231,7 +229,7 @@ class GatheredInput(ParallelLayer):
 
     def forward(self, part: torch.Tensor) -> torch.Tensor:
         own = part.narrow(-1, 0, self.input_sizes[self.communicator.rank])
-        return super().forward(all_gather(self.communicator, own, -1, self.input_sizes))
+        return super().forward(self.communicator.all_gather(own, -1, self.input_sizes))
 
 
 class GroupedColumnParallel(ParallelLayer):

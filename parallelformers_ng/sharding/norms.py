@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from parallelformers_ng.collectives.traced import all_reduce
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
@@ -45,7 +44,7 @@ class RMSNormParallel(ParallelLayer):
         for start, stop, group, is_counted in self.runs:
             if is_counted:
                 squares[..., group] += inputs[..., start:stop].pow(2).sum(-1)
-        scales = torch.rsqrt(all_reduce(self.communicator, squares) / self.group_width + self.variance_epsilon)
+        scales = torch.rsqrt(self.communicator.all_reduce(squares) / self.group_width + self.variance_epsilon)
         if self.group_count == 1:
             return inputs * scales
         scaled = [inputs[..., start:stop] * scales[..., group : group + 1] for start, stop, group, _ in self.runs]
@@ -80,8 +79,8 @@ class GaussianTopKParallel(ParallelLayer):
 
     def _gaussian_topk(self, inputs: torch.Tensor) -> torch.Tensor:
         quantile = torch.special.ndtri(torch.tensor(self.activation_sparsity, device=inputs.device)).to(inputs.dtype)
-        mean = all_reduce(self.communicator, inputs.sum(-1, keepdim=True)) / self.width
-        variance = all_reduce(self.communicator, (inputs - mean).pow(2).sum(-1, keepdim=True)) / self.width
+        mean = self.communicator.all_reduce(inputs.sum(-1, keepdim=True)) / self.width
+        variance = self.communicator.all_reduce((inputs - mean).pow(2).sum(-1, keepdim=True)) / self.width
         return nn.functional.relu(inputs - (mean + variance.sqrt() * quantile))
 
 

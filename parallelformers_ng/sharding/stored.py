@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.collectives.traced import all_gather
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
@@ -75,4 +74,4 @@ class StoredInParts(ParallelLayer):
         dim, sizes = self.stored[name]
         if value.shape[dim] != sizes[self.communicator.rank]:
             return value  # the modelling code has put a new tensor in its place
-        return all_gather(self.communicator, value, dim, sizes)
+        return self.communicator.all_gather(value, dim, sizes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.collectives.traced import all_reduce, is_traced
+from parallelformers_ng.collectives.communicator import is_traced
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
@@ -44,7 +44,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
             local = input - self.first_row
             elsewhere = (local < 0) | (local >= self.row_count)
             found = self._look_up(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return all_reduce(self.communicator, found)
+        return self.communicator.all_reduce(found)
 
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows)

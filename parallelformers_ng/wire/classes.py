@@ -9,7 +9,6 @@ import functools
 import hmac
 import importlib
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from parallelformers_ng.errors import NotPortableError, ProtocolError
@@ -54,11 +53,6 @@ def signed_class(key: bytes, name: str, signed: str) -> type:
     return found
 
 
-def is_importable(cls: type) -> bool:
-    """True where the receiving process can find the class by name."""
-    return cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__ and cls.__module__ in sys.modules
-
-
 @functools.lru_cache(_REMEMBERED)
 def is_model_output(cls: type) -> bool:
     """True for subclasses of transformers' ModelOutput, without importing transformers."""
@@ -75,19 +69,13 @@ def field_defaults(cls: type) -> dict[str, Any]:
 
 
 @functools.lru_cache(_REMEMBERED)
-def plain_fields(cls: type) -> dict[str, Any] | None:
-    """`field_defaults` of a class whose instances need no pickle, provided that `is_all_fields`; None for others."""
-    if not dataclasses.is_dataclass(cls):
+def portable_fields(cls: type) -> dict[str, Any] | None:
+    """`field_defaults` of a dataclass that the receiver can import and whose instances need no pickle, provided that
+    the fields are all they hold; None for other classes."""
+    importable = cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__ and cls.__module__ in sys.modules
+    if not (importable and dataclasses.is_dataclass(cls)):
         return None
     plain = (
         cls.__new__ is object.__new__ and cls.__reduce_ex__ is object.__reduce_ex__ and not hasattr(cls, "__setstate__")
     )
     return field_defaults(cls) if plain or is_model_output(cls) else None
-
-
-def is_all_fields(obj: Any, names: Mapping[str, Any]) -> bool:
-    """True where the fields are all that an object holds."""
-    cls: type = type(obj)
-    return is_model_output(cls) or (
-        getattr(obj, "__dict__", {}).keys() <= names.keys() and all(hasattr(obj, name) for name in names)
-    )

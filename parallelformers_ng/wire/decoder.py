@@ -1,4 +1,4 @@
-"""A header, a run of tensor bytes and a row of file descriptors back to Python values.
+"""Frames back to Python values, out of a header, a run of tensor bytes and a row of file descriptors (`format.py`).
 
 Whatever the bytes are, the outcome is the value or a ProtocolError. Code runs only for parts that carry the group's
 signature: pickles, and the names of classes.
@@ -11,46 +11,91 @@ import dataclasses
 import json
 import math
 import os
-import re
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from parallelformers_ng.errors import NotPortableError, ProtocolError
+from parallelformers_ng.wire.by_value import ReferenceUnpickler
 from parallelformers_ng.wire.classes import field_defaults, is_model_output, signed_class, verify
-from parallelformers_ng.wire.leaves import (
+from parallelformers_ng.wire.format import (
     ALIGNMENT,
     ALL_DTYPES,
+    FIXED_PART,
+    INLINE_TENSOR_BYTES,
+    MAGIC,
     MAX_DEPTH,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
-    MAX_INTEGER_BITS,
+    MAX_TENSOR_BYTES,
     TENSOR_DTYPES,
+    VERSION,
     FileDescriptor,
-    Handle,
+    Flag,
+    Kind,
 )
 
-Restore = Callable[[Handle], Any]
-
-_ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUmM][1-9]\d{0,8}(\[\w{1,8}\])?")
+_KINDS = {int(kind): kind for kind in Kind}
+_ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH
 _from_json = json.JSONDecoder().raw_decode
 _LEAVES = frozenset({str, int, float, bool, type(None)})  # nodes that are their own value
-# What foreign bytes can provoke in json, torch, numpy and the constructors below.
+# What foreign bytes can provoke in json, torch and the constructors below.
 _MALFORMED = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
     *(RuntimeError, MemoryError, SyntaxError),
 )
 
 
-def decode(
-    header: bytes,
-    blob: torch.Tensor,
-    fds: list[int],
-    key: bytes | None,
-    restore: Restore | None = None,
-) -> Any:
+@dataclasses.dataclass(slots=True)
+class Frame:
+    """A frame as received; its value is decoded on demand. One that is not decoded must be discarded."""
+
+    kind: Kind
+    flags: int
+    sequence: int
+    header: bytes
+    blob: torch.Tensor = dataclasses.field(repr=False)
+    fds: list[int]
+
+    def decode(self, key: bytes | None) -> Any:
+        """The value of the frame, which now owns the descriptors. Raises what `decode` below raises."""
+        fds, self.fds = self.fds, []
+        return decode(self.header, self.blob, fds, key)
+
+    def discard(self) -> None:
+        """Close the descriptors that came with the frame."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tuple[Kind, int, int, int, int, int]:
+    """Read the first bytes of a frame, before memory is set aside for the rest.
+
+    Args:
+        data: where they are, from `begin` on.
+        begin: the size of FIXED_PART or more before the end of `data`.
+        descriptors: how many file descriptors came; those of later frames may be among them.
+
+    Returns:
+        Kind, flags, sequence, bytes of the header, bytes of tensors, number of descriptors.
+
+    Raises:
+        ProtocolError: the bytes are no frame, or announce more than the limits allow.
+    """
+    magic, version, kind, flags, sequence, header_size, tensor_size, count = FIXED_PART.unpack_from(data, begin)
+    if magic != MAGIC or version != VERSION or kind not in _KINDS or flags & ~_ALL_FLAGS:
+        raise ProtocolError(f"no frame of this version: {bytes(data[begin : begin + FIXED_PART.size]).hex()}")
+    shared = flags & Flag.MEMFD
+    if header_size > MAX_HEADER_BYTES or tensor_size > (MAX_TENSOR_BYTES if shared else INLINE_TENSOR_BYTES):
+        raise ProtocolError(f"a frame announces {header_size} + {tensor_size} bytes, beyond the limits")
+    if count > descriptors or (shared and not count):
+        raise ProtocolError(f"a frame announces {count} file descriptors, {descriptors} came")
+    return _KINDS[kind], flags, sequence, header_size, tensor_size, count
+
+
+def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None) -> Any:
     """Put a value together again.
 
     Args:
@@ -58,7 +103,6 @@ def decode(
         blob: the tensors' bytes, uint8 `[size]`; the tensors in the value are views of it.
         fds: received descriptors. They belong to the value afterwards; if decoding fails, they are closed.
         key: what signatures are checked against; with None, parts that need one are refused.
-        restore: turns each `Handle` into what it stands for; without it, handles stay handles.
 
     Raises:
         ProtocolError: the message is malformed, too large, or a signature is wrong.
@@ -73,7 +117,11 @@ def decode(
         if type(message) is str and not fds:
             return message
         tree, table = message
-        return Decoder(blob, fds, key, restore).message(tree, table)
+        decoder = Decoder(blob, table, fds, key)
+        value = decoder.value(tree)
+        if len(decoder.claimed) != len(fds):
+            raise ProtocolError(f"{len(fds)} file descriptors came, {len(decoder.claimed)} are in the message")
+        return value
     except BaseException as error:
         for fd in fds:
             os.close(fd)
@@ -85,22 +133,13 @@ def decode(
 class Decoder:
     """One message being read."""
 
-    def __init__(self, blob: torch.Tensor, fds: list[int], key: bytes | None, restore: Restore | None) -> None:
+    def __init__(self, blob: torch.Tensor, table: Any, fds: list[int], key: bytes | None) -> None:
         self._blob = blob
-        self._fds = fds
-        self._key = key
-        self._restore = restore
-        self._claimed: set[int] = set()
-        self._tensors: list[torch.Tensor] = []
-        self._depth = 0
-
-    def message(self, tree: Any, table: Any) -> Any:
-        """The value of a whole message."""
         self._tensors = [self._view(*row) for row in table]
-        value = self.value(tree)
-        if len(self._claimed) != len(self._fds):
-            raise ProtocolError(f"{len(self._fds)} file descriptors came, {len(self._claimed)} are in the message")
-        return value
+        self._fds = fds
+        self.claimed: set[int] = set()  # indices of descriptors that the value has
+        self._key = key
+        self._depth = 0
 
     def value(self, node: Any) -> Any:
         """The value of one node of the tree."""
@@ -129,13 +168,9 @@ class Decoder:
     def _items(self, nodes: list[Any]) -> list[Any]:
         return [node if type(node) in _LEAVES else self.value(node) for node in nodes]
 
-    def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
-        if not nodes:
-            return []
-        if len(nodes) % 2:
-            raise ProtocolError("a mapping with a key and no value")
-        values = iter(self._items(nodes))
-        return list(zip(values, values, strict=True))
+    def _dict(self, node: list[Any]) -> dict[Any, Any]:
+        items = iter(self._items(node[1:]))
+        return dict(zip(items, items, strict=True))
 
     def _tensor(self, node: list[Any]) -> torch.Tensor:
         _tag, index = node
@@ -149,75 +184,17 @@ class Decoder:
             raise ProtocolError(f"bytes in a tensor of {tensor.dtype}")
         return tensor.numpy().tobytes()
 
-    def _array(self, node: list[Any]) -> Any:
-        import numpy
-
-        _tag, dtype_name, shape, scalar, data = node
-        if not _ARRAY_DTYPE.fullmatch(_text(dtype_name)):
-            raise ProtocolError(f"no dtype of an array: {dtype_name[:40]!r}")
-        if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-            raise ProtocolError("no shape of an array")
-        lengths = [_natural(length) for length in shape]
-        dtype, content = numpy.dtype(dtype_name), self._bytes(data)
-        if math.prod(lengths) * dtype.itemsize != len(content):
-            raise ProtocolError(f"an array of {dtype} {lengths} in {len(content)} bytes")
-        array = numpy.frombuffer(bytearray(content), dtype).reshape(lengths)
-        return array[()] if scalar is True else array
-
-    def _integer(self, node: list[Any]) -> int:
-        _tag, text = node
-        if len(_text(text)) > MAX_INTEGER_BITS // 4 + 3:
-            raise ProtocolError(f"an int of {len(text)} hexadecimal digits")
-        return int(text, 16)
-
     def _descriptor(self, node: list[Any]) -> FileDescriptor:
         _tag, index = node
         descriptor = FileDescriptor(self._fds[_natural(index)])
-        if index in self._claimed:
+        if index in self.claimed:
             raise ProtocolError("a file descriptor appears twice")
-        self._claimed.add(index)
+        self.claimed.add(index)
         return descriptor
-
-    def _handle(self, node: list[Any]) -> Any:
-        _tag, kind, payload = node
-        handle = Handle(_text(kind), self.value(payload))
-        return handle if self._restore is None else self._restore(handle)
-
-    def _dtype(self, node: list[Any]) -> torch.dtype:
-        _tag, name = node
-        return ALL_DTYPES[_text(name)]
-
-    def _device(self, node: list[Any]) -> torch.device:
-        _tag, name = node
-        return torch.device(_text(name))
-
-    def _complex(self, node: list[Any]) -> complex:
-        _tag, real, imaginary = node
-        return complex(real, imaginary)
-
-    def _slice(self, node: list[Any]) -> slice:
-        start, stop, step = self._items(node[1:])
-        return slice(start, stop, step)
-
-    def _range(self, node: list[Any]) -> range:
-        start, stop, step = self._items(node[1:])
-        return range(start, stop, step)
-
-    def _class(self, name: Any, signed: Any) -> type:
-        if self._key is None:
-            raise ProtocolError("a class came before there was a key to check its name with")
-        return signed_class(self._key, _text(name), _text(signed))
-
-    def _named_tuple(self, node: list[Any]) -> Any:
-        cls = self._class(node[1], node[2])
-        values = self._items(node[3:])
-        if not (isinstance(cls, type) and issubclass(cls, tuple) and len(getattr(cls, "_fields", ())) == len(values)):
-            raise ProtocolError(f"{node[1]} is no named tuple of {len(values)} fields")
-        return tuple.__new__(cls, values)
 
     def _dataclass(self, node: list[Any]) -> Any:
         _tag, name, signed, names, nodes = node
-        cls = self._class(name, signed)
+        cls = signed_class(self._checking_key("class"), _text(name), _text(signed))
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise ProtocolError(f"{name} is no dataclass")
         fields = field_defaults(cls)
@@ -240,9 +217,7 @@ class Decoder:
     def _pickle(self, node: list[Any]) -> Any:
         _tag, signed, packed = node
         data = self._bytes(packed)
-        self._verify("pickle", data, signed)
-        from parallelformers_ng.wire.by_value import ReferenceUnpickler
-
+        verify(self._checking_key("pickle"), "pickle", data, _text(signed))
         try:
             return ReferenceUnpickler(data, self.value).load()
         except ProtocolError:
@@ -252,10 +227,10 @@ class Decoder:
                 f"an object sent by value could not be rebuilt in this process: {type(error).__name__}: {error}"
             ) from error
 
-    def _verify(self, purpose: str, data: bytes, signed: Any) -> None:
+    def _checking_key(self, what: str) -> bytes:
         if self._key is None:
-            raise ProtocolError(f"a {purpose} came before there was a key to check it with")
-        verify(self._key, purpose, data, _text(signed))
+            raise ProtocolError(f"a {what} came before there was a key to check it with")
+        return self._key
 
 
 def _text(node: Any) -> str:
@@ -270,33 +245,14 @@ def _natural(node: Any) -> int:
     return node
 
 
-def _ellipsis(_decoder: Decoder, node: list[Any]) -> Any:
-    if len(node) != 1:
-        raise ProtocolError("an ellipsis carries nothing")
-    return ...
-
-
 _METHODS: dict[str, Callable[[Decoder, list[Any]], Any]] = {
     "l": lambda self, node: self._items(node[1:]),
     "t": lambda self, node: tuple(self._items(node[1:])),
-    "d": lambda self, node: dict(self._pairs(node[1:])),
-    "od": lambda self, node: OrderedDict(self._pairs(node[1:])),
-    "s": lambda self, node: set(self._items(node[1:])),
-    "fs": lambda self, node: frozenset(self._items(node[1:])),
-    "sz": lambda self, node: torch.Size([_natural(length) for length in node[1:]]),
+    "d": Decoder._dict,
     "b": lambda self, node: self._bytes(*node[1:]),
-    "e": _ellipsis,
-    "i": Decoder._integer,
-    "c": Decoder._complex,
-    "sl": Decoder._slice,
-    "r": Decoder._range,
-    "dt": Decoder._dtype,
-    "dv": Decoder._device,
+    "dt": lambda self, node: ALL_DTYPES[_text(*node[1:])],
     "T": Decoder._tensor,
-    "na": Decoder._array,
-    "nt": Decoder._named_tuple,
     "dc": Decoder._dataclass,
     "p": Decoder._pickle,
     "fd": Decoder._descriptor,
-    "h": Decoder._handle,
 }

@@ -1,4 +1,4 @@
-"""Python values to a JSON header, a row of tensors and a row of file descriptors."""
+"""Python values to frames: a JSON header, a row of tensors and a row of file descriptors (`format.py`)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import base64
 import dataclasses
 import io
 import json
-import sys
-from collections import OrderedDict
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from parallelformers_ng.errors import NotPortableError
-from parallelformers_ng.wire.classes import is_all_fields, is_importable, plain_fields, signature, signed_name
-from parallelformers_ng.wire.leaves import (
+from parallelformers_ng.wire.by_value import ReferencePickler
+from parallelformers_ng.wire.classes import is_model_output, portable_fields, signature, signed_name
+from parallelformers_ng.wire.format import (
+    ALIGNMENT,
     DTYPE_NAMES,
+    FIXED_PART,
     INLINE_BYTES,
+    INLINE_TENSOR_BYTES,
+    MAGIC,
     MAX_DEPTH,
     MAX_DESCRIPTORS,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
-    MAX_INTEGER_BITS,
+    VERSION,
     FileDescriptor,
-    Handle,
-    aligned,
+    Flag,
+    Kind,
+    write_memfd,
 )
-
-Replace = Callable[[Any], Any]
 
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -39,31 +42,63 @@ class Encoded:
 
     Attributes:
         header: the JSON tree, ASCII.
-        tensors: flat uint8 CPU tensors, in the order of their offsets.
-        fds: descriptors to pass along; still owned by whoever made the message.
+        tensors: flat uint8 CPU tensors, each with its offset in bytes.
+        fds: descriptors to pass along; the maker of the message still owns them.
         size: bytes that the tensors take when each starts on an aligned offset.
     """
 
     header: bytes
-    tensors: list[torch.Tensor]
+    tensors: list[tuple[int, torch.Tensor]]
     fds: list[int]
     size: int
 
 
-def encode(obj: Any, key: bytes | None, replace: Replace | None = None, place: str = "") -> Encoded:
+@dataclasses.dataclass(slots=True)
+class Packed:
+    """A frame ready to be sent, to one receiver or to many. Close it afterwards."""
+
+    sequence: int
+    data: bytes
+    fds: list[int]
+    memfd: int | None = None
+
+    def close(self) -> None:
+        """Close this process's descriptor of the tensors; receivers have theirs."""
+        if self.memfd is not None:
+            os.close(self.memfd)
+            self.memfd = None
+
+
+def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
+    """Lay a message out as a frame.
+
+    Raises:
+        SharedMemoryError: the system has no memory left for the tensors.
+    """
+    tensors, fds, memfd = bytearray(), encoded.fds, None
+    if encoded.size > INLINE_TENSOR_BYTES:
+        memfd = write_memfd(encoded.tensors, encoded.size)
+        fds, flags = [*fds, memfd], flags | Flag.MEMFD
+    elif encoded.size:
+        tensors = bytearray(encoded.size)
+        for offset, tensor in encoded.tensors:
+            tensors[offset : offset + tensor.numel()] = tensor.numpy().data
+    fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, len(encoded.header), encoded.size, len(fds))
+    return Packed(sequence, fixed + encoded.header + tensors, fds, memfd)
+
+
+def encode(obj: Any, key: bytes | None, place: str = "") -> Encoded:
     """Take a value apart for the wire.
 
     Args:
         obj: the value.
         key: signs pickles and class names; with None, values that need either are refused.
-        replace: called with every object that is no plain value, container or tensor. It returns the object itself,
-            or a substitute to send instead, usually a `Handle`.
         place: what error messages call the value; by default, a dict is called by its keys.
 
     Raises:
         NotPortableError: a part of the value cannot be pickled, is nested too deep, or is too large for a header.
     """
-    encoder = Encoder(key, replace, place)
+    encoder = Encoder(key, place)
     # A text stands alone: it takes the JSON encoder a tenth of the time, and a request is often no more than a name.
     header = _to_json(obj if type(obj) is str else [encoder.node(obj), encoder.table]).encode("ascii")
     if len(header) > MAX_HEADER_BYTES:
@@ -76,11 +111,10 @@ def encode(obj: Any, key: bytes | None, replace: Replace | None = None, place: s
 class Encoder:
     """One message in the making: the tree is returned by `node`, tensors and descriptors gather beside it."""
 
-    def __init__(self, key: bytes | None, replace: Replace | None, place: str = "") -> None:
+    def __init__(self, key: bytes | None, place: str = "") -> None:
         self.key = key
-        self.replace = replace
         self.table: list[list[Any]] = []
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[tuple[int, torch.Tensor]] = []
         self.fds: list[int] = []
         self.size = 0
         self._seen: dict[int, tuple[int, torch.Tensor]] = {}  # by id, which is only unique while its object lives
@@ -88,53 +122,24 @@ class Encoder:
 
     def node(self, obj: Any) -> Any:
         """The JSON form of a value."""
-        kind = type(obj)
-        if kind in _PLAIN:
+        if _is_plain(obj):
             return obj
-        method = _METHODS.get(kind)
+        method = _METHODS.get(type(obj))
         return self._special(obj) if method is None else method(self, obj)
 
-    def substitute(self, obj: Any) -> Any:
-        """What to send for `obj`: itself, or what the caller's hook puts in its place."""
-        return obj if self.replace is None else self.replace(obj)
-
-    def is_portable_tensor(self, obj: Any) -> bool:
+    def _is_portable_tensor(self, obj: Any) -> bool:
         """True where the bytes of a tensor are all there is to it."""
         return obj.layout is torch.strided and obj.dtype in DTYPE_NAMES and obj.device.type != "meta"
 
     def _special(self, obj: Any) -> Any:
-        stand_in = self.substitute(obj)
-        if stand_in is not obj:
-            return self._nested("", stand_in)
         cls: type = type(obj)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and (cls is numpy.ndarray or isinstance(obj, numpy.generic)):
-            if obj.dtype.kind in "biufcSUmM" and obj.dtype.itemsize:
-                return self._array(obj, cls is not numpy.ndarray)
+        defaults = portable_fields(cls)
+        if defaults is None or not (is_model_output(cls) or _is_all_fields(obj, defaults)):
             return self._pickle(obj)
-        if is_importable(cls):
-            if (
-                isinstance(obj, tuple)
-                and len(getattr(cls, "_fields", ())) == len(obj)
-                and not getattr(obj, "__dict__", {})
-            ):
-                return ["nt", *self._reference(cls), *self._items(obj)]
-            defaults = plain_fields(cls)
-            if defaults is not None and is_all_fields(obj, defaults):
-                # What is at its default is left out: most of a request and most of an output.
-                fields = [(name, v) for name, default in defaults.items() if (v := getattr(obj, name)) is not default]
-                values = [v if _is_plain(v) else self._nested(f".{name}", v) for name, v in fields]
-                return ["dc", *self._reference(cls), [name for name, _ in fields], values]
-        return self._pickle(obj)
-
-    def _integer(self, obj: int) -> Any:
-        if _is_plain(obj):
-            return obj
-        if obj.bit_length() > MAX_INTEGER_BITS:
-            raise NotPortableError(
-                f"{self._where()} is an int of {obj.bit_length()} bits; the limit is {MAX_INTEGER_BITS}"
-            )
-        return ["i", hex(obj)]
+        # What is at its default is left out: most of a request and most of an output.
+        fields = [(name, v) for name, default in defaults.items() if (v := getattr(obj, name)) is not default]
+        values = [v if _is_plain(v) else self._nested(f".{name}", v) for name, v in fields]
+        return ["dc", *signed_name(cls, self._signing_key()), [name for name, _ in fields], values]
 
     def _nested(self, step: str, obj: Any) -> Any:
         if len(self._path) >= MAX_DEPTH:
@@ -165,50 +170,34 @@ class Encoder:
 
     def _tensor(self, obj: torch.Tensor) -> Any:
         if id(obj) not in self._seen:
-            if not self.is_portable_tensor(obj):
+            if not self._is_portable_tensor(obj):
                 return self._pickle(obj)
+            if obj.ndim > MAX_DIMENSIONS:
+                raise NotPortableError(f"{self._where()} has {obj.ndim} dimensions; the limit is {MAX_DIMENSIONS}")
             self._seen[id(obj)] = self._append(_flat_bytes(obj), DTYPE_NAMES[obj.dtype], list(obj.shape)), obj
         return ["T", self._seen[id(obj)][0]]
 
-    def _array(self, obj: Any, scalar: bool) -> Any:
-        if obj.ndim > MAX_DIMENSIONS:
-            raise NotPortableError(f"{self._where()} has {obj.ndim} dimensions; the limit is {MAX_DIMENSIONS}")
-        return ["na", obj.dtype.str, list(obj.shape), scalar, self._bytes(obj.tobytes())]
-
     def _append(self, flat: torch.Tensor, dtype: str, shape: list[int]) -> int:
-        if len(shape) > MAX_DIMENSIONS:
-            raise NotPortableError(f"{self._where()} has {len(shape)} dimensions; the limit is {MAX_DIMENSIONS}")
         self.table.append([dtype, shape, self.size])
-        self.tensors.append(flat)
-        self.size += aligned(flat.numel())
+        self.tensors.append((self.size, flat))
+        self.size += -(-flat.numel() // ALIGNMENT) * ALIGNMENT
         return len(self.table) - 1
 
     def _descriptor(self, obj: FileDescriptor) -> Any:
-        if len(self.fds) >= MAX_DESCRIPTORS:
-            raise NotPortableError(f"{self._where()}: more than {MAX_DESCRIPTORS} file descriptors in one message")
+        limit = MAX_DESCRIPTORS - 1  # one is for the tensors
+        if len(self.fds) >= limit:
+            raise NotPortableError(f"{self._where()}: more than {limit} file descriptors in one message")
         self.fds.append(obj.fd)
         return ["fd", len(self.fds) - 1]
 
-    def _reference(self, cls: type) -> list[str]:
+    def _signing_key(self) -> bytes:
         if self.key is None:
-            raise self._unsigned()
-        return signed_name(cls, self.key)
-
-    def _sign(self, purpose: str, data: bytes) -> bytes:
-        if self.key is None:
-            raise self._unsigned()
-        return signature(self.key, purpose, data)
-
-    def _unsigned(self) -> NotPortableError:
-        return NotPortableError(f"{self._where()} needs a signature, and this message is sent before there is a key")
+            raise NotPortableError(f"{self._where()} needs a signature, and this message is sent before there is a key")
+        return self.key
 
     def _pickle(self, obj: Any) -> Any:
-        # cloudpickle is needed by few messages, so the workers' start does not wait for its import.
-        from parallelformers_ng.wire.by_value import ReferencePickler
-
-        buffer = io.BytesIO()
         try:
-            ReferencePickler(buffer, self._outside).dump(obj)
+            data = self._pickled(obj)
         except NotPortableError:
             raise
         except Exception as error:  # reducers are foreign code and raise anything
@@ -217,27 +206,25 @@ class Encoder:
                 f"{place} (a {type(culprit).__module__}.{type(culprit).__qualname__}) cannot be sent to the workers by "
                 f"value: {error}; leave out what cannot be pickled, or create it inside the worker"
             ) from error
-        data = buffer.getvalue()
-        return ["p", self._sign("pickle", data).hex(), self._bytes(data)]
+        return ["p", signature(self._signing_key(), "pickle", data).hex(), self._bytes(data)]
+
+    def _pickled(self, obj: Any) -> bytes:
+        buffer = io.BytesIO()
+        ReferencePickler(buffer, self._outside).dump(obj)
+        return buffer.getvalue()
 
     def _outside(self, obj: Any) -> Any:
-        """What stands in a pickle for an object that goes beside it."""
-        if type(obj) is torch.Tensor:
-            return self.node(obj) if self.is_portable_tensor(obj) else None
-        if type(obj) is FileDescriptor:
-            return self.node(obj)
-        stand_in = self.substitute(obj)
-        return None if stand_in is obj else self.node(stand_in)
+        """What stands in a pickle for an object that goes beside it; None for one that goes through it."""
+        beside = type(obj) is FileDescriptor or (type(obj) is torch.Tensor and self._is_portable_tensor(obj))
+        return self.node(obj) if beside else None
 
     def _blame(self, obj: Any) -> tuple[str, Any]:
         """Follow an object that cannot be pickled down to the innermost part that cannot."""
-        from parallelformers_ng.wire.by_value import ReferencePickler
-
         place = self._where()
         for _ in range(8):
             for step, part in _parts(obj):
                 try:
-                    ReferencePickler(io.BytesIO(), Encoder(self.key, self.replace)._outside).dump(part)
+                    Encoder(self.key)._pickled(part)
                 except Exception:  # the very failure that is being located
                     place, obj = place + step, part
                     break
@@ -257,6 +244,11 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
     return [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items()] if not callable(obj) else []
 
 
+def _is_all_fields(obj: Any, names: Mapping[str, Any]) -> bool:
+    """True where the fields are all that a dataclass instance holds."""
+    return getattr(obj, "__dict__", {}).keys() <= names.keys() and all(hasattr(obj, name) for name in names)
+
+
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor on CPU, contiguous, as uint8 `[bytes]`."""
     if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
@@ -272,23 +264,12 @@ def _is_plain(obj: Any) -> bool:
 
 _PLAIN = frozenset({type(None), bool, float, str})
 _METHODS: dict[type, Callable[[Encoder, Any], Any]] = {
-    int: Encoder._integer,
     list: lambda self, obj: ["l", *self._items(obj)],
     tuple: lambda self, obj: ["t", *self._items(obj)],
     dict: lambda self, obj: ["d", *self._pairs(obj)],
-    OrderedDict: lambda self, obj: ["od", *self._pairs(obj)],
-    set: lambda self, obj: ["s", *self._items(obj)],
-    frozenset: lambda self, obj: ["fs", *self._items(obj)],
     bytes: lambda self, obj: ["b", self._bytes(obj)],
-    complex: lambda self, obj: ["c", obj.real, obj.imag],
-    slice: lambda self, obj: ["sl", *self._items((obj.start, obj.stop, obj.step))],
-    range: lambda self, obj: ["r", *self._items((obj.start, obj.stop, obj.step))],
-    type(Ellipsis): lambda self, obj: ["e"],
     torch.dtype: lambda self, obj: ["dt", str(obj).removeprefix("torch.")],
-    torch.device: lambda self, obj: ["dv", str(obj)],
-    torch.Size: lambda self, obj: ["sz", *obj],
     torch.Tensor: Encoder._tensor,
     torch.nn.Parameter: Encoder._tensor,
     FileDescriptor: Encoder._descriptor,
-    Handle: lambda self, obj: ["h", obj.kind, self._nested(".payload", obj.payload)],
 }

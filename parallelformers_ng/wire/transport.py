@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 import os
 import select
 import socket
@@ -12,28 +13,16 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.decoder import Restore
-from parallelformers_ng.wire.encoder import Replace, encode
-from parallelformers_ng.wire.frames import (
-    FIXED_SIZE,
-    Flag,
-    Frame,
-    Kind,
-    Packed,
-    map_memfd,
-    pack,
-    read_fixed_part,
-)
-from parallelformers_ng.wire.interrupts import LetThrough
-from parallelformers_ng.wire.leaves import MAX_DESCRIPTORS
+from parallelformers_ng.wire.decoder import Frame, read_fixed_part
+from parallelformers_ng.wire.encoder import Packed, encode, pack
+from parallelformers_ng.wire.format import FIXED_PART, MAX_DESCRIPTORS, Flag, Kind, map_memfd
+from parallelformers_ng.wire.interrupts import InterruptPoint
 
-FOREVER = float("inf")  # the deadline of a wait that ends only with the other process
-LOOKOUT_SECONDS = 300e-6
-"""How long a process looks out for what is about to come before it sleeps. To wake up takes a core 50 µs, and then it
-is as slow as with code that it never ran."""
+SPIN_SECONDS = 300e-6
+"""How long a process polls for what is about to come before it sleeps. To wake up takes a core 50 µs, and then it is as
+slow as with code that it never ran."""
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-_NO_ANSWER = "the process at the other end did not answer before the deadline"
 _LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
 _READ_AHEAD_BYTES = 32 << 10  # so that one system call brings a whole small frame
 # Plain ints: the operators of enum.IntFlag take microseconds.
@@ -47,9 +36,7 @@ class Channel:
     Args:
         connection: one end of an AF_UNIX stream pair.
         key: signs and checks pickles and class names; None until both sides have one.
-        replace: see `encoder.encode`.
-        restore: see `decoder.decode`.
-        patient: all waits are without a deadline, which saves system calls.
+        blocking: all waits are without a deadline, which saves system calls.
 
     An exception out of a wait, be it of the deadline or of a signal's handler, loses nothing: the next `receive` takes
     the frame whose first part had come, and `send_packed` with the same frame sends the rest of it.
@@ -58,19 +45,10 @@ class Channel:
         sent: the sequence number of the last frame that was sent whole.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        key: bytes | None = None,
-        replace: Replace | None = None,
-        restore: Restore | None = None,
-        patient: bool = False,
-    ) -> None:
-        connection.setblocking(patient)
+    def __init__(self, connection: socket.socket, key: bytes | None = None, blocking: bool = False) -> None:
+        connection.setblocking(blocking)
         self.connection = connection
         self.key = key
-        self.replace = replace
-        self.restore = restore
         self.sent = -1
         self._unsent: bytes | memoryview | None = None  # of a frame that was sent in part
         self._ahead = bytearray(_READ_AHEAD_BYTES)
@@ -89,8 +67,8 @@ class Channel:
         """True where the next frame, or a part of it, was read ahead: poll need not tell of it."""
         return self._end > self._begin
 
-    def look_out(self, until: float) -> bool:
-        """Look again and again whether something has come, and give way to other processes in between.
+    def spin(self, until: float) -> bool:
+        """Poll for a frame without sleeping, and give way to other processes in between.
 
         Args:
             until: on the clock of `time.monotonic`, in seconds.
@@ -109,7 +87,7 @@ class Channel:
         self.connection.close()
         self._close_descriptors()
 
-    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = FOREVER, place: str = "") -> None:
+    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
         """Encode a value and send it.
 
         Args:
@@ -124,13 +102,13 @@ class Channel:
             ChannelClosedError: the other end is gone.
             RequestTimeoutError: the other end did not read until the deadline.
         """
-        packed = pack(kind, sequence, encode(obj, self.key, self.replace, place))
+        packed = pack(kind, sequence, encode(obj, self.key, place))
         try:
             self.send_packed(packed, deadline)
         finally:
             packed.close()
 
-    def send_packed(self, packed: Packed, deadline: float = FOREVER) -> None:
+    def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
         """Send a frame, or what an interruption has left of it. Raises what `send` raises, except for the errors of
         encoding."""
         rest, fds = (packed.data, packed.fds) if self._unsent is None else (self._unsent, [])
@@ -153,12 +131,12 @@ class Channel:
         self._unsent = None
         self.sent = packed.sequence
 
-    def recv(self, deadline: float = FOREVER) -> tuple[Kind, int, Any]:
+    def recv(self, deadline: float = math.inf) -> tuple[Kind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
         frame = self.receive(deadline)
-        return frame.kind, frame.sequence, frame.decode(self.key, self.restore)
+        return frame.kind, frame.sequence, frame.decode(self.key)
 
-    def receive(self, deadline: float = FOREVER) -> Frame:
+    def receive(self, deadline: float = math.inf) -> Frame:
         """Receive one frame, undecoded.
 
         Raises:
@@ -167,11 +145,11 @@ class Channel:
             RequestTimeoutError: no whole frame came before the deadline.
         """
         try:
-            self._fill(FIXED_SIZE, deadline)
+            self._fill(FIXED_PART.size, deadline)
             kind, flags, sequence, header_size, tensor_size, count = read_fixed_part(
                 self._ahead, self._begin, len(self._fds)
             )
-            header_end = FIXED_SIZE + header_size
+            header_end = FIXED_PART.size + header_size
             size = header_end + (0 if flags & Flag.MEMFD else tensor_size)
             self._fill(size, deadline)
             # Whole. From here on nothing waits.
@@ -192,7 +170,9 @@ class Channel:
         fds, self._fds = self._fds[:count], self._fds[count:]
         if flags & Flag.MEMFD:
             os.close(fds.pop())
-        return Frame(kind, flags, sequence, bytes(frame[FIXED_SIZE:header_end]) if header_size else b"", blob, fds)
+        return Frame(
+            kind, flags, sequence, bytes(frame[FIXED_PART.size : header_end]) if header_size else b"", blob, fds
+        )
 
     def _fill(self, size: int, deadline: float) -> None:
         """Read ahead until there are `size` bytes or more."""
@@ -200,7 +180,7 @@ class Channel:
             if size > len(self._ahead):
                 self._resize(size)
             if not self._read_ahead():
-                wait(self._readable, deadline, _NO_ANSWER)
+                wait(self._readable, deadline, "the process at the other end did not answer before the deadline")
 
     def _resize(self, size: int) -> None:
         rest = self._free[self._begin : self._end]
@@ -224,7 +204,7 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _closed(error) from error
+            raise ChannelClosedError(f"a message could not be received: {error.strerror}") from error
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -246,10 +226,6 @@ class Channel:
 _NO_TENSORS = torch.empty(0, dtype=torch.uint8)
 
 
-def _closed(error: OSError) -> ChannelClosedError:
-    return ChannelClosedError(f"a message could not be received: {error.strerror}")
-
-
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     """Wait for what a poll watches, open to interrupts. Returns the descriptors that are ready; none after an hour
     without any.
@@ -264,5 +240,5 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)
-    with LetThrough():
-        return [fd for fd, _ in poll.poll(None if rest == FOREVER else min(rest, _LONGEST_POLL) * 1000)]
+    with InterruptPoint():
+        return [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]

@@ -36,16 +36,15 @@ from parallelformers_ng.generation.object_state import ObjectState, stateful_arg
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
-from parallelformers_ng.kernels.cached_attention import install_attention
 from parallelformers_ng.kernels.installation import forget, install
-from parallelformers_ng.kernels.streaming_linear import StreamingLinear
+from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
 from parallelformers_ng.sharding.inject import inject, set_config
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wholeness import check_is_whole
-from parallelformers_ng.wire.leaves import FileDescriptor, Handle
+from parallelformers_ng.wire.format import FileDescriptor, Handle
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.memory import RankMemory
 
