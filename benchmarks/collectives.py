@@ -1,4 +1,4 @@
-"""Latency of an all-reduce between CPU ranks: the C kernel, the Python kernel and gloo, interleaved in one run.
+"""Latency of an all-reduce between CPU ranks: the C kernel and gloo, interleaved in one run.
 
     python -m benchmarks.collectives [--ranks 2 4] [--json OUT]
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.connect import connect
 from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
-from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 
 SIZES = {8 * 1024: 400, 64 * 1024: 300, 256 * 1024: 100, 4 * 1024 * 1024: 10}
 """Message sizes in bytes, and how often a round repeats each with the fastest backend."""
@@ -44,9 +44,8 @@ def measure(rank: int, world_size: int, fds: list[DupFd], rendezvous: str, round
         timeout=60.0,
     )
     backends: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {}
-    for kernel, fd in zip(available_kernels(), fds[:-1], strict=True):
-        communicator = SharedMemoryCommunicator(Arena(fd.detach(), world_size), rank, 60.0, kernel)
-        backends[kernel] = (1 if kernel == "c" else 4, communicator.all_reduce)
+    communicator = SharedMemoryCommunicator(Arena(fds[0].detach(), world_size), rank, 60.0)
+    backends["shared memory"] = (1, communicator.all_reduce)
     backends["gloo"] = (8, gloo.all_reduce)
     backends["gloo ring"] = (8, lambda tensor: gloo._group.allreduce([tensor], dist.AllreduceOptions()).wait())
 
@@ -68,7 +67,7 @@ def measure(rank: int, world_size: int, fds: list[DupFd], rendezvous: str, round
 
 def run(world_size: int, rounds: int) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
-    arenas = [Arena.create(world_size) for _ in (*available_kernels(), "gloo")]
+    arenas = [Arena.create(world_size) for _ in ("shared memory", "gloo")]
     rendezvous = create_rendezvous()
     receiver, sender = context.Pipe(duplex=False)
     ranks = []

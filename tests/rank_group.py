@@ -13,29 +13,26 @@ import torch
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 
 SLOT_BYTES, ONE_SHOT_BYTES = 4096, 1024
-KERNELS = (*available_kernels(), "mixed")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 
 
 def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
-    """A rank: receive a function, call it with the communicator asked for, answer."""
+    """A rank: receive a function, call it with a communicator, answer."""
     torch.set_num_threads(1)
     fd = arena.detach()
 
-    def open_kernel(kernel: str, timeout: float = 20.0) -> SharedMemoryCommunicator:
-        if kernel == "mixed":
-            kernel = available_kernels()[rank % len(available_kernels())]
-        return SharedMemoryCommunicator(Arena(fd, world_size), rank, timeout, kernel)
+    def connect(timeout: float = 20.0) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(Arena(fd, world_size), rank, timeout)
 
-    communicators = {kernel: open_kernel(kernel) for kernel in KERNELS}
+    usual = connect()
     with contextlib.suppress(EOFError):
         while True:
-            kernel, function, arguments = pipe.recv()
-            communicator = communicators.get(kernel) or open_kernel(*kernel)
+            function, arguments, timeout = pipe.recv()
+            communicator = usual if timeout is None else connect(timeout)
             try:
                 pipe.send((function(communicator, *arguments), None))
             except BaseException:  # pytest's own failures are none of Exception
@@ -43,7 +40,7 @@ def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
 
 
 class RankGroup:
-    """Ranks that live for the whole module, all kernels on one arena: its counters are the only state."""
+    """Ranks that live for the whole module, on one arena: its counters are the only state."""
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -60,9 +57,9 @@ class RankGroup:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def start(self, kernel: Any, function: Callable, *arguments: Any) -> None:
+    def start(self, function: Callable, *arguments: Any, timeout: float | None = None) -> None:
         for pipe in self.pipes:
-            pipe.send((kernel, function, arguments))
+            pipe.send((function, arguments, timeout))
 
     def finish(self) -> list[Any]:
         answers = []
@@ -73,13 +70,13 @@ class RankGroup:
             assert error is None, f"rank {rank}: {error}"
         return [value for value, _ in answers]
 
-    def run(self, kernel: Any, function: Callable, *arguments: Any) -> list[Any]:
-        self.start(kernel, function, *arguments)
+    def run(self, function: Callable, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        self.start(function, *arguments, timeout=timeout)
         return self.finish()
 
     def reset(self) -> None:
         self.arena.reset()
-        self.run("mixed", _reset)
+        self.run(_reset)
 
     def close(self) -> None:
         for pipe in self.pipes:

@@ -13,7 +13,7 @@ import torch
 from parallelformers_ng.collectives.arena import Arena, available_memory
 from parallelformers_ng.collectives.communicator import SingleCommunicator, sum_in_rank_order
 from parallelformers_ng.collectives.connect import connect
-from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, is_built
 from tests.rank_group import SLOT_BYTES
 
 
@@ -36,7 +36,7 @@ def test_arena_refuses_what_does_not_fit() -> None:
         assert fcntl.fcntl(arena.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-@pytest.mark.skipif("c" not in available_kernels(), reason="the C kernel is not built")
+@pytest.mark.skipif(not is_built(), reason="the C kernel is not built")
 def test_c_kernel_validates_its_arguments() -> None:
     from parallelformers_ng.collectives._kernel import Kernel
 

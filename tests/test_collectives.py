@@ -1,4 +1,4 @@
-"""Every collective, on real processes: against torch, and between kernels."""
+"""Every collective, on real processes: against torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, RowParallel
 from tests.patience import PROMPTLY
-from tests.rank_group import FLOATS, KERNELS, OTHERS, SLOT_BYTES, RankGroup, bytes_of, expected_sum, meet, values
+from tests.rank_group import FLOATS, OTHERS, SLOT_BYTES, RankGroup, bytes_of, expected_sum, meet, values
 
 
 def _check_sums(communicator: Communicator) -> None:
@@ -45,9 +45,8 @@ def _check_sums(communicator: Communicator) -> None:
             assert torch.equal(bytes_of(result), bytes_of(expected)), f"{dtype}, {count} elements"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sum_has_the_bits_of_torch_in_rank_order(ranks: RankGroup, kernel: str) -> None:
-    ranks.run(kernel, _check_sums)
+def test_sum_has_the_bits_of_torch_in_rank_order(ranks: RankGroup) -> None:
+    ranks.run(_check_sums)
 
 
 def _sum_patterns(communicator: Communicator, dtype: torch.dtype) -> torch.Tensor:
@@ -69,10 +68,9 @@ def _sum_patterns(communicator: Communicator, dtype: torch.dtype) -> torch.Tenso
     return result.view(torch.int16)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_pattern_rounds_as_in_torch(two_ranks: RankGroup, kernel: str, dtype: torch.dtype) -> None:
-    two_ranks.run(kernel, _sum_patterns, dtype)
+def test_every_16_bit_pattern_rounds_as_in_torch(two_ranks: RankGroup, dtype: torch.dtype) -> None:
+    two_ranks.run(_sum_patterns, dtype)
 
 
 def _check_awkward_tensors(communicator: Communicator) -> None:
@@ -101,9 +99,8 @@ def _check_awkward_tensors(communicator: Communicator) -> None:
     )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_strides_gradients_and_views(ranks: RankGroup, kernel: str) -> None:
-    ranks.run(kernel, _check_awkward_tensors)
+def test_strides_gradients_and_views(ranks: RankGroup) -> None:
+    ranks.run(_check_awkward_tensors)
 
 
 def _check_gathers(communicator: Communicator) -> None:
@@ -140,9 +137,8 @@ def _check_gathers(communicator: Communicator) -> None:
             communicator.all_gather(torch.zeros(1, 1), dim, sizes)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_gathers_along_any_dimension_and_uneven(ranks: RankGroup, kernel: str) -> None:
-    ranks.run(kernel, _check_gathers)
+def test_gathers_along_any_dimension_and_uneven(ranks: RankGroup) -> None:
+    ranks.run(_check_gathers)
 
 
 def _check_broadcasts(communicator: Communicator) -> None:
@@ -161,9 +157,8 @@ def _check_broadcasts(communicator: Communicator) -> None:
         communicator.broadcast(torch.zeros(1), communicator.world_size)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_broadcast_from_every_rank(ranks: RankGroup, kernel: str) -> None:
-    ranks.run(kernel, _check_broadcasts)
+def test_broadcast_from_every_rank(ranks: RankGroup) -> None:
+    ranks.run(_check_broadcasts)
 
 
 class _Block(torch.nn.Module):
@@ -194,7 +189,7 @@ def _check_compiled(communicator: Communicator) -> None:
 
 
 def test_compiled_layers_hold_their_collectives_in_one_graph(two_ranks: RankGroup) -> None:
-    two_ranks.run(KERNELS[0], _check_compiled)
+    two_ranks.run(_check_compiled)
 
 
 def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str, arena: str) -> None:
@@ -232,7 +227,7 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str, arena: 
 def test_gloo_agrees_with_shared_memory_to_the_bit(two_ranks: RankGroup) -> None:
     rendezvous, arena = create_rendezvous(), Arena.create(2)
     try:
-        two_ranks.run("mixed", _check_gloo, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
+        two_ranks.run(_check_gloo, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
     finally:
         os.close(rendezvous)
         arena.close()

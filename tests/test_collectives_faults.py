@@ -12,7 +12,7 @@ import torch
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 from tests.patience import PROMPTLY
-from tests.rank_group import KERNELS, RankGroup, meet
+from tests.rank_group import RankGroup, meet
 
 
 def _wait_for_abort(communicator: Communicator) -> tuple[float, str]:
@@ -40,13 +40,12 @@ def _late_rank(communicator: Communicator, late: int) -> tuple[float, str]:
     return time.monotonic() - start, str(caught.value)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_abort_by_a_peer_reaches_all_at_once(ranks: RankGroup, kernel: str) -> None:
-    answers = ranks.run(kernel, _wait_for_abort)
+def test_abort_by_a_peer_reaches_all_at_once(ranks: RankGroup) -> None:
+    answers = ranks.run(_wait_for_abort)
     assert all("rank 0: out of luck" in message for _, message in answers)
     assert max(moment for moment, _ in answers) - answers[0][0] < PROMPTLY
     ranks.reset()
-    ranks.run(kernel, _check_works)
+    ranks.run(_check_works)
 
 
 def _wait_without_rank_0(communicator: Communicator) -> tuple[float, str]:
@@ -57,9 +56,8 @@ def _wait_without_rank_0(communicator: Communicator) -> tuple[float, str]:
     return time.monotonic(), str(caught.value)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_abort_by_the_parent_reaches_all_at_once(ranks: RankGroup, kernel: str) -> None:
-    ranks.start(kernel, _wait_without_rank_0)
+def test_abort_by_the_parent_reaches_all_at_once(ranks: RankGroup) -> None:
+    ranks.start(_wait_without_rank_0)
     time.sleep(0.1)
     moment = time.monotonic()
     ranks.arena.abort("killed")
@@ -67,16 +65,15 @@ def test_abort_by_the_parent_reaches_all_at_once(ranks: RankGroup, kernel: str) 
         assert left - moment < PROMPTLY
         assert "the parent: killed" in message
     ranks.reset()
-    ranks.run(kernel, _check_works)
+    ranks.run(_check_works)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_timeout_names_the_late_rank(two_ranks: RankGroup, kernel: str) -> None:
-    for waited, message in two_ranks.run((kernel, 0.2), _late_rank, 1):
+def test_timeout_names_the_late_rank(two_ranks: RankGroup) -> None:
+    for waited, message in two_ranks.run(_late_rank, 1, timeout=0.2):
         assert 0.2 <= waited < PROMPTLY
         assert "ranks [1] did not come within 0.2 s" in message
     two_ranks.reset()
-    two_ranks.run(kernel, _check_works)
+    two_ranks.run(_check_works)
 
 
 def _diverge(communicator: Communicator) -> str:
@@ -87,13 +84,12 @@ def _diverge(communicator: Communicator) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_ranks_in_different_collectives_are_found_out(two_ranks: RankGroup, kernel: str) -> None:
-    answers = two_ranks.run(kernel, _diverge)
+def test_ranks_in_different_collectives_are_found_out(two_ranks: RankGroup) -> None:
+    answers = two_ranks.run(_diverge)
     assert "DivergedError" in answers
     assert set(answers) <= {"DivergedError", "CollectiveAbortedError"}
     two_ranks.reset()
-    two_ranks.run(kernel, _check_works)
+    two_ranks.run(_check_works)
 
 
 def _interrupted(communicator: Communicator) -> float:
@@ -114,11 +110,10 @@ def _interrupted(communicator: Communicator) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_signal_handler_runs_in_a_long_wait(two_ranks: RankGroup, kernel: str) -> None:
-    assert two_ranks.run(kernel, _interrupted)[0] < PROMPTLY
+def test_a_signal_handler_runs_in_a_long_wait(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(_interrupted)[0] < PROMPTLY
     two_ranks.reset()
-    two_ranks.run(kernel, _check_works)
+    two_ranks.run(_check_works)
 
 
 def _cancelled(communicator: Communicator) -> int:
@@ -127,9 +122,9 @@ def _cancelled(communicator: Communicator) -> int:
 
 def test_cancel_word_reaches_every_rank(two_ranks: RankGroup) -> None:
     two_ranks.arena.request_cancel(2**63 + 17)
-    assert two_ranks.run("mixed", _cancelled) == [2**63 + 17] * 2
+    assert two_ranks.run(_cancelled) == [2**63 + 17] * 2
     two_ranks.reset()
-    assert two_ranks.run("mixed", _cancelled) == [0] * 2
+    assert two_ranks.run(_cancelled) == [0] * 2
 
 
 def _reset_too_early(communicator: Communicator) -> None:
@@ -139,4 +134,4 @@ def _reset_too_early(communicator: Communicator) -> None:
 
 
 def test_reset_before_the_parent_is_refused(two_ranks: RankGroup) -> None:
-    two_ranks.run("mixed", _reset_too_early)
+    two_ranks.run(_reset_too_early)

@@ -16,14 +16,13 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
-from parallelformers_ng.collectives.shared_memory import available_kernels
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.kernels import decoder_layer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from tests.rank_group import KERNELS, RankGroup, meet
+from tests.rank_group import RankGroup, meet
 from tests.step_models import (
     FAMILIES,
     LAYERS,
@@ -179,15 +178,13 @@ def _scores_of_a_rank(communicator: Any) -> tuple[Tensor, Counter[str]]:
         return generate(share)[1], calls
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sums_over_the_ranks(kernel: str, two_ranks: RankGroup) -> None:
+def test_sums_over_the_ranks(two_ranks: RankGroup) -> None:
     wanted = generate(models("qwen3")[0])[1]
-    found = two_ranks.run(kernel, _scores_of_a_rank)
-    for rank, (scores, calls) in enumerate(found):
+    found = two_ranks.run(_scores_of_a_rank)
+    for scores, calls in found:
         assert distance(scores, wanted) < 1e-5
         assert torch.equal(scores, found[0][0])
-        in_c = kernel == "c" or (kernel == "mixed" and available_kernels()[rank] == "c")
-        assert calls == ({"decoder_layers": 11} if in_c else {"attention_half": LAYERS * 11, "feed_half": LAYERS * 11})
+        assert calls == {"decoder_layers": 11}
 
 
 def test_ranks_that_meet_otherwise_sum_after_each_half(calls: Counter[str]) -> None:
@@ -224,7 +221,7 @@ def _step_after_an_abort(communicator: Any) -> str:
 
 def test_an_abort_ends_the_step(two_ranks: RankGroup) -> None:
     try:
-        assert "rank 1 has had enough" in two_ranks.run("c", _step_after_an_abort)[0]
+        assert "rank 1 has had enough" in two_ranks.run(_step_after_an_abort)[0]
     finally:
         two_ranks.reset()
 

@@ -10,7 +10,7 @@ from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
 from parallelformers_ng.collectives.gloo import GlooCommunicator
 from parallelformers_ng.collectives.nccl import NcclCommunicator
-from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, available_kernels
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, is_built
 from parallelformers_ng.collectives.staged import StagedCommunicator
 
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
@@ -20,7 +20,7 @@ def chosen_backend(backend: str, device_type: str) -> str:
     """The one of BACKENDS that "auto" stands for; any other stands for itself."""
     if backend != "auto":
         return backend
-    on_cpu = "shared_memory" if available_kernels() else "gloo"
+    on_cpu = "shared_memory" if is_built() else "gloo"
     return "nccl" if device_type == "cuda" else on_cpu
 
 
@@ -41,8 +41,11 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
             f"device_ids {list(device_ids)} name a device twice, which NCCL does not take; pass"
             " backend='shared_memory' for ranks that share a device"
         )
-    if backend == "shared_memory" and not available_kernels():
-        return "backend 'shared_memory' works here neither in C nor in Python; pass backend='gloo'"
+    if backend == "shared_memory" and not is_built():
+        return (
+            "backend 'shared_memory' was not built, for want of a C compiler when parallelformers_ng was installed;"
+            " install it again with one, or, on CPU, pass backend='gloo'"
+        )
     return ""
 
 
@@ -60,7 +63,7 @@ def connect(
 
     Args:
         backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
-            memory, or gloo where neither the C nor the Python kernel works.
+            memory, or gloo where its C was not built.
         rank, world_size: this rank and the number of ranks.
         device: where the tensors of the collectives live.
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.

@@ -9,54 +9,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelformers_ng.collectives import python_kernel
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable_in_place
-from parallelformers_ng.collectives.python_kernel import ABORTED, DONE, KINDS, TIMED_OUT, PythonKernel
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 
 try:
     from parallelformers_ng.collectives import _kernel
 except ImportError as error:  # installed without a compiler, or a clone that hides what is installed
     _kernel = None  # type: ignore[assignment]
-    logging.getLogger("parallelformers_ng").debug("sums are computed in Python: %s", error)
+    logging.getLogger("parallelformers_ng").debug("no collectives in shared memory: %s", error)
+
+DONE, ABORTED, TIMED_OUT = 0, 1, 2
+"""What the kernel says of a collective; else the ranks have diverged."""
+KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+"""The dtypes that the kernel sums, by the number under which it knows them."""
 
 
-def available_kernels() -> list[str]:
-    """The kernels that work in this process, the fastest first."""
-    return [*(["c"] if _kernel is not None else []), *(["python"] if python_kernel.is_supported() else [])]
+def is_built() -> bool:
+    """Whether the collectives in C were built where this was installed."""
+    return _kernel is not None
 
 
 class SharedMemoryCommunicator(Communicator):
     """A rank that meets its peers in an arena. Sums are taken in rank order, so that all ranks hold the same bits.
 
-    Ranks may run different kernels. The algorithms are those of DeepSpeed's shared-memory all-reduce (one-shot for
-    small messages, reduce-scatter and gather for large ones), see `_kernel.c`.
+    The algorithms are those of DeepSpeed's shared-memory all-reduce (one-shot for small messages, reduce-scatter and
+    gather for large ones), see `_kernel.c`.
 
     Args:
         arena: the ranks' memory, mapped into this process. It belongs to the communicator, which closes it.
         rank: this rank.
         timeout: how long a rank waits for a peer before it gives up, in seconds.
-        kernel: "c", "python", or "auto" for the fastest that works here.
+
+    Attributes:
+        kernel: with which other C sums by itself (`_kernel_api.h`); `check` what such sums return.
     """
 
-    def __init__(self, arena: Arena, rank: int, timeout: float, kernel: str = "auto") -> None:
+    def __init__(self, arena: Arena, rank: int, timeout: float) -> None:
         super().__init__(rank, arena.world_size, arena)
         self._shared = arena
         self._timeout = timeout
-        self.kernel_name = available_kernels()[0] if kernel == "auto" else kernel
-        self._kernel: Any  # both have the same methods, which take addresses and return DONE, ABORTED, …
-        if self.kernel_name == "c":
-            self._kernel = _kernel.Kernel(arena.memory, rank, arena.world_size, timeout)
-        else:
-            self._kernel = PythonKernel(arena, rank, timeout)
-        self._sum = self._kernel.all_reduce
-
-    @property
-    def c_kernel(self) -> Any:
-        """The kernel with which other C sums by itself (`_kernel_api.h`), None where it is not in C. `check` what such
-        sums return."""
-        return self._kernel if self.kernel_name == "c" else None
+        self.kernel: Any = _kernel.Kernel(arena.memory, rank, arena.world_size, timeout)
+        self._sum = self.kernel.all_reduce
 
     def sum(self, tensor: Tensor) -> Tensor:
         # Called twice per layer and token: one look at the tensor, one call.
@@ -84,7 +78,7 @@ class SharedMemoryCommunicator(Communicator):
         shape[dim] = sum(sizes)
         source = tensor.detach().contiguous()
         out = torch.empty(shape, dtype=tensor.dtype)
-        status = self._kernel.all_gather(source.data_ptr(), out.data_ptr(), outer, unit_bytes, *sizes)
+        status = self.kernel.all_gather(source.data_ptr(), out.data_ptr(), outer, unit_bytes, *sizes)
         self.check(status, "all_gather")
         return out
 
@@ -92,7 +86,7 @@ class SharedMemoryCommunicator(Communicator):
         _check_cpu("broadcast", tensor)
         self._check_src(src)
         data = tensor.detach().contiguous()
-        status = self._kernel.broadcast(data.data_ptr(), data.nbytes, src)
+        status = self.kernel.broadcast(data.data_ptr(), data.nbytes, src)
         self.check(status, "broadcast")
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data)
@@ -109,7 +103,7 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         if self._arena is not None:
             del self._sum
-            self._kernel.close()
+            self.kernel.close()
         super().close()
 
     def check(self, status: int, operation: str) -> None:

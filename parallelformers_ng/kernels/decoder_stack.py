@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from parallelformers_ng.collectives.python_kernel import KINDS as SUM_KINDS
+from parallelformers_ng.collectives.shared_memory import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 from parallelformers_ng.kernels.decoder_layer import AttentionHalf, FeedHalf, FusedDecoderLayer, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
@@ -117,7 +117,7 @@ class _StackInC:
         """The last layer's output."""
         out = hidden.clone()
         places = [number for attention in self._attentions for number in attention.lengthen(cache)]
-        kernel = None if self._communicator is None else self._communicator.c_kernel
+        kernel = None if self._communicator is None else self._communicator.kernel
         status = _decode.decoder_layers(
             kernel, self._sum_kind, self._layers, out.data_ptr(), *step.positions, *step.mask,
             step.rows, self._first.tokens_in(cache), self._first.kind, *places,
@@ -132,7 +132,7 @@ def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
 
 
 def _is_summed_in_c(communicator: Any) -> bool:
-    return isinstance(communicator, SharedMemoryCommunicator) and communicator.c_kernel is not None
+    return isinstance(communicator, SharedMemoryCommunicator)
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
