@@ -79,7 +79,7 @@ def test_the_proof_serves_the_large_model() -> None:
     with torch.device("meta"):
         model = tf.CwmForCausalLM(tf.CwmConfig())
     plan = build_plan(model, 2, select(model, world_size=2))
-    assert plan.source == "native plan+inferred"
+    assert plan.source == "inferred"
     assert max(plan.bytes_per_rank) <= 0.505 * plan.bytes_whole
 
 
@@ -208,6 +208,6 @@ def test_an_unknown_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_model_type_has_a_source() -> None:
     sources = policy_sources()
     assert sources["llama"] == "written"
-    assert sources["cwm"] == "native plan"
+    assert sources["cwm"] == "inferred"
     assert sources["codegen"] == "inferred"
     assert set(sources) >= {"bert", "t5", "vit"}

@@ -151,7 +151,7 @@ def test_every_test_that_the_promises_name_exists():
 PICKLES = {
     "wire/decoder.py",  # after its signature was checked
     "checkpoint/skeleton.py",  # inside a signed pickle
-    "hooks/crossing.py",  # inside a signed pickle
+    "hooks/pickling.py",  # inside a signed pickle
 }
 
 

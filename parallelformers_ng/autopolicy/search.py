@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from parallelformers_ng.autopolicy.inference import propose
-from parallelformers_ng.autopolicy.native import native_proposals
 from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
 from parallelformers_ng.autopolicy.trials import Choice, Trials
 from parallelformers_ng.errors import UnsupportedModelError
@@ -58,10 +57,7 @@ class Search:
             if not any(layer.name == path or layer.name.startswith(path + ".") for path in covered)
             and layer.name not in vocabulary_layers
         ]
-        native = native_proposals(self.model, layers)
-        inferred = propose(self.model, layers, live)
-        inferred = [p for p in inferred if not _beneath(p, self.model, covered)]
-        proposals = _merge(native, inferred)
+        proposals = [p for p in propose(self.model, layers, live) if not _beneath(p, self.model, covered)]
         alone = self.lone_layers(proposals, covered | vocabulary_layers)
         chosen, vocabulary = self.chosen or [*_likeliest(proposals), *alone], self._vocabulary
         if self.chosen and self.trials.is_idle(chosen, vocabulary):  # on more ranks, of which some may have no part
@@ -82,10 +78,7 @@ class Search:
             )
         policies = policies_of((p.block, rules) for p, rules in chosen)
         sources = [self.trials.base.source] if self.trials.base.policies else []
-        from_native = [proposal in native for proposal, _ in chosen]
-        if any(from_native):
-            sources.append("native plan")
-        if not all(from_native) or not sources:
+        if chosen or not sources:
             sources.append("inferred")
         return Selection((*self.trials.base.policies, *policies), "+".join(sources), vocabulary, leftovers)
 
@@ -184,12 +177,6 @@ def _likeliest(proposals: Sequence[Proposal]) -> list[Choice]:
     for proposal in proposals:
         found += [(p, p.variants[0]) for p in ([proposal] if proposal.variants else proposal.one_by_one())]
     return found
-
-
-def _merge(native: Sequence[Proposal], inferred: Sequence[Proposal]) -> list[Proposal]:
-    """The native proposals, then the inferred ones for layers that those leave."""
-    taken = {(p.block, path) for p in native for path in p.paths}
-    return [*native, *(p for p in inferred if not any((p.block, path) in taken for path in p.paths))]
 
 
 def _beneath(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:

@@ -147,8 +147,8 @@ def _parser() -> argparse.ArgumentParser:
         parents=[output],
         help="list every model type with the source of its policy",
         description="List every model type of the installed transformers with the source of its policy: 'written' (a"
-        " file in policies/), 'of its parts' (it only holds other models), 'native plan' (transformers' own, completed"
-        " and proven on first use), 'inferred' (from the model's structure, proven on first use).",
+        " file in policies/), 'of its parts' (it only holds other models), 'inferred' (from the model's structure,"
+        " proven on first use).",
     )
     command.set_defaults(command=policies)
 

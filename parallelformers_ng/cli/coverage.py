@@ -21,12 +21,12 @@ from parallelformers_ng.sharding.rules import Policy
 
 
 def policy_sources() -> dict[str, str]:
-    """Model type → "written", "of its parts", "native plan", "inferred" or "no modelling code of its own": where its
-    policy comes from, for all of transformers. A model that holds others and no layer of its own has the policies of
+    """Model type → "written", "of its parts", "inferred" or "no modelling code of its own": where its policy comes
+    from, for all of transformers. A model that holds others and no layer of its own has the policies of
     these.
 
     Reads the modelling files' class names and imports no modelling code. A written policy may cover a part of a
-    composite model; a native plan or an inferred policy counts only once its proof, made on first use, has held.
+    composite model; an inferred policy counts only once its proof, made on first use, has held.
     """
     blocks = {block for policy in written_policies() for block in policy.blocks()}
     sources = {}
@@ -35,14 +35,13 @@ def policy_sources() -> dict[str, str]:
         spec = importlib.util.find_spec(f"transformers.models.{package}")
         folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
         modelling = "".join(path.read_text() for folder in folders for path in folder.glob("modeling_*.py"))
-        settings = "".join(path.read_text() for folder in folders for path in folder.glob("configuration_*.py"))
         classes = re.findall(r"^class (\w+)", modelling, re.MULTILINE)
         if blocks & {name for cls in classes for name in (cls, f"{package}.{cls}")}:
             sources[model_type] = "written"
         elif "AutoModel" in modelling and not re.search(r"\bnn\.(Linear|Embedding|Parameter|Conv\dd)\b", modelling):
             sources[model_type] = "of its parts"
         elif modelling:
-            sources[model_type] = "native plan" if "base_model_tp_plan" in settings else "inferred"
+            sources[model_type] = "inferred"
         else:
             sources[model_type] = "no modelling code of its own"
     return sources

@@ -22,6 +22,7 @@ from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
+from parallelformers_ng.worker.memory import device_totals
 
 
 class Parallelized(RemoteModule):
@@ -49,7 +50,8 @@ class Parallelized(RemoteModule):
 
     def memory_summary(self, detail: bool = True) -> str:
         """The memory of every rank as text: a table each, or one line each without `detail`."""
-        return "\n".join(deployment_of(self).memory("table" if detail else "line").values())
+        ranks = deployment_of(self).memory("table" if detail else "line").values()
+        return "\n".join(ranks) + (device_totals() if detail else "")
 
     @property
     def shard_plan(self) -> ShardPlan:

@@ -31,7 +31,7 @@ class Selection:
 
     Attributes:
         policies: each with at least one block in the model.
-        source: "custom", "written", "native plan" or "inferred", joined by "+" where parts differ; "held in parts"
+        source: "custom", "written" or "inferred", joined by "+" where parts differ; "held in parts"
             where only leftovers are cut.
         vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
         leftovers: whether what the policies leave whole is cut where it is large.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
+import pynvml
 import torch
 
 _WIDTH = 75  # of torch's own tables
@@ -43,18 +43,14 @@ class RankMemory:
         return f"{kind.upper() if self._cuda is None else 'GPU'}:{number} => {size}"
 
     def table(self) -> str:
-        """On CUDA torch's own table and what all processes take of the device; on CPU a table of the same shape."""
-        if self._cuda is None:
-            return f"{self._cpu_table()}\n{self.line()}\n"
-        free, total = torch.cuda.mem_get_info(self._cuda)
-        used = f"{(total - free) / 1e9:.2f}GB of {total / 1e9:.2f}GB used by all processes"
-        return f"{torch.cuda.memory_summary(self._cuda, abbreviated=True)}\n{self.line()}, {used}\n"
+        """On CUDA torch's own table, on CPU one of the same shape."""
+        own = self._cpu_table() if self._cuda is None else torch.cuda.memory_summary(self._cuda, abbreviated=True)
+        return f"{own}\n{self.line()}\n"
 
     def _cpu_table(self) -> str:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         rows = [
             ("Allocated memory (shard)", self._shard_bytes, self._shard_bytes),
-            ("Process memory (PSS)", proportional_set_size(), peak),
+            ("Process memory (PSS)", proportional_set_size(), _bytes_in("status", "VmHWM")),
         ]
         title = f"CPU memory summary, worker {self.device.removeprefix('cpu:')}"
         lines = [
@@ -72,8 +68,28 @@ class RankMemory:
 def proportional_set_size() -> int:
     """PSS of this process in bytes: shared pages count by the share of each process that maps them, so sums over
     processes are right. Linux, `/proc/PID/smaps_rollup`."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+    return _bytes_in("smaps_rollup", "Pss")
+
+
+def _bytes_in(file: str, key: str) -> int:
+    """A figure that Linux gives of this process. (The peak of `getrusage` would include that of the parent.)"""
+    lines = Path(f"/proc/self/{file}").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def device_totals() -> str:
+    """A line for every NVIDIA device of the machine: what all processes together use of it; "" where there is none."""
+    try:
+        pynvml.nvmlInit()
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        used = [pynvml.nvmlDeviceGetMemoryInfo(device) for device in devices]
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # no driver, or a slice of a device, of which NVML tells nothing
+        return ""
+    return "\n".join(
+        f"GPU:{index} used {memory.used / 1e9:.2f}GB of {memory.total / 1e9:.2f}GB, all processes"
+        for index, memory in enumerate(used)
+    )
 
 
 def _in_table(count: int) -> str:
