@@ -23,21 +23,24 @@ ASIDE = ("errors.py", "progress.py", "interrupts.py")
 
 
 class FileTrace:
-    """Notes which files of the package the functions that this thread enters are in."""
+    """Notes which files of the package the functions that this thread enters are in, request by request."""
 
     def __init__(self) -> None:
-        self.files: list[str] = []
+        self.requests: list[list[str]] = [[]]
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and path.startswith(f"{ROOT}/") and not path.endswith(ASIDE):
-            name = path[len(f"{ROOT}/") :]
-            if name not in self.files:
-                self.files.append(name)
+        path, function = frame.f_code.co_filename, frame.f_code.co_qualname
+        if event != "call" or not path.startswith(f"{ROOT}/") or path.endswith(ASIDE):
+            return
+        if function == "Service._next":  # a worker waits for the next request
+            self.requests.append([])
+        name = path[len(f"{ROOT}/") :]
+        if name not in self.requests[-1]:
+            self.requests[-1].append(name)
 
 
 TRACE = FileTrace()
-"""Of this process: of the test, or of a worker."""
+"""Of a worker."""
 
 
 class TraceSwitch(LogitsProcessor):
@@ -48,51 +51,42 @@ class TraceSwitch(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.on:
-            TRACE.files.clear()
             sys.setprofile(TRACE)
-        else:
+        elif sys.getprofile() is TRACE:
             sys.setprofile(None)
-            Path(self.directory, str(os.getpid())).write_text("\n".join(TRACE.files))
+            Path(self.directory, str(os.getpid())).write_text("\n".join(TRACE.requests[1]))
         return scores
 
 
-def walk(title: str) -> list[str]:
-    """The files that a section of the map names, in its order; a name without a room is of the room before it."""
-    section = MAP.read_text().split(f"## {title}", 1)[1].split("\n## ", 1)[0]
-    files, room = [], ""
-    for name in re.findall(r"`([\w/]+\.py)`", section):
-        path = name if "/" in name or not (ROOT / room / name).exists() else f"{room}/{name}"
-        room = path.rpartition("/")[0]
-        files.append(path)
-    return files
+def walk() -> set[str]:
+    """The files that the map names on the way from `generate` to a token."""
+    section = MAP.read_text().split("## From `model.generate(ids)`", 1)[1].split("\nWhere a call has more", 1)[0]
+    return set(re.findall(r"`(\w+/\w+\.py)`", section))
 
 
-def test_the_map_names_files_that_exist() -> None:
-    for title in ("From `parallelize(model, 2)`", "From `model.generate(ids)`"):
-        assert walk(title)
-        assert [name for name in walk(title) if not (ROOT / name).exists()] == []
-
-
-def test_generate_enters_the_files_of_the_map(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+def test_generate_enters_the_files_of_the_map_and_no_others(
+    groups: Callable[[int], WorkerGroup], tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = parallelize(LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).eval(), workers=groups(2))
+    config = LlamaConfig(vocab_size=96, eos_token_id=None, **sizes)
     prompt = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "max_new_tokens": 4, "do_sample": False}
+    here = FileTrace()
+    with parallelize(LlamaForCausalLM(config).eval(), workers=groups(2)) as model:
 
-    def switch(on: bool) -> None:
-        model.generate(**prompt, logits_processor=LogitsProcessorList([TraceSwitch(tmp_path, on)]))
+        def switch(on: bool) -> None:
+            model.generate(**prompt, logits_processor=LogitsProcessorList([TraceSwitch(tmp_path, on)]))
 
-    with model:
-        switch(True)
-        TRACE.files.clear()
-        sys.setprofile(TRACE)
+        switch(on=True)
+        sys.setprofile(here)
         model.generate(**prompt)
         sys.setprofile(None)
-        here = list(TRACE.files)
-        switch(False)
-    there = [path.read_text().splitlines() for path in tmp_path.iterdir()]
-    assert len(there) == 2
-    named = set(walk("From `model.generate(ids)`"))
-    # A worker's trace also holds the ends of the calls that switch it, which bring a processor back.
-    assert set(here) <= named
-    assert here[0] == "model/remote_tree.py"
-    print(len(set(here)), sorted(set(here)), sorted(set(there[0]) - set(here)))
+        switch(on=False)
+    ranks = [path.read_text().splitlines() for path in tmp_path.iterdir()]
+    assert len(ranks) == 2
+    for there in ranks:
+        files = {*here.requests[0], *there}
+        always = {
+            name for name in walk() if not name.startswith(("kernels/", "collectives/"))
+        }  # those may not be built
+        assert always <= files <= walk()
+    assert len(walk()) <= 20

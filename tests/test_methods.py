@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import AlreadyParallelizedError, ParallelError
 from parallelformers_ng.model.methods import FORWARDED, LOCAL, REFUSED, table
-from parallelformers_ng.model.remote_module import is_remote
+from parallelformers_ng.model.remote_module import RemoteModule
 from tests.test_generate import Pair, assert_same
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
@@ -162,7 +162,7 @@ def test_answered_here_as_by_the_whole_model(llama: Pair, name: str) -> None:
     got, want = ask(name, llama.parallel), ask(name, llama.whole)
     assert same(got, want), (got, want)
     assert largest_difference(llama.parallel(**llama.inputs).logits, llama.whole(**llama.inputs).logits) <= 1e-4
-    assert is_remote(llama.parallel)
+    assert isinstance(llama.parallel, RemoteModule)
 
 
 def test_it_says_that_and_how_it_is_cut(llama: Pair) -> None:

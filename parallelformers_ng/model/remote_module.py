@@ -20,6 +20,7 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.dispatch import CallOptions, Dispatcher
 from parallelformers_ng.model.gradients import refuse_gradients
+from parallelformers_ng.model.methods import REFUSED, generates
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
 REMOTE = "_parallelformers_ng"
@@ -225,13 +226,45 @@ def remote_of(module: nn.Module) -> Remote:
     return vars(module)[REMOTE]
 
 
-def is_remote(module: object) -> bool:
-    """Whether a module is a parallelized model, or a part of one."""
-    return isinstance(module, RemoteModule)
-
-
 def refusal(module: Any, what: str, why: str) -> str:
     """The error message for something that a parallelized model, or a part of one, does not do."""
-    path = remote_of(module).path if is_remote(module) else ""
+    path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
     return f"{whose}, which rules out {what}: {why}. Call deparallelize() first"
+
+
+def forwarded(name: str, original: Callable) -> Callable:
+    """A method that runs on the workers; it keeps the original's signature, which `generate` and pipelines inspect."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, RemoteModule):
+            return original(self, *args, **kwargs)
+        remote = remote_of(self)
+        if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
+            return remote.call(name, args, kwargs)
+        run = functools.partial(remote.call, name, args, kwargs)
+        return remote.dispatcher.generating(self, name, original, run, args, kwargs)
+
+    return call
+
+
+def generated(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, RemoteModule):
+            return original(self, *args, **kwargs)
+        remote = remote_of(self)
+        return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
+
+    return generate
+
+
+def refused(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, RemoteModule):
+            return original(self, *args, **kwargs)
+        raise ParallelError(refusal(self, f"{name}()", f"it {REFUSED[name]}"))
+
+    return refuse

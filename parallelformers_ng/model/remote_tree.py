@@ -15,14 +15,16 @@ from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.dispatch import Dispatcher
-from parallelformers_ng.model.methods import REFUSED, generates, place_of, public_methods
+from parallelformers_ng.model.methods import place_of, public_methods
 from parallelformers_ng.model.remote_module import (
     REMOTE,
     Remote,
     RemoteModule,
-    is_remote,
+    forwarded,
+    generated,
     lock,
     refusal,
+    refused,
     remote_of,
     unlock,
 )
@@ -111,43 +113,6 @@ def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def _forwarded(name: str, original: Callable) -> Callable:
-    """A method that runs on the workers; it keeps the original's signature, which `generate` and pipelines inspect."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_remote(self):
-            return original(self, *args, **kwargs)
-        remote = remote_of(self)
-        if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
-            return remote.call(name, args, kwargs)
-        run = functools.partial(remote.call, name, args, kwargs)
-        return remote.dispatcher.generating(self, name, original, run, args, kwargs)
-
-    return call
-
-
-def _generated(name: str, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_remote(self):
-            return original(self, *args, **kwargs)
-        remote = remote_of(self)
-        return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
-
-    return generate
-
-
-def _refused(name: str, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_remote(self):
-            return original(self, *args, **kwargs)
-        raise ParallelError(refusal(self, f"{name}()", f"it {REFUSED[name]}"))
-
-    return refuse
-
-
 def _saved(name: str, original: Callable) -> Callable:
     def save_pretrained(
         self: Any,
@@ -170,7 +135,7 @@ def _saved(name: str, original: Callable) -> Callable:
             CheckpointError: `max_shard_size` is no size.
             OSError: the disk is full, or the directory cannot be written to.
         """
-        if not is_remote(self):
+        if not isinstance(self, RemoteModule):
             return original(self, save_directory, max_shard_size=max_shard_size, **unsupported)
         if unsupported:
             raise ParallelError(
@@ -200,4 +165,4 @@ class _Nodes(Mapping[str, Node]):
         return sum(1 for _ in self)
 
 
-_MAKERS = {"forwarded": _forwarded, "generated": _generated, "refused": _refused, "saved": _saved}
+_MAKERS = {"forwarded": forwarded, "generated": generated, "refused": refused, "saved": _saved}
