@@ -1,4 +1,4 @@
-"""Every model type of transformers, tiny and random: cut, does it give what it gives whole?
+"""Judges every model type of transformers on a tiny random model: sharded and whole outputs must match.
 
     python -m benchmarks.zoo [--world-sizes 2,4] [--types llama,bert] [--json zoo.json] [--table COVERAGE.md] [--varied]
 

@@ -74,7 +74,7 @@ CACHE_BLOCK = 1 << 16
 
 
 class CacheTable:
-    """The caches of one replica by number. The caller gives each request a block of numbers, so the ranks agree on them
+    """The caches of one rank by number. The caller gives each request a block of numbers, so the ranks agree on them
     even after a request in which one rank made a cache and another raised. Caches that the caller made have negative
     numbers."""
 

@@ -1,4 +1,4 @@
-"""The messages between a parallelized model and its replicas."""
+"""The messages between a parallelized model and its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Call:
-    """One method call on every replica.
+    """One method call on every rank.
 
     Attributes:
         path: dotted path of the module, "" for the model itself.

@@ -1,4 +1,4 @@
-"""Whether a model type gives, cut, what it gives whole; in one process, the ranks being threads."""
+"""Judges a model type on a tiny random model: sharded and whole outputs must match. The ranks are threads."""
 
 from __future__ import annotations
 
