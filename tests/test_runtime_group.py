@@ -178,6 +178,20 @@ def test_sixteen_threads_each_get_their_own_answers(group):
     assert wrong == []
 
 
+def test_many_threads_may_ask_at_once_whether_it_is_ready(group):
+    answers = []
+
+    def ask():
+        answers.append(all(group.ready for _ in range(2000)))  # an error leaves no answer
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [True] * 8
+
+
 def test_waiting_for_a_turn_ends_at_the_deadline_without_harm(group):
     thread = threading.Thread(target=group.call, args=("sleep", 1.5))
     thread.start()

@@ -104,9 +104,9 @@ class WorkerGroup:
             self._processes.end()
             raise
         self._exchange = Exchange(self._processes, self._key)
-        self._deaths = select.poll()
+        self._deaths = select.epoll()  # many threads may ask at once, which an object of `poll` refuses
         for worker in self._processes.workers:
-            self._deaths.register(worker.pidfd, select.POLLIN)
+            self._deaths.register(worker.pidfd, select.EPOLLIN)
         if wait:
             self.wait_until_ready()
 
