@@ -28,7 +28,7 @@ DOCS := .venv-docs
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test quality format bench gpu zoo ecosystem docs clean
+.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -58,7 +58,10 @@ demo: setup ## generate whole and on two workers, compare the tokens (MODEL=path
 train-demo: setup ## train the demo's model anew, a quarter of an hour (TRAIN_ARGS=--threads 4)
 	@$(PY) examples/train_demo_model.py $(TRAIN_ARGS)
 
-test: setup ## run the tests, two files at a time (PYTEST_ARGS='-k plan -x')
+test: setup ## run the tests but the slow ones, two files at a time (PYTEST_ARGS='-k plan -x')
+	@$(PY) -m pytest -n 2 --dist loadfile -m 'not slow' $(PYTEST_ARGS)
+
+test-all: setup ## run all tests: also servers, scripts that are killed, installations, every document
 	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 quality: setup ## lint, formatting, types, the order of imports

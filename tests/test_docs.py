@@ -15,6 +15,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,12 @@ def blocks(document: Path, language: str, marked: bool = False) -> list[str]:
     return [textwrap.dedent(code) for mark, _, kind, code in found if kind == language and bool(mark) == marked]
 
 
+def slow_but_readme(language: str) -> list[Any]:
+    """The documents with code in a language; all but the README's is left to `make test-all`."""
+    found = [path for path in DOCUMENTS if blocks(path, language)]
+    return [path if path.name == "README.md" else pytest.param(path, marks=pytest.mark.slow) for path in found]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where documents are run: it has the examples, and takes what they write."""
@@ -49,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(1200)  # a document starts workers several times, which a busy machine does slowly
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path, "python")], ids=named)
+@pytest.mark.parametrize("document", slow_but_readme("python"), ids=named)
 def test_the_python_of_a_document_runs_from_top_to_bottom(document: Path, folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", "\n".join(blocks(document, "python"))]
@@ -57,7 +64,7 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(document: Path, folder
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path, "sh")], ids=named)
+@pytest.mark.parametrize("document", slow_but_readme("sh"), ids=named)
 def test_the_commands_of_a_document_run(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for line in filter(None, "\n".join(blocks(document, "sh")).splitlines()):

@@ -14,6 +14,7 @@ import pytest
 from tests.patience import PROMPTLY, workers_of
 from tests.terminal import Terminal
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PRELUDE = """
 import os, signal, sys, threading, time

@@ -80,6 +80,7 @@ def test_a_wheel_has_all_modules_and_the_policies_once(installed: Path) -> None:
     assert policies == {path.name for path in (ROOT / "policies").glob("*.py")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["in the clone, a wheel installed", "in the clone, nothing installed", "elsewhere"])
 def test_from_a_clone_the_library_is_whole(clone: Path, installed: Path, tmp_path: Path, place: str) -> None:
     if place == "elsewhere":  # with the clone on PYTHONPATH
@@ -92,6 +93,7 @@ def test_from_a_clone_the_library_is_whole(clone: Path, installed: Path, tmp_pat
     assert caches == "0"
 
 
+@pytest.mark.slow
 def test_what_is_installed_is_whole_elsewhere(installed: Path, tmp_path: Path) -> None:
     package, policy, *_ = use(tmp_path, installed)
     assert Path(package) == installed / "parallelformers_ng" / "__init__.py"
@@ -119,7 +121,7 @@ def test_a_wheel_has_the_kernels_and_they_compute(with_kernels: Path, tmp_path: 
         "import torch\n"
         "from parallelformers_ng.collectives import _kernel\n"
         "from parallelformers_ng.kernels import _decode\n"
-        "from parallelformers_ng.kernels.streaming_linear import StreamingLinear\n"
+        "from parallelformers_ng.kernels.operators import StreamingLinear\n"
         "from parallelformers_ng.kernels.installation import install\n"
         "layer = torch.nn.Linear(70, 5).requires_grad_(False)\n"
         "x = torch.randn(1, 70)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from parallelformers_ng import parallelize
@@ -11,6 +12,7 @@ from tests.zoo.build import largest_difference
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "In the year 1492", "Water boils at"]
 
 
+@pytest.mark.slow
 def test_a_trained_decoder_says_the_same(groups) -> None:
     model, tokenizer = smollm2()
     inputs = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]

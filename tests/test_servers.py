@@ -123,6 +123,7 @@ def test_flask(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> 
         assert server.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_flask_under_gunicorn(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(GUNICORN, model_folder, tmp_path / "log") as server:
         family = server.family()
@@ -132,6 +133,7 @@ def test_flask_under_gunicorn(model_folder: Path, expected: dict[str, str], tmp_
         server.wait_until_gone(family)
 
 
+@pytest.mark.slow
 def test_flask_under_gunicorn_that_loads_before_it_forks_ends_at_once(model_folder: Path) -> None:
     environment = {**os.environ, "MODEL": str(model_folder), "NUM_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT)
@@ -141,6 +143,7 @@ def test_flask_under_gunicorn_that_loads_before_it_forks_ends_at_once(model_fold
     assert "run gunicorn without --preload" in ended.stderr
 
 
+@pytest.mark.slow
 def test_flask_when_a_worker_is_killed_and_at_sigterm(model_folder: Path, tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log", new_tokens=LONG) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.client.get, "/generate_text/w1")
@@ -169,6 +172,7 @@ def test_fastapi(model_folder: Path, expected: dict[str, str], tmp_path: Path) -
         server.wait_until_gone(family)
 
 
+@pytest.mark.slow
 def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
     with serving(FASTAPI, model_folder, tmp_path / "log", new_tokens=LONG) as server:
         prompt, query = PROMPTS[0], {"max_new_tokens": 40}

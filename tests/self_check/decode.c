@@ -114,11 +114,15 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         Array_##NAME v = random_##NAME(BATCH * kv_heads * TOKENS_ * WIDTH);                                         \
         uint8_t seen[TOKENS_];                                                                                      \
         for (size_t t = 0; t < TOKENS_; t++) seen[t] = t % 3 != 1;                                                  \
-        Attention is = {BATCH, heads, kv_heads, TOKENS_, WIDTH, WIDTH, heads * WIDTH, WIDTH,                        \
-                        kv_heads * TOKENS_ * WIDTH, TOKENS_ * WIDTH, WIDTH, kv_heads * TOKENS_ * WIDTH,             \
-                        TOKENS_ * WIDTH, WIDTH, 0, 0, mask_kind, 0.3f};                                             \
         const void *mask = mask_kind == BOOL_MASK ? (const void *)seen : added.given;                               \
-        attention_##NAME(&is, q.given, k.given, v.given, mask, y.given, malloc(attention_work_bytes(&is)));         \
+        Attention is = {                                                                                            \
+            .q = q.given, .k = k.given, .v = v.given, .mask = mask, .y = y.given, .batch = BATCH, .heads = heads,   \
+            .kv_heads = kv_heads, .tokens = TOKENS_, .width = WIDTH, .value_width = WIDTH,                          \
+            .q_batch = heads * WIDTH, .q_head = WIDTH, .k_batch = kv_heads * TOKENS_ * WIDTH,                       \
+            .k_head = TOKENS_ * WIDTH, .k_token = WIDTH, .v_batch = kv_heads * TOKENS_ * WIDTH,                     \
+            .v_head = TOKENS_ * WIDTH, .v_token = WIDTH, .mask_kind = mask_kind, .kind = KIND,                      \
+        };                                                                                                          \
+        attention_##NAME(&is, 0.3f, malloc(attention_work_bytes(&is)));                                             \
         for (size_t head = 0; head < BATCH * heads; head++) {                                                       \
             size_t from = (head / heads * kv_heads + head % heads / (heads / kv_heads)) * TOKENS_ * WIDTH;          \
             plain_attention(q.wide + head * WIDTH, k.wide + from, v.wide + from,                                    \
@@ -138,15 +142,21 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         Array_##NAME cosines = random_##NAME(WIDTH), sines = random_##NAME(WIDTH);                                  \
         Array_##NAME keys = random_##NAME(ROWS_ * KEPT), values = random_##NAME(ROWS_ * KEPT);                      \
         AttentionHalf half = {                                                                                      \
-            .wq = (size_t)wq.given, .wk = (size_t)wk.given, .wv = (size_t)wv.given, .wo = (size_t)wo.given,         \
-            .norm = (size_t)norm.given, .q_stride = HIDDEN, .k_stride = HIDDEN, .v_stride = HIDDEN,                 \
-            .o_stride = Q * WIDTH, .hidden = HIDDEN, .heads = Q, .kv_heads = KV, .width = WIDTH,                    \
-            .x = (size_t)x.given, .y = (size_t)y.given, .cos = (size_t)cosines.given, .sin = (size_t)sines.given,   \
-            .keys = (size_t)keys.given, .values = (size_t)values.given, .k_batch = KEPT, .k_head = TOKENS_ * WIDTH, \
-            .k_token = WIDTH, .v_batch = KEPT, .v_head = TOKENS_ * WIDTH, .v_token = WIDTH, .rows = ROWS_,          \
-            .tokens = TOKENS_, .kind = KIND,                                                                        \
+            .weights = {                                                                                            \
+                .wq = wq.given, .wk = wk.given, .wv = wv.given, .wo = wo.given, .norm = norm.given,                 \
+                .q_stride = HIDDEN, .k_stride = HIDDEN, .v_stride = HIDDEN, .o_stride = Q * WIDTH,                  \
+                .hidden = HIDDEN, .heads = Q, .kv_heads = KV, .width = WIDTH,                                       \
+            },                                                                                                      \
+            .cached = {                                                                                             \
+                .keys = keys.given, .values = values.given, .k_batch = KEPT, .k_head = TOKENS_ * WIDTH,             \
+                .k_token = WIDTH, .v_batch = KEPT, .v_head = TOKENS_ * WIDTH, .v_token = WIDTH,                     \
+            },                                                                                                      \
+            .x = x.given, .y = y.given,                                                                             \
+            .step = {                                                                                               \
+                .cos = cosines.given, .sin = sines.given, .rows = ROWS_, .tokens = TOKENS_, .kind = KIND,           \
+            },                                                                                                      \
         };                                                                                                          \
-        attend(&half, (float[]){1e-5f, 0, 0, 0.25f}, malloc(attention_half_work_bytes(&half)));                     \
+        attention_half(&half, (float[]){1e-5f, 0, 0, 0.25f}, malloc(attention_half_work_bytes(&half)));             \
         double n[ROWS_ * HIDDEN], q[ROWS_ * Q * WIDTH], k[ROWS_ * KV * WIDTH], v[ROWS_ * KV * WIDTH];               \
         double seen[ROWS_ * Q * WIDTH];                                                                             \
         plain_norm(x.wide, norm.wide, n, ROWS_, HIDDEN, 1e-5);                                                      \
@@ -173,12 +183,13 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         Array_##NAME wd = random_##NAME(HIDDEN * INNER), a = random_##NAME(ROWS_ * HIDDEN);                         \
         Array_##NAME r = random_##NAME(ROWS_ * HIDDEN);                                                             \
         FeedHalf feeding = {                                                                                        \
-            .wg = (size_t)wg.given, .wu = (size_t)wu.given, .wd = (size_t)wd.given, .norm = (size_t)norm.given,     \
-            .g_stride = HIDDEN, .u_stride = HIDDEN, .d_stride = INNER, .hidden = HIDDEN, .inner = INNER,            \
-            .x = (size_t)x.given, .a = (size_t)a.given, .r = (size_t)r.given, .y = (size_t)y.given, .rows = ROWS_,  \
-            .kind = KIND,                                                                                           \
+            .weights = {                                                                                            \
+                .wg = wg.given, .wu = wu.given, .wd = wd.given, .norm = norm.given, .g_stride = HIDDEN,             \
+                .u_stride = HIDDEN, .d_stride = INNER, .hidden = HIDDEN, .inner = INNER,                            \
+            },                                                                                                      \
+            .x = x.given, .a = a.given, .r = r.given, .y = y.given, .rows = ROWS_, .kind = KIND,                    \
         };                                                                                                          \
-        feed(&feeding, 1e-5f, malloc(feed_half_work_bytes(&feeding)));                                              \
+        feed_half(&feeding, (float[]){1e-5f}, malloc(feed_half_work_bytes(&feeding)));                              \
         double g[ROWS_ * INNER], u[ROWS_ * INNER];                                                                  \
         for (size_t i = 0; i < ROWS_ * HIDDEN; i++) r.wide[i] = x.wide[i] + a.wide[i];                              \
         plain_norm(r.wide, norm.wide, n, ROWS_, HIDDEN, 1e-5);                                                      \
