@@ -26,11 +26,7 @@ from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_me
 from parallelformers_ng.options import WorkerOptions
 
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-
-
-_WHERE = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "variant")
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
-_FOR_LOADING = (*_WHERE, *_OF_THE_MODEL, "trust_remote_code")
 _ARGUMENTS = (
     "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "workers", "decode", "seed", "prove",
     "verbose", "progress",
@@ -93,6 +89,10 @@ class Location:
 
     def __str__(self) -> str:
         return os.path.join(self.path, self.subfolder) if self.subfolder else self.path
+
+
+_WHERE = tuple(each.name for each in dataclasses.fields(Location) if each.name != "path")
+_FOR_LOADING = (*_WHERE, *_OF_THE_MODEL, "trust_remote_code")
 
 
 @dataclass

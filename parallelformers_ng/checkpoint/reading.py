@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from parallelformers_ng.checkpoint.nodes import Leaf, Node, Operation, ShardedNode, leaves, release
 from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Place, at
+from parallelformers_ng.sharding.partition import width_of
 from parallelformers_ng.sharding.plan import Shard
 
 # The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
@@ -70,7 +71,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     """Part of a tensor in memory of its own."""
-    widths = {dim: sum(stop - start for start, stop in ranges) for dim, ranges in cut.items()}
+    widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype)
     write(node, cut, out, rank)

@@ -97,7 +97,7 @@ class _StackInC:
             and len({half.layer_idx for half, _ in known}) == len(known)
             and len({half.communicator for half in both if _is_partial(half)}) <= 1
         )
-        summed = all(_is_summed_in_c(half.communicator) for half in both if _is_partial(half))
+        summed = all(isinstance(half.communicator, SharedMemoryCommunicator) for half in both if _is_partial(half))
         whole = cls(layers, known) if alike and summed else None
         return None if whole is None or whole.guard.patched else whole
 
@@ -129,10 +129,6 @@ class _StackInC:
 
 def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
     return half.communicator is not None and half.communicator.world_size > 1
-
-
-def _is_summed_in_c(communicator: Any) -> bool:
-    return isinstance(communicator, SharedMemoryCommunicator)
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:

@@ -58,11 +58,8 @@ class Edits:
         self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
         self._count = 0
         self._lock = threading.Lock()
-        self._known = (
-            0,
-            self._built,
-            0,
-        )  # what the workers of an incarnation know: configurations, all set up to a time
+        # What the workers of an incarnation know: configurations, and all attributes that were set up to a time.
+        self._known = (0, self._built, 0)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """The module at `path` has a new value of an attribute."""

@@ -233,13 +233,25 @@ def refusal(module: Any, what: str, why: str) -> str:
     return f"{whose}, which rules out {what}: {why}. Call deparallelize() first"
 
 
-def forwarded(name: str, original: Callable) -> Callable:
-    """A method that runs on the workers; it keeps the original's signature, which `generate` and pipelines inspect."""
+def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
+    """Decorates what stands in for a method. A module that is not remote, handed to the method of a remote one's class,
+    is given the original, whose signature `generate` and pipelines inspect."""
 
-    @functools.wraps(original)
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return (method if isinstance(self, RemoteModule) else original)(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def forwarded(name: str, original: Callable) -> Callable:
+    """A method that runs on the workers."""
+
+    @_in_place_of(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, RemoteModule):
-            return original(self, *args, **kwargs)
         remote = remote_of(self)
         if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
             return remote.call(name, args, kwargs)
@@ -250,10 +262,10 @@ def forwarded(name: str, original: Callable) -> Callable:
 
 
 def generated(name: str, original: Callable) -> Callable:
-    @functools.wraps(original)
+    """`generate`, on the workers."""
+
+    @_in_place_of(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, RemoteModule):
-            return original(self, *args, **kwargs)
         remote = remote_of(self)
         return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
 
@@ -261,10 +273,10 @@ def generated(name: str, original: Callable) -> Callable:
 
 
 def refused(name: str, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, RemoteModule):
-            return original(self, *args, **kwargs)
+    """A method that is refused, with the reason."""
+
+    @_in_place_of(original)
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
         raise ParallelError(refusal(self, f"{name}()", f"it {REFUSED[name]}"))
 
     return refuse

@@ -40,14 +40,26 @@ class Draft:
 
     # -- notes ---------------------------------------------------------------------------------------------------
 
-    def cut(self, name: str, shards: Sequence[Shard], rule: str = "") -> None:
+    def cut(
+        self, name: str, dim: int, ranges: Sequence[tuple[Range, ...]], zero: Sequence[bool] = (), rule: str = ""
+    ) -> None:
+        """Cut a tensor along `dim`.
+
+        Args:
+            ranges: what each rank holds.
+            zero: for each rank, whether it holds zeros instead; none does by default.
+        """
+        zeros = zero or [False] * self.world_size
+        self._note(name, [Shard(dim, held, off) for held, off in zip(ranges, zeros, strict=True)], rule)
+
+    def cut_on_first_rank(self, name: str) -> None:
+        self._note(name, [WHOLE] + [ZERO] * (self.world_size - 1))
+
+    def _note(self, name: str, shards: Sequence[Shard], rule: str = "") -> None:
         known = self.cuts.get(name)
         if known is not None and known[0] != tuple(shards):
             raise PolicyError(f"{self.who}: {name} is already cut otherwise, by {known[1]}")
         self.cuts[name] = (tuple(shards), rule or self.who.split(" on ")[0])
-
-    def cut_on_first_rank(self, name: str) -> None:
-        self.cut(name, [WHOLE] + [ZERO] * (self.world_size - 1))
 
     def layer(
         self, path: str, cls: type[ParallelLayer] | None, attributes: Sequence[dict[str, Any]] | None = None

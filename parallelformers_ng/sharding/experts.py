@@ -13,7 +13,6 @@ from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.linear import Reduced
 from parallelformers_ng.sharding.partition import HeadShare, Range, join, spread_aligned
-from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Rule
 
 
@@ -95,7 +94,7 @@ class Experts(Rule):
             ("down_proj", in_dim, [(bounds,) for bounds in held]),
         ):
             if name in names:
-                draft.cut(f"{path}.{name}", [Shard(dim, mine, off) for mine, off in zip(ranges, idle, strict=True)])
+                draft.cut(f"{path}.{name}", dim, ranges, idle)
         if "down_proj_bias" in names:
             draft.cut_on_first_rank(f"{path}.down_proj_bias")
         counts = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")

@@ -22,7 +22,6 @@ from parallelformers_ng.sharding.calls import CONVOLUTIONS
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, width_of
-from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Part, Rule, Unit
 
 
@@ -66,9 +65,9 @@ class Column(Rule):
         dim, size_names = _output_geometry(draft.who, module)
         size = module.weight.shape[dim]
         ranges = draft.ranges(size, self.unit, self.interleaved or self.fused, heads, bool(self.interleaved))
-        draft.cut(f"{path}.weight", [Shard(dim, held) for held in ranges])
+        draft.cut(f"{path}.weight", dim, ranges)
         if getattr(module, "bias", None) is not None:
-            draft.cut(f"{path}.bias", [Shard(0, held) for held in ranges])
+            draft.cut(f"{path}.bias", 0, ranges)
         widths = [width_of(held) for held in ranges]
         if getattr(module, "groups", 1) > 1 and not _is_depthwise(module):
             draft.layer(path, GroupedColumnParallel, [{"pieces": _pieces(module, held)} for held in ranges])
@@ -114,8 +113,8 @@ class Row(Rule):
             return _cut_groups(draft, path, 1, "input_size", "group_in_dim")
         dim, size_name = _input_geometry(draft.who, module)
         ranges = draft.ranges(module.weight.shape[dim], self.unit, self.fused, heads)
-        idle = [share.idle for share in heads] or [False] * draft.world_size
-        draft.cut(f"{path}.weight", [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
+        idle = [share.idle for share in heads]
+        draft.cut(f"{path}.weight", dim, ranges, idle)
         if getattr(module, "bias", None) is not None:
             draft.cut_on_first_rank(f"{path}.bias")
         draft.layer(path, RowParallel if self.reduce else None, [{size_name: width_of(held)} for held in ranges])
@@ -151,8 +150,8 @@ class Slice(Rule):
         dim = self.dim % tensor.ndim
         fused = draft.counted(self.fused) if isinstance(self.fused, str) else self.fused
         ranges = draft.ranges(tensor.shape[dim], self.unit, fused, heads)
-        idle = [self.partial and share.idle for share in heads] or [False] * draft.world_size
-        draft.cut(path, [Shard(dim, held, zero=off) for held, off in zip(ranges, idle, strict=True)])
+        idle = [self.partial and share.idle for share in heads]
+        draft.cut(path, dim, ranges, idle)
 
 
 @dataclass(frozen=True)
@@ -263,10 +262,10 @@ def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: s
     """Cut a linear layer in groups, its weight `[groups, in, out]`: each group alike."""
     module: Any = draft.modules[path]
     ranges = draft.ranges(module.weight.shape[dim], "column", 1, [])
-    draft.cut(f"{path}.weight", [Shard(dim, held) for held in ranges])
+    draft.cut(f"{path}.weight", dim, ranges)
     if dim == 2:
         biases = draft.ranges(module.bias.shape[0], "column", module.num_groups, [])
-        draft.cut(f"{path}.bias", [Shard(0, held) for held in biases])
+        draft.cut(f"{path}.bias", 0, biases)
     else:
         draft.cut_on_first_rank(f"{path}.bias")
     sizes = [{size_name: width_of(held) * module.num_groups, group_name: width_of(held)} for held in ranges]

@@ -14,7 +14,6 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, count_once, group_runs
-from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Rule, Unit
 
 
@@ -122,7 +121,7 @@ class Norm(Rule):
             raise PolicyError(f"{draft.who}: a {what} is no norm with one `weight` and a `variance_epsilon`")
         width = names["weight"].shape[0]
         ranges = draft.ranges(width, self.unit, 1, heads)
-        draft.cut(f"{path}.weight", [Shard(0, held) for held in ranges])
+        draft.cut(f"{path}.weight", 0, ranges)
         count = width // module.group_size if hasattr(module, "group_size") else getattr(module, "n_groups", 1)
         attributes = [
             {"runs": group_runs(held, counted, width // count), "group_count": count, "group_width": width // count}

@@ -12,7 +12,6 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, width_of
-from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.tensors import dotted
 
@@ -40,7 +39,7 @@ def store(draft: Draft, path: str, name: str, dim: int) -> None:
         what = type(draft.modules[path]).__name__
         raise PolicyError(f"{draft.who}: {what} has no parameter or buffer {name!r}")
     ranges = draft.ranges(tensor.shape[dim], "column", 1, [])
-    draft.cut(dotted(path, name), [Shard(dim, held) for held in ranges])
+    draft.cut(dotted(path, name), dim, ranges)
     known = draft.layers.get((path, StoredInParts))
     before = known.attributes[0]["stored"] if known else {}
     stored = {**before, name: (dim, tuple(map(width_of, ranges)))}

@@ -16,7 +16,6 @@ from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, cannot_cut
 from parallelformers_ng.sharding.partition import HeadShare, cut_width
-from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import Rule
 
 
@@ -106,7 +105,7 @@ def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
     """Give each rank its rows of an embedding or a head."""
     ranges = cut_width(layer.size, ["column"], [], draft.world_size, shares=draft.shares)
     for name in layer.tensors:
-        draft.cut(name, [Shard(0, held) for held in ranges], rule)
+        draft.cut(name, 0, ranges, rule=rule)
     bounds = [held[0] if held else (0, 0) for held in ranges]
     sizes = tuple(stop - start for start, stop in bounds)
     shared: dict[str, Any] = {"gathered_sizes": sizes}
