@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +12,37 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallelformers_ng.collectives.communicator import operators_alone
+from parallelformers_ng.collectives import communicator
+from parallelformers_ng.sharding import heads, vocabulary
 
 _aten = torch.ops.aten
 _FORBIDDEN = {_aten._local_scalar_dense, _aten.nonzero, _aten.lift_fresh}
+
+
+class _Thread(threading.local):
+    records = False
+
+
+_thread = _Thread()
+
+
+def _is_compiling() -> bool:
+    return torch.compiler.is_compiling() or _thread.records
+
+
+for _module in (communicator, heads, vocabulary):
+    _module.is_compiling = _is_compiling  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def operators_alone() -> Iterator[None]:
+    """Within it, this thread is recorded by its operators: as for the compiler, nothing else counts. A CUDA graph
+    records what NCCL queues, and needs none of this."""
+    before, _thread.records = _thread.records, True
+    try:
+        yield
+    finally:
+        _thread.records = before
 
 
 class OperatorRecorder:

@@ -56,13 +56,12 @@ def test_c_kernel_validates_its_arguments() -> None:
             (kernel.all_gather, (0, 0, 1, 4, 1)),
             (kernel.all_gather, (0, 0, 2, 2**62, 1, 1)),
             (kernel.all_gather, (0, 0, 1, 1, -1, 1)),
-            (kernel.broadcast, (0, 1, 2)),
         ):
             with pytest.raises((ValueError, TypeError, OverflowError)):
                 method(*bad)
         kernel.close()
         with pytest.raises(ValueError, match="close"):
-            kernel.broadcast(0, 0, 0)
+            kernel.all_reduce(0, 0, 0)
 
 
 def test_tensors_on_other_devices_are_refused() -> None:

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
@@ -199,7 +200,7 @@ def test_ranks_that_meet_otherwise_sum_after_each_half(calls: Counter[str]) -> N
 def test_a_single_rank_has_nothing_to_sum(calls: Counter[str]) -> None:
     stock, fused = models("qwen3", as_one=True)
     calls.clear()
-    found = cached_step(_share(SingleCommunicator(), stock, fused)).logits
+    found = cached_step(_share(SingleCommunicator(Arena.create(1)), stock, fused)).logits
     assert distance(found, cached_step(stock).logits) < 1e-5
     assert calls == {"decoder_layers": 1}
 

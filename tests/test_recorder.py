@@ -89,7 +89,7 @@ def test_recordings_go_before_the_connections_that_they_use() -> None:
 
 
 def test_sums_through_host_memory_are_in_no_graph() -> None:
-    host: Any = SingleCommunicator()
+    host: Any = SingleCommunicator(Arena.create(1))
     replica = ModelRunner(0, 1, torch.device("cuda"), StagedCommunicator(host), None)
     assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
 

@@ -1,4 +1,4 @@
-/* The shared-memory collectives: one-shot sums, reduce-scatter + gather, gathers and broadcasts between processes.
+/* The shared-memory collectives: one-shot sums, reduce-scatter + gather, and gathers between processes.
  *
  * Each is made of the steps of `_kernel_protocol.h`, and they are numbered alike on all ranks. Sums run over the ranks
  * 0, 1, 2, ... in this order on every rank: all results agree to the bit. */
@@ -11,7 +11,7 @@
 #include "_kernel_protocol.h"
 #include "_kernel_sums.h"
 
-enum { ALL_REDUCE = 1, ALL_GATHER = 2, BROADCAST = 3 };
+enum { ALL_REDUCE = 1, ALL_GATHER = 2 };
 enum { SEGMENT_ELEMENTS = 32 }; /* segments of a reduce-scatter begin on whole cache lines */
 
 /* ---- the collectives, called without the GIL ---------------------------------------------------------------- */
@@ -106,21 +106,6 @@ static int all_gather(Kernel *k, const char *in, char *out, size_t outer, size_t
     return DONE;
 }
 
-static int broadcast(Kernel *k, char *data, size_t nbytes, int src)
-{
-    uint64_t signature = sign(BROADCAST, (uint64_t)nbytes * MAX_WORLD_SIZE + (uint64_t)src);
-    do {
-        size_t part = min_size(nbytes, k->slot_bytes);
-        uint64_t step = next_step(k);
-        if (part && k->rank == src) memcpy(slot(k, src, step), data, part);
-        int status = exchange(k, step, signature);
-        if (status != DONE) return status;
-        if (part && k->rank != src) memcpy(data, slot(k, src, step), part);
-        data += part, nbytes -= part;
-    } while (nbytes);
-    return DONE;
-}
-
 /* ---- the Python face: arguments are validated here, except the addresses, which are the caller's word --------- */
 
 static int enter(Kernel *k)
@@ -150,17 +135,11 @@ static inline int aborted(Kernel *k) { return atomic_load_explicit(&k->header->a
 /* A collective between `enter` and `leave`. After an abort there is none, not even where all peers have come. */
 #define RUN(K, COLLECTIVE) (enter(K) < 0 ? NULL : leave(K, aborted(K) ? ABORTED : (COLLECTIVE)))
 
-static int read_arguments(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, size_t *values)
-{
-    if (given == wanted) return read_numbers(args, (size_t)wanted, values);
-    PyErr_Format(PyExc_TypeError, "Kernel: %zd arguments expected, %zd given", wanted, given);
-    return -1;
-}
-
 static PyObject *Kernel_all_reduce(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
 {
     size_t v[3], nbytes;
-    if (read_arguments(args, nargs, 3, v) < 0) return NULL;
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "Kernel.all_reduce: 3 arguments expected, %zd given", nargs);
+    if (read_numbers(args, 3, v) < 0) return NULL;
     if (v[2] >= SUM_KIND_COUNT || __builtin_mul_overflow(v[1], (size_t)8, &nbytes))
         return PyErr_Format(PyExc_ValueError, "Kernel.all_reduce: count %zu or kind %zu out of range", v[1], v[2]);
     return RUN(k, all_reduce(k, (char *)v[0], v[1], v[2]));
@@ -178,15 +157,6 @@ static PyObject *Kernel_all_gather(Kernel *k, PyObject *const *args, Py_ssize_t 
     if (__builtin_mul_overflow(v[2], pitch, &nbytes))
         return PyErr_Format(PyExc_ValueError, "Kernel.all_gather: %zu rows of %zu bytes are out of range", v[2], pitch);
     return RUN(k, all_gather(k, (const char *)v[0], (char *)v[1], v[2], pitch, rows));
-}
-
-static PyObject *Kernel_broadcast(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
-{
-    size_t v[3];
-    if (read_arguments(args, nargs, 3, v) < 0) return NULL;
-    if (v[2] >= (size_t)k->world_size)
-        return PyErr_Format(PyExc_ValueError, "Kernel.broadcast: src %zu, world size %d", v[2], k->world_size);
-    return RUN(k, broadcast(k, (char *)v[0], v[1], (int)v[2]));
 }
 
 static PyObject *Kernel_close(Kernel *k, PyObject *Py_UNUSED(none))
@@ -241,7 +211,6 @@ static void Kernel_dealloc(Kernel *k)
 static PyMethodDef kernel_methods[] = {
     METHOD(all_reduce, "address, count, kind"),
     METHOD(all_gather, "source, destination, outer, unit_bytes, *sizes"),
-    METHOD(broadcast, "address, nbytes, src"),
     {"close", (PyCFunction)Kernel_close, METH_NOARGS, "Lets go of the arena."},
     {NULL, NULL, 0, NULL},
 };

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import os
-import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from parallelformers_ng.collectives.arena import CANCEL_WORD, Arena
 
 YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
-
-
-class _Recording(threading.local):
-    active = False
-
-
-_recording = _Recording()
-
-
-def is_traced() -> bool:
-    """Whether only operators of torch count in what this thread does."""
-    return torch.compiler.is_compiling() or _recording.active
-
-
-@contextlib.contextmanager
-def operators_alone() -> Iterator[None]:
-    """Within it, this thread is being recorded by its operators, as tests do on the CPU. A CUDA graph records what NCCL
-    queues, so a capture needs none of this."""
-    before, _recording.active = _recording.active, True
-    try:
-        yield
-    finally:
-        _recording.active = before
 
 
 class Communicator(ABC):
@@ -50,23 +28,19 @@ class Communicator(ABC):
     Attributes:
         rank: this rank, 0 to `world_size` - 1.
         world_size: number of ranks.
-        traced_number: by which the operators of `traced.py` find it, None before it has one.
         capturable: whether a CUDA graph may have its collectives in it.
         cancel_sequence: gives the sequence number that `Arena.request_cancel` was last called with, 0 if none. Ranks
             may see it at different times.
     """
 
-    traced_number: int | None = None
     capturable = False
+    cancel_sequence: Callable[[], int] = int
 
-    def __init__(self, rank: int, world_size: int, arena: Arena | None = None) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._arena = arena
-        # Read at every token: no Python runs.
-        self.cancel_sequence: Callable[[], int] = (
-            int if arena is None else functools.partial(arena.words.__getitem__, CANCEL_WORD)
-        )
+        self._number = next(_numbers)
+        _communicators[self._number] = self
         self._before_reset: list[Callable[[], None]] = []
 
     def before_reset(self, action: Callable[[], None]) -> None:
@@ -88,8 +62,8 @@ class Communicator(ABC):
             CollectiveAbortedError: a peer or the parent aborted, or a peer did not come within the timeout.
             DivergedError: the peers are in another collective, or in this one with another size.
         """
-        if is_traced():
-            return torch.ops.parallelformers_ng.all_reduce(tensor, self.traced_number)
+        if is_compiling():
+            return torch.ops.parallelformers_ng.all_reduce(tensor, self._number)
         return self.sum(tensor)
 
     def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
@@ -112,8 +86,8 @@ class Communicator(ABC):
         dim %= tensor.dim()
         own = tensor.shape[dim]
         sizes = [own] * self.world_size if sizes is None else list(sizes)
-        if is_traced():
-            return torch.ops.parallelformers_ng.all_gather(tensor, self.traced_number, dim, sizes)
+        if is_compiling():
+            return torch.ops.parallelformers_ng.all_gather(tensor, self._number, dim, sizes)
         if len(sizes) != self.world_size or min(sizes) < 0 or sizes[self.rank] != own:
             raise ValueError(
                 f"all_gather: sizes {sizes} do not fit rank {self.rank} of {self.world_size}, whose tensor has "
@@ -130,39 +104,66 @@ class Communicator(ABC):
         """`all_gather` outside a trace, of a `dim` counted from the front and a size for each rank."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrites `tensor` (one shape and dtype on all ranks) by that of rank `src`, and returns it.
-
-        Raises:
-            ValueError: there is no rank `src`.
-            CollectiveAbortedError, DivergedError: as in `all_reduce`.
-        """
-
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """Makes the peers' present and next collectives raise CollectiveAbortedError. May be called from any thread."""
 
-    @abstractmethod
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 (most keep nothing)
         """Begins anew after an abort. Called by every rank, after the parent's `Arena.reset`, before a collective."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (as above)
         """Releases memory and connections; the communicator cannot be used afterwards. Idempotent."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-
-    def _check_src(self, src: int) -> None:
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")
 
 
-class SingleCommunicator(Communicator):
+# What `torch.compile` passes through: operators of torch, opaque to it, that know a communicator by a number. Outside a
+# trace the communicator does its work directly, which is several microseconds cheaper.
+
+_numbers = itertools.count()
+_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("parallelformers_ng::all_reduce", mutates_args=())
+def _all_reduce(tensor: Tensor, communicator: int) -> Tensor:
+    return _communicators[communicator].sum(tensor.clone(memory_format=torch.contiguous_format))
+
+
+@_all_reduce.register_fake
+def _(tensor: Tensor, communicator: int) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("parallelformers_ng::all_gather", mutates_args=())
+def _all_gather(tensor: Tensor, communicator: int, dim: int, sizes: list[int]) -> Tensor:
+    return _communicators[communicator].gather(tensor, dim, sizes)
+
+
+@_all_gather.register_fake
+def _(tensor: Tensor, communicator: int, dim: int, sizes: list[int]) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = sum(sizes)
+    return tensor.new_empty(shape)
+
+
+class ArenaCommunicator(Communicator):
+    """A communicator whose ranks share an arena, which belongs to it. Its words carry aborts and cancellations."""
+
+    def __init__(self, rank: int, world_size: int, arena: Arena) -> None:
+        super().__init__(rank, world_size)
+        self._arena = arena
+        self.cancel_sequence = functools.partial(arena.words.__getitem__, CANCEL_WORD)  # each token: no Python runs
+
+    def abort(self, reason: str) -> None:
+        self._arena.abort(reason, self.rank)
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+class SingleCommunicator(ArenaCommunicator):
     """The group of one rank: every collective is the identity."""
 
     capturable = True
 
-    def __init__(self, arena: Arena | None = None) -> None:
+    def __init__(self, arena: Arena) -> None:
         super().__init__(0, 1, arena)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -170,16 +171,6 @@ class SingleCommunicator(Communicator):
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        self._check_src(src)
-        return tensor
-
-    def abort(self, reason: str) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
 
 def give_way(waited: float) -> None:

@@ -63,6 +63,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _watch(self) -> None:
         aborted: Any = None
         while not self._closed.wait(WATCH_SECONDS):
-            if self._shared.aborted and self._group is not aborted:
+            if self._arena.aborted and self._group is not aborted:
                 aborted = self._group
                 aborted.abort()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.communicator import ArenaCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError
 
 
@@ -30,7 +30,7 @@ def rendezvous_path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-class ProcessGroupCommunicator(Communicator):
+class ProcessGroupCommunicator(ArenaCommunicator):
     """A communicator on a c10d process group.
 
     Args:
@@ -42,7 +42,6 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena) -> None:
         super().__init__(rank, world_size, arena)
-        self._shared = arena
         self._store = store
         self._timeout = timeout
         self._generation = 0
@@ -79,21 +78,6 @@ class ProcessGroupCommunicator(Communicator):
         parts = self._gather(tensor, "all_gather")
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        self._check_src(src)
-        self._check_aborted()
-        data = tensor.detach().contiguous()
-        if data.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank = src
-            self._finish(self._group.broadcast([data.reshape(-1).view(torch.uint8)], options), "broadcast")
-        if data.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(data)
-        return tensor
-
-    def abort(self, reason: str) -> None:
-        self._shared.abort(reason, self.rank)
-
     def reset(self) -> None:
         self._forget_recorded()
         self._group.abort()
@@ -112,8 +96,8 @@ class ProcessGroupCommunicator(Communicator):
             action()
 
     def _check_aborted(self) -> None:
-        if self._shared.aborted:
-            raise self._shared.abort_error()
+        if self._arena.aborted:
+            raise self._arena.abort_error()
 
     def _give_up(self, reason: str, cause: Exception | None = None) -> None:
         self.abort(reason)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable_in_place
+from parallelformers_ng.collectives.communicator import ArenaCommunicator, sum_in_rank_order, summable_in_place
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 
 try:
@@ -30,7 +30,7 @@ def is_built() -> bool:
     return _kernel is not None
 
 
-class SharedMemoryCommunicator(Communicator):
+class SharedMemoryCommunicator(ArenaCommunicator):
     """A rank that meets its peers in an arena. Sums are taken in rank order, so that all ranks hold the same bits.
 
     The algorithms are those of DeepSpeed's shared-memory all-reduce (one-shot for small messages, reduce-scatter and
@@ -47,7 +47,6 @@ class SharedMemoryCommunicator(Communicator):
 
     def __init__(self, arena: Arena, rank: int, timeout: float) -> None:
         super().__init__(rank, arena.world_size, arena)
-        self._shared = arena
         self._timeout = timeout
         self.kernel: Any = _kernel.Kernel(arena.memory, rank, arena.world_size, timeout)
         self._sum = self.kernel.all_reduce
@@ -82,28 +81,13 @@ class SharedMemoryCommunicator(Communicator):
         self.check(status, "all_gather")
         return out
 
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        _check_cpu("broadcast", tensor)
-        self._check_src(src)
-        data = tensor.detach().contiguous()
-        status = self.kernel.broadcast(data.data_ptr(), data.nbytes, src)
-        self.check(status, "broadcast")
-        if data.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(data)
-        return tensor
-
-    def abort(self, reason: str) -> None:
-        self._shared.abort(reason, self.rank)
-
     def reset(self) -> None:
         # The counter in the arena is the only one, and `Arena.reset` has zeroed it.
-        if self._shared.counter(self.rank):
+        if self._arena.counter(self.rank):
             raise ProtocolError(f"rank {self.rank}: reset() was called before the parent's Arena.reset()")
 
     def close(self) -> None:
-        if self._arena is not None:
-            del self._sum
-            self.kernel.close()
+        self.kernel.close()
         super().close()
 
     def check(self, status: int, operation: str) -> None:
@@ -111,11 +95,11 @@ class SharedMemoryCommunicator(Communicator):
         if status == DONE:
             return
         if status == ABORTED:
-            raise self._shared.abort_error()
-        step = self._shared.counter(self.rank)
+            raise self._arena.abort_error()
+        step = self._arena.counter(self.rank)
         who = f"rank {self.rank}: {operation} (step {step})"
         if status == TIMED_OUT:
-            late = [peer for peer in range(self.world_size) if self._shared.counter(peer) < step]
+            late = [peer for peer in range(self.world_size) if self._arena.counter(peer) < step]
             reason = f"{who}: ranks {late} did not come within {self._timeout:g} s"
             self.abort(reason)
             raise CollectiveAbortedError(reason)

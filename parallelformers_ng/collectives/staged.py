@@ -30,9 +30,6 @@ class StagedCommunicator(Communicator):
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         return self._host.gather(tensor.detach().cpu(), dim, sizes).to(tensor.device)
 
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        return tensor.copy_(self._host.broadcast(tensor.detach().cpu(), src))
-
     def abort(self, reason: str) -> None:
         self._host.abort(reason)
 

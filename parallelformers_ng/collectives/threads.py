@@ -57,14 +57,8 @@ class ThreadCommunicator(Communicator):
     def gather(self, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
         return torch.cat(self._meeting.exchange(self.rank, tensor.detach()), dim=dim)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        return tensor.copy_(self._meeting.exchange(self.rank, tensor.detach().clone())[src])
-
     def abort(self, reason: str) -> None:
         self._meeting.barrier.abort()
-
-    def reset(self) -> None:
-        self._meeting.barrier.reset()
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from parallelformers_ng.collectives.communicator import is_traced
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer, parallel_class
@@ -57,7 +57,7 @@ class HeadParallel(ParallelLayer):
             whole = self.gather_heads(weights, dim)
             return whole if change is None else change(whole)
 
-        if is_traced():
+        if is_compiling():
             return gather()  # the compiler leaves out what nobody looks at
         return OwnHeads(weights, dim, sum(self.head_sizes), gather)
 

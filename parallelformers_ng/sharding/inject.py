@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.traced import register
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
@@ -23,7 +22,6 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
 
     A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
     """
-    register(communicator)
     settle(model, plan)
     for layer in plan.layers:
         module: Any = model.get_submodule(layer.path)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
-from parallelformers_ng.collectives.communicator import is_traced
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
@@ -53,7 +53,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         if ids.numel() == 0:
             return
         size = sum(self.gathered_sizes)
-        if ids.device.type == "cpu" and not is_traced():
+        if ids.device.type == "cpu" and not is_compiling():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= size:
                 raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
