@@ -129,7 +129,7 @@ def test_norms_are_those_of_the_model(width: int, dtype: torch.dtype) -> None:
     plain, fused = LlamaRMSNorm(width, eps=1e-3).to(dtype), Qwen3RMSNorm(width, eps=1e-3).to(dtype)
     plain.weight.data.copy_(torch.randn(width))
     fused.load_state_dict(plain.state_dict())
-    assert install(fused) == 1
+    install(fused)
     assert isinstance(fused, FusedRMSNorm)
     assert isinstance(fused, Qwen3RMSNorm)
     for shape in ((width,), (1, 1, width), (2, 9, width), (0, width)):
@@ -145,8 +145,9 @@ def test_norms_are_those_of_the_model(width: int, dtype: torch.dtype) -> None:
 
 
 def test_only_norms_with_the_very_same_code_are_changed() -> None:
-    assert install(GemmaRMSNorm(4)) == 0
-    assert install(nn.RMSNorm(4)) == 0
+    for norm in (GemmaRMSNorm(4), nn.RMSNorm(4)):
+        install(norm)
+        assert not isinstance(norm, FusedRMSNorm)
 
 
 def test_only_plain_layers_are_changed_and_only_with_one_thread() -> None:
@@ -156,8 +157,9 @@ def test_only_plain_layers_are_changed_and_only_with_one_thread() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), nn.Conv1d(1, 1, 1))
     torch.set_num_threads(2)
     try:
-        assert install(model) == 0
+        install(model)
+        assert [type(layer) for layer in model] == [nn.Linear, Own, nn.Conv1d]
     finally:
         torch.set_num_threads(1)
-    assert install(model) == 1
+    install(model)
     assert [type(layer) for layer in model] == [StreamingLinear, Own, nn.Conv1d]

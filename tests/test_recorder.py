@@ -14,8 +14,8 @@ from transformers import StaticCache
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import SingleCommunicator
-from parallelformers_ng.collectives.gloo import GlooCommunicator
-from parallelformers_ng.collectives.staged import StagedCommunicator
+from parallelformers_ng.collectives.process_group import GlooCommunicator
+from parallelformers_ng.collectives.shared_memory import StagedCommunicator
 from parallelformers_ng.cuda_graphs.modes import CAPTURED, NO_DEVICE, static_generation
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer

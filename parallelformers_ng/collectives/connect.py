@@ -8,10 +8,8 @@ import torch
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
-from parallelformers_ng.collectives.gloo import GlooCommunicator
-from parallelformers_ng.collectives.nccl import NcclCommunicator
-from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, is_built
-from parallelformers_ng.collectives.staged import StagedCommunicator
+from parallelformers_ng.collectives.process_group import GlooCommunicator, NcclCommunicator
+from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, StagedCommunicator, is_built
 
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 

@@ -54,6 +54,7 @@ class DecoderStack(nn.ModuleList):
         self._in_c, self._was_read = None, False
 
 
+@functools.cache
 def with_layers_as_one(cls: Any) -> Any:
     """The class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the next."""
 
