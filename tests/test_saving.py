@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.loading import Checkpoint, load_skeleton
-from parallelformers_ng.checkpoint.nodes import leaves
+from parallelformers_ng.checkpoint.nodes import leaves, of_ranks
 from parallelformers_ng.checkpoint.progress import progress_bar
-from parallelformers_ng.checkpoint.reading import read_shard
+from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
 from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
@@ -47,10 +47,9 @@ def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint.take(model, plan)
     whole = {}
     for name, node in checkpoint.nodes.items():
-        tensor = plan.tensors[name]
-        whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for rank, held in enumerate(tensor.shards):
-            held.put(read_shard(node, held, rank), whole[name])
+        shards = plan.tensors[name].shards
+        parts = [read_shard(node, shard, rank) for rank, shard in enumerate(shards)]
+        whole[name] = read_copy(of_ranks(plan.tensors[name], parts.__getitem__), {})
     return whole
 
 

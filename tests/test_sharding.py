@@ -10,7 +10,7 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.partition import count_once, cut_interleaved, cut_width, group_runs, share_heads
+from parallelformers_ng.sharding.partition import cut_interleaved, cut_width, group_runs, share_heads
 from tests.zoo.build import largest_difference
 from tests.zoo.decoders import bloom
 from tests.zoo.families import ALL, Case
@@ -84,7 +84,8 @@ def test_interleaved_groups_are_cut_by_query_heads() -> None:
 
 
 def test_a_column_that_several_ranks_hold_is_counted_once() -> None:
-    assert count_once([[(0, 4)], [(2, 6), (2, 4)], [(0, 4)]]) == [((0, 4),), ((2, 4),), ()]
+    runs = group_runs([[(0, 4)], [(2, 6), (2, 4)], [(0, 4)]], 8)
+    assert runs == [((0, 4, 0, True),), ((0, 2, 0, False), (2, 4, 0, True), (4, 6, 0, False)), ((0, 4, 0, False),)]
 
 
 def test_parts_whose_heads_differ_in_width_are_cut_on_their_own() -> None:
@@ -102,4 +103,4 @@ def test_interleaved_parts_whose_heads_differ_in_width() -> None:
 
 
 def test_runs_of_columns_lie_in_one_group_each() -> None:
-    assert group_runs([(2, 6), (0, 2)], [(0, 4)], 4) == ((0, 2, 0, True), (2, 4, 1, True), (4, 6, 0, False))
+    assert group_runs([[(2, 6), (0, 2)]], 4) == [((0, 2, 0, True), (2, 4, 1, True), (4, 6, 0, True))]

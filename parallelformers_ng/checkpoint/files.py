@@ -32,6 +32,9 @@ DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 # Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
 _MAP_NORESERVE = 0x4000
 
+_OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
+"""Attributes of a file that do not travel."""
+
 
 class CheckpointFile:
     """One file of a checkpoint, held open by the process that found it.
@@ -84,7 +87,7 @@ class CheckpointFile:
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_close"}
+        return {key: value for key, value in self.__dict__.items() if key not in _OF_ONE_PROCESS}
 
 
 class SafetensorsFile(CheckpointFile):
@@ -94,6 +97,9 @@ class SafetensorsFile(CheckpointFile):
         size: bytes.
         header_checksum: CRC-32 of the length and the header.
     """
+
+    _mapping: mmap.mmap | None = None
+    _start = 0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -117,8 +123,6 @@ class SafetensorsFile(CheckpointFile):
             raise CheckpointError(
                 f"{self.path} is damaged, or holds a data type this version cannot read: {error}"
             ) from error
-        self._mapping: mmap.mmap | None = None
-        self._start = 0
 
     def tensor(self, key: str) -> torch.Tensor:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
@@ -148,12 +152,11 @@ class SafetensorsFile(CheckpointFile):
             self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         return self._mapping
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_mapping": None, "_start": 0}
-
 
 class PickleFile(CheckpointFile):
     """A `.bin` file, read by torch with `weights_only=True`: nothing in it is executed."""
+
+    _state: dict[str, torch.Tensor] | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -162,7 +165,6 @@ class PickleFile(CheckpointFile):
             for key, tensor in self._load().items()
             if isinstance(tensor, torch.Tensor)
         }
-        self._state: dict[str, torch.Tensor] | None = None
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
@@ -178,9 +180,6 @@ class PickleFile(CheckpointFile):
         if not isinstance(state, dict):
             raise CheckpointError(f"{self.path} holds a {type(state).__name__}, not a dictionary of weights")
         return state
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_state": None}
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory
 from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
+from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
 
 class Checkpoint:
@@ -96,8 +96,8 @@ def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
     """
-    tensors = _tensors(_from_pretrained(type(model), model.config, location, dtype or model.dtype, {}))
-    for name, tensor in _tensors(model).items():
+    tensors = all_tensors(_from_pretrained(type(model), model.config, location, dtype or model.dtype, {}))
+    for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
@@ -161,11 +161,6 @@ def _refuse_flipped_names(missing: Iterable[str], unexpected: Iterable[str], sta
 
 def _path_of(tensor: LazyTensor) -> str:
     return next(leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf))
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def prepare_conversions() -> None:

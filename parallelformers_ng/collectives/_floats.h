@@ -10,6 +10,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Copies of a function for processors that can do more, of which the loader picks one; it needs glibc's ifunc. They are
+ * named by what a processor can do: `arch=` names would ask for that very model. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES_FOR(...) __attribute__((target_clones(__VA_ARGS__, "default")))
+#else
+#define CLONES_FOR(...)
+#endif
+
 INLINE uint32_t bits_of(float value)
 {
     uint32_t bits;

@@ -11,13 +11,6 @@
 
 #include "_floats.h"
 
-/* The loader picks the AVX2 copy where the processor has it; it needs glibc's ifunc. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
-
 INLINE double load_f64(double value) { return value; }
 INLINE double store_f64(double value) { return value; }
 
@@ -45,7 +38,8 @@ INLINE uint16_t store_f16(float value)
 /* `out` may be one of the sources: a block is read from all of them before it is written. */
 #define SUM_BLOCK 512
 #define DEFINE_SUM(NAME, TYPE, ACCUMULATOR)                                                                     \
-    CLONES static void sum_##NAME(char *out, const char *const *sources, int world_size, size_t count)          \
+    CLONES_FOR("avx2")                                                                                          \
+    static void sum_##NAME(char *out, const char *const *sources, int world_size, size_t count)                 \
     {                                                                                                           \
         ACCUMULATOR sum[SUM_BLOCK];                                                                             \
         for (size_t begin = 0; begin < count; begin += SUM_BLOCK) {                                             \

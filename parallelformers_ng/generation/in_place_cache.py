@@ -15,8 +15,8 @@ LEAST_SPARE_TOKENS = 128
 
 
 class _Room(NamedTuple):
-    """What a layer made last. It may write behind these tensors, and only it: one that was cropped, reordered, copied
-    or shared is another object or another layer's, and is copied once more.
+    """The tensors that a layer made last, and how much room they have. Only this layer may write behind them, and only
+    while it still holds these very objects: what was cropped, reordered, copied or shared is moved once more.
 
     Attributes:
         owner: id of the layer.

@@ -18,6 +18,7 @@ from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.wire.format import Handle
 
 _FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
@@ -27,8 +28,8 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 class HookRegistry:
     """The forward hooks of one model while it is parallelized.
 
-    The tables of its modules say when a hook comes, so that nothing is looked for where there is none. A table that has
-    hooks already is left in place, for their handles know it, and is looked at in each call.
+    The modules get tables that tell the registry of each new hook, so that a call looks only where there may be one. A
+    table that has hooks already is left in place, for their handles refer to it, and each call looks at it.
 
     Args:
         model: every hook that it has passes `check`.
@@ -139,7 +140,7 @@ class CallHooks:
 
 
 class _Table(OrderedDict):
-    """A table of hooks that says when one comes."""
+    """A table of hooks that tells the registry of each new one."""
 
     def __init__(self, registered: HookRegistry, path: str, name: str) -> None:
         super().__init__()
@@ -184,9 +185,7 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
             f"the backward hook {who} is refused: the workers compute without gradients, so that it would never be"
             " called. Call deparallelize() first, or remove it"
         )
-    block = next(
-        (block for block in plan.blocks if path and path != block and f"{path}.".startswith(_prefix(block))), None
-    )
+    block = next((block for block in plan.blocks if path and path != block and is_within(path, block)), None)
     if block is not None and plan.world_size > 1:
         where = f"{block}, which is cut" if block else "the model, which is cut as one block"
         raise ParallelError(
@@ -199,10 +198,6 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
             f"the forward hook {who} is refused: it belongs to a module, {type(owner).__name__}, and what it notes"
             " there would stay on the workers. Make it a function, or a method of an object that is no module"
         )
-
-
-def _prefix(block: str) -> str:
-    return f"{block}." if block else ""
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:

@@ -138,9 +138,10 @@ INLINE float exponentiate(float *s, size_t tokens)
             for (size_t i = 0; i < is->value_width; i++, sums++)                                              \
                 y[h * is->value_width + i] = store_##NAME(total[h] == 0 ? 0.0f : *sums / total[h]);           \
     }                                                                                                         \
-    CLONES static void attention_##NAME(const Attention *is, float scale, float *work)                        \
+    CLONES static void attention_##NAME(const Attention *is, const float *floats, float *work)                \
     {                                                                                                         \
         const size_t shared = is->heads / is->kv_heads;                                                       \
+        const float scale = *floats;                                                                          \
         for (size_t b = 0; b < is->batch; b++)                                                                \
             for (size_t head = 0, count; head < is->heads; head += count) {                                   \
                 size_t left = shared - head % shared;                                                         \
@@ -164,9 +165,6 @@ INLINE size_t attention_work_bytes(const Attention *is)
     return HEADS * (is->width + is->tokens + LANES + is->value_width) * sizeof(float);
 }
 
-static void attention(const Attention *is, const float *scale, float *work)
-{
-    (is->kind == F32 ? attention_f32 : attention_bf16)(is, *scale, work);
-}
+DEFINE_FOR_BOTH(attention, Attention, kind)
 
 #endif

@@ -144,7 +144,7 @@ INLINE void silu(Floats *g)
         if (w->k_norm) rms_norm_##NAME(k, w->k_norm, k, rows * w->kv_heads, w->width, floats[2]);                     \
         positioned_##NAME(is, q, k, v);                                                                               \
         const Attention attention = attention_of(is, q, seen);                                                        \
-        attention_##NAME(&attention, floats[3], work);                                                                \
+        attention_##NAME(&attention, floats + 3, work);                                                               \
         linear_##NAME(widened_##NAME(seen, wide, rows * q_width), w->wo, w->bo, is->y, rows, q_width, w->o_stride, hidden);\
     }                                                                                                                 \
     CLONES static void add_##NAME(const TYPE *x, const TYPE *a, TYPE *r, size_t count)                                \
@@ -166,14 +166,14 @@ INLINE void silu(Floats *g)
             for (size_t j = 0; j < n; j++) y[i + j] = rounded_##NAME(rounded_##NAME(a[j]) * b[j]);                    \
         }                                                                                                             \
     }                                                                                                                 \
-    static void feed_half_##NAME(const FeedHalf *is, float epsilon, float *work)                                      \
+    static void feed_half_##NAME(const FeedHalf *is, const float *epsilon, float *work)                               \
     {                                                                                                                 \
         const FeedWeights *w = &is->weights;                                                                          \
         const size_t rows = is->rows, hidden = w->hidden, inner = w->inner;                                           \
         float *wide = work, *gated = wide + rows * hidden;                                                            \
         TYPE *n = (TYPE *)(gated + rows * inner), *g = (TYPE *)((float *)n + rows * hidden), *u = g + rows * inner;   \
         add_##NAME(is->x, is->a, is->r, rows * hidden);                                                               \
-        rms_norm_##NAME(is->r, w->norm, n, rows, hidden, epsilon);                                                    \
+        rms_norm_##NAME(is->r, w->norm, n, rows, hidden, *epsilon);                                                   \
         const float *x = widened_##NAME(n, wide, rows * hidden);                                                      \
         linear_##NAME(x, w->wg, w->bg, g, rows, hidden, w->g_stride, inner);                                          \
         linear_##NAME(x, w->wu, w->bu, u, rows, hidden, w->u_stride, inner);                                          \
@@ -185,14 +185,7 @@ DEFINE_LAYER(f32, float, LOAD_F32)
 DEFINE_LAYER(bf16, uint16_t, LOAD_BF16)
 
 /* `floats`: the epsilons of the norms, 0 for one that is not there, and the scale of the scores. */
-static void attention_half(const AttentionHalf *is, const float *floats, float *work)
-{
-    (is->step.kind == F32 ? attention_half_f32 : attention_half_bf16)(is, floats, work);
-}
-
-static void feed_half(const FeedHalf *is, const float *epsilon, float *work)
-{
-    (is->kind == F32 ? feed_half_f32 : feed_half_bf16)(is, *epsilon, work);
-}
+DEFINE_FOR_BOTH(attention_half, AttentionHalf, step.kind)
+DEFINE_FOR_BOTH(feed_half, FeedHalf, kind)
 
 #endif

@@ -9,15 +9,17 @@
 
 #include "../collectives/_floats.h"
 
-/* The loader picks a copy by what the processor can do; `arch=` names would ask for that very model. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
+#define CLONES CLONES_FOR("avx512f", "avx2")
 
 enum { LANES = 16 };
 enum { F32 = 0, BF16 = 1 }; /* kinds of numbers */
+
+/* A function for both kinds, of a struct whose field KIND says which. */
+#define DEFINE_FOR_BOTH(NAME, STRUCT, KIND)                                                                    \
+    static void NAME(const STRUCT *is, const float *floats, float *work)                                       \
+    {                                                                                                          \
+        (is->KIND == F32 ? NAME##_f32 : NAME##_bf16)(is, floats, work);                                        \
+    }
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));

@@ -26,7 +26,7 @@ class DecoderStack(nn.ModuleList):
 
     as_one = False
     _in_c: _StackInC | None = None
-    _was_read = False  # what the kernels do not know at the first step, they do not come to know
+    _was_read = False  # layers that cannot be computed as one at the first step are not looked at again
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):

@@ -148,10 +148,6 @@ class Deployment:
         return self._closed
 
     @property
-    def device_names(self) -> list[str]:
-        return self.supervisor.group.device_names
-
-    @property
     def pids(self) -> list[int]:
         return self.supervisor.group.pids
 

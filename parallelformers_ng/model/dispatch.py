@@ -8,7 +8,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,29 +24,15 @@ from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
-from parallelformers_ng.model.marks import own_loop
+from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.wire.interrupts import CriticalSection
 from parallelformers_ng.worker.call import Answer, Call
 
 log = logging.getLogger("parallelformers_ng")
-
-
-class _Thread(threading.local):
-    """What a thread is doing with a model."""
-
-    generates_here = False
-
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """Within it, `generate` runs its loop in this process."""
-        before, self.generates_here = self.generates_here, True
-        try:
-            yield
-        finally:
-            self.generates_here = before
 
 
 @dataclass(frozen=True)
@@ -87,7 +73,6 @@ class Dispatcher:
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
-        self._thread = _Thread()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
@@ -96,7 +81,7 @@ class Dispatcher:
             ParallelError: the ranks have values of their own for it.
         """
         for layer in self.deployment.plan.layers:
-            if layer.path == path and any(f"{each}.".startswith(f"{name}.") for each in layer.attributes[0]):
+            if layer.path == path and any(is_within(each, name) for each in layer.attributes[0]):
                 raise ParallelError(
                     f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
                     " first"
@@ -187,15 +172,15 @@ class Dispatcher:
     def generating(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        """A method of the modelling code that generates. It runs in this process where something cannot cross to the
-        workers, and within a `generate` that does: it is given the same objects.
+        """Run a method of the modelling code that calls `generate`: on the workers, but in this process where an
+        argument cannot cross to them, and where the loop of a `generate` around it runs here, with the same objects.
 
         Args:
             module: the model, or a model within it.
             name, original: the method, and its class's.
             call: runs it on the workers.
         """
-        if not self._thread.generates_here:
+        if not has_own_loop():
             try:
                 return call()
             except NotPortableError as error:
@@ -237,10 +222,10 @@ class Dispatcher:
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
         if how.seed is None and self._stream is None:
-            with limit, own_loop(), self._thread.here():
+            with limit, own_loop():
                 return original(model, **kwargs)
         rng, store = self._random_stream(how.seed)
-        with limit, own_loop(), self._thread.here(), torch.random.fork_rng(devices=[]):
+        with limit, own_loop(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng)
             output = original(model, **kwargs)
             after = torch.get_rng_state()

@@ -31,10 +31,14 @@ def hf_device_map(model: nn.Module) -> dict[str, torch.device]:
     return dict.fromkeys(["", *(name for name, _ in model.named_children())], torch.device("cpu"))
 
 
+has_own_loop = _own_loop.get
+"""Whether a `generate` of this thread runs its loop in this process."""
+
+
 @contextlib.contextmanager
 def own_loop() -> Iterator[None]:
-    """Hide the map: with one, `generate` puts a hook on the encoder that is to bring its outputs to where the inputs
-    are. They are there."""
+    """Within it, `generate` runs its loop in this process. That hides the map: with one, `generate` puts a hook on the
+    encoder that is to bring its outputs to where the inputs are. They are there."""
     token = _own_loop.set(True)
     try:
         yield

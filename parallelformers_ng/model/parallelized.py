@@ -96,9 +96,9 @@ class Parallelized(RemoteModule):
 
     def extra_repr(self) -> str:
         deployment = deployment_of(self)
-        plan = deployment.plan
+        plan, devices = deployment.plan, deployment.supervisor.group.device_names
         return (
-            f"# parallelized over {plan.world_size} workers ({', '.join(deployment.device_names)}) by {plan.policy}"
+            f"# parallelized over {plan.world_size} workers ({', '.join(devices)}) by {plan.policy}"
             f" ({plan.source}); {plan.cut_share:.0%} of what can be cut is cut"
         )
 

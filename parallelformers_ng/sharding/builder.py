@@ -19,7 +19,7 @@ from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Policy, is_block
-from parallelformers_ng.sharding.tensors import dotted
+from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _Builder:
                         rule.apply(self.draft, target, heads.get(above, []))
                         unmatched.discard(rule_path)
         for rule_path in sorted(unmatched):
-            if not any(rule_path == path or rule_path.startswith(path + ".") for path in policy.optional):
+            if not any(is_within(rule_path, path) for path in policy.optional):
                 raise PolicyError(_no_match(policy, rule_path, blocks))
 
     def _targets(self, path: str) -> list[str]:
@@ -176,7 +176,7 @@ class _Builder:
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:
     """The closest module at or above `path` that has a `Heads` rule, or "?" where none has."""
-    above = [prefix for prefix in heads if prefix == "" or path == prefix or path.startswith(prefix + ".")]
+    above = [prefix for prefix in heads if is_within(path, prefix)]
     return max(above, key=len, default="?")
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.sharding.tensors import all_tensors
+
 log = logging.getLogger("parallelformers_ng")
 
 
@@ -31,8 +33,8 @@ class CastRule:
         self.dtype = dtype
         self._model = model
         self._made = None if dtype is None else _made_in(model, dtype)
-        made = [] if self._made is None else _tensors(self._made)
-        self._types = {name: tensor.dtype for name, tensor in made}
+        made = {} if self._made is None else all_tensors(self._made)
+        self._types = {name: tensor.dtype for name, tensor in made.items()}
         planned = self._made._get_dtype_plan(dtype) if self._made is not None and dtype is not None else {}
         # As transformers reads them: anywhere in a name, the first that matches counts.
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
@@ -64,13 +66,12 @@ class CastRule:
 def holds_plain_weights(model: PreTrainedModel) -> bool:
     """Whether the model's weights are plain numbers, of the names and shapes that its class has unquantized, whatever
     they were read from: transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
-    held = dict(_tensors(model))
+    held = all_tensors(model)
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in held.values()):
         return False
     made = _made_in(model, model.dtype)
-    wanted = (
-        {} if made is None else {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in _tensors(made)}
-    )
+    plain = {} if made is None else all_tensors(made)
+    wanted = {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in plain.items()}
     found = {name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in held.items()}
     return found == wanted
 
@@ -91,11 +92,6 @@ def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
             dtype,
         )
         return None
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _data_types(model: Any) -> Iterator[tuple[str, torch.dtype | None]]:

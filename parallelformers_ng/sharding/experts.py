@@ -16,18 +16,13 @@ from parallelformers_ng.sharding.partition import HeadShare, Range, join, spread
 from parallelformers_ng.sharding.policy import Rule
 
 
-def stacked_experts(module: nn.Module) -> set[str]:
-    """Names of the parameters of a module that stacks experts; empty for any other."""
-    names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
-    stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
-    return set(names) if stacked else set()
-
-
 def has_experts_interface(module: nn.Module) -> bool:
     """Whether a module stacks experts and has the forward of transformers' experts interface."""
-    if not stacked_experts(module):
-        return False
-    return {"hidden_states", "top_k_index", "top_k_weights"} <= set(inspect.signature(module.forward).parameters)
+    names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
+    stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
+    return stacked and {"hidden_states", "top_k_index", "top_k_weights"} <= set(
+        inspect.signature(module.forward).parameters
+    )
 
 
 class OnFirstRank(ParallelLayer):

@@ -13,7 +13,7 @@ from torch import nn
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
-from parallelformers_ng.sharding.partition import HeadShare, count_once, group_runs
+from parallelformers_ng.sharding.partition import HeadShare, group_runs
 from parallelformers_ng.sharding.policy import Rule, Unit
 
 
@@ -124,8 +124,8 @@ class Norm(Rule):
         draft.cut(f"{path}.weight", 0, ranges)
         count = width // module.group_size if hasattr(module, "group_size") else getattr(module, "n_groups", 1)
         attributes = [
-            {"runs": group_runs(held, counted, width // count), "group_count": count, "group_width": width // count}
-            for held, counted in zip(ranges, count_once(ranges), strict=True)
+            {"runs": runs, "group_count": count, "group_width": width // count}
+            for runs in group_runs(ranges, width // count)
         ]
         gated = "gate" in inspect.signature(module.forward).parameters
         draft.layer(path, GatedRMSNormParallel if gated else RMSNormParallel, attributes)

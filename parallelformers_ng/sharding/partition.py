@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise, starmap
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Unit
@@ -234,51 +234,30 @@ def _head_width(size: int, heads: int, parts: int) -> int:
     return size // heads
 
 
-def count_once(per_rank: Sequence[Sequence[Range]]) -> list[tuple[Range, ...]]:
-    """Give each column to the first that holds it.
-
-    Returns:
-        For each rank the ranges, in its own columns, that it answers for.
-
-    >>> count_once([[(0, 4)], [(2, 6), (2, 4)]])
-    [((0, 4),), ((2, 4),)]
-    """
-    seen: set[int] = set()
-    counted = []
-    for ranges in per_rank:
-        own: list[Range] = []
-        columns = [column for start, stop in ranges for column in range(start, stop)]
-        for index, column in enumerate(columns):
-            if column not in seen:
-                seen.add(column)
-                own.append((index, index + 1))
-        counted.append(join(own))
-    return counted
-
-
-def group_runs(
-    held: Sequence[Range], counted: Sequence[Range], group_width: int
-) -> tuple[tuple[int, int, int, bool], ...]:
-    """A rank's columns in runs that lie in one group of `group_width` and are counted here throughout or not at all.
-
-    Args:
-        held: the ranges it holds.
-        counted: the ranges, in its own columns, that it answers for (`count_once`).
+def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tuple[tuple[int, int, int, bool], ...]]:
+    """The columns of each rank in runs, each of which lies in one group of `group_width` and is counted throughout or
+    not at all: a column counts on the first that holds it.
 
     Returns:
         `(start, stop, group, is counted)` for each run, in the rank's own columns.
 
-    >>> group_runs([(2, 6)], [(0, 4)], 4)
-    ((0, 2, 0, True), (2, 4, 1, True))
+    >>> group_runs([[(2, 6)], [(4, 8)]], 4)
+    [((0, 2, 0, True), (2, 4, 1, True)), ((0, 2, 1, False), (2, 4, 1, True))]
     """
-    columns = [column for start, stop in held for column in range(start, stop)]
-    mine = {index for start, stop in counted for index in range(start, stop)}
-    keyed = groupby(enumerate(columns), key=lambda item: (item[1] // group_width, item[0] in mine))
-    runs = []
-    for (group, is_counted), same in keyed:
-        indices = [index for index, _ in same]
-        runs.append((indices[0], indices[-1] + 1, group, is_counted))
-    return tuple(runs)
+    seen: set[int] = set()
+    found = []
+    for ranges in per_rank:
+        kinds = []
+        for column in chain.from_iterable(starmap(range, ranges)):
+            kinds.append((column // group_width, column not in seen))
+            seen.add(column)
+        runs, start = [], 0
+        for kind, same in groupby(kinds):
+            stop = start + len(list(same))
+            runs.append((start, stop, *kind))
+            start = stop
+        found.append(tuple(runs))
+    return found
 
 
 def width_of(ranges: Sequence[Range]) -> int:

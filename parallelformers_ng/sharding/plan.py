@@ -53,18 +53,6 @@ class Shard:
             return tensor.narrow(self.dim, 0, 0)
         return torch.cat(pieces, dim=self.dim)
 
-    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """The inverse of `of`: write a rank's part to where it came from in `whole`."""
-        if self.zero:
-            return
-        if self.dim is None:
-            whole.copy_(part)
-            return
-        offset = 0
-        for start, stop in self.ranges:
-            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, offset, stop - start))
-            offset += stop - start
-
 
 _TOO_MUCH = 0.1
 """Above this share of bytes that every rank holds whole, the plan warns."""

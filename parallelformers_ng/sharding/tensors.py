@@ -13,6 +13,17 @@ def dotted(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
 
 
+def is_within(path: str, other: str) -> bool:
+    """Whether a path is the other one or lies beneath it; all lie beneath ""."""
+    return f"{path}.".startswith(f"{other}." if other else "")
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, under each of its names."""
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
+
+
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
     """The parameter or buffer called `name`, as it is held: a rank's own part."""
     path, _, short = name.rpartition(".")

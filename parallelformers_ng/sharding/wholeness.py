@@ -16,6 +16,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.stored import StoredInParts
+from parallelformers_ng.sharding.tensors import is_within
 
 
 class Alone(Enum):
@@ -29,13 +30,13 @@ class Alone(Enum):
 
 def alone(plan: ShardPlan, path: str) -> Alone:
     """Judge the module at `path` by the parallel layers beneath it."""
-    cut = [layer for layer in plan.layers if _is_at_or_beneath(layer.path, path)]
+    cut = [layer for layer in plan.layers if is_within(layer.path, path)]
     layers = [layer for layer in cut if layer.cls is not StoredInParts]  # whose parameters are whole when they are read
     whole = [layer.path for layer in layers if not layer.takes_part and not layer.gives_part]
     here = [layer for layer in layers if layer.path == path]
     if here and whole.count(path) == len(here):
         return Alone.WHOLE
-    inside = [layer for layer in layers if not any(_is_at_or_beneath(layer.path, each) for each in whole)]
+    inside = [layer for layer in layers if not any(is_within(layer.path, each) for each in whole)]
     if not inside and not _cut_outside_layers(plan, path, [layer.path for layer in cut]):
         return Alone.WHOLE
     opens = any(layer.gives_part and not layer.takes_part for layer in inside)
@@ -90,11 +91,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:
     """Whether a tensor beneath `path` is cut that belongs to none of these layers."""
     return any(
-        not tensor.is_replicated and not any(_is_at_or_beneath(name, layer) for layer in layers)
+        not tensor.is_replicated and not any(is_within(name, layer) for layer in layers)
         for name, tensor in plan.tensors.items()
         if name.startswith(f"{path}.")
     )
-
-
-def _is_at_or_beneath(path: str, other: str) -> bool:
-    return path == other or path.startswith(f"{other}.")

@@ -122,7 +122,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
             .k_head = TOKENS_ * WIDTH, .k_token = WIDTH, .v_batch = kv_heads * TOKENS_ * WIDTH,                     \
             .v_head = TOKENS_ * WIDTH, .v_token = WIDTH, .mask_kind = mask_kind, .kind = KIND,                      \
         };                                                                                                          \
-        attention_##NAME(&is, 0.3f, malloc(attention_work_bytes(&is)));                                             \
+        attention_##NAME(&is, (float[]){0.3f}, malloc(attention_work_bytes(&is)));                                  \
         for (size_t head = 0; head < BATCH * heads; head++) {                                                       \
             size_t from = (head / heads * kv_heads + head % heads / (heads / kv_heads)) * TOKENS_ * WIDTH;          \
             plain_attention(q.wide + head * WIDTH, k.wide + from, v.wide + from,                                    \
