@@ -18,7 +18,7 @@ from transformers import CompileConfig, LogitsProcessor
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model.parallelized import dispatcher_of
+from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.test_generate import assert_same
 from tests.zoo.case import seq2seq_inputs, text_inputs, token_ids
@@ -333,7 +333,7 @@ def test_refused_in_words_and_nothing_changed(register: Callable[[Any], Any], wh
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         with pytest.raises(ParallelError, match=why):
             register(model)
-        assert not dispatcher_of(model).hooks.paths
+        assert not remote_of(model).dispatcher.hooks.paths
         with torch.no_grad():
             assert_same(model(**text_inputs()).logits, whole(**text_inputs()).logits)
     handle = register(model)

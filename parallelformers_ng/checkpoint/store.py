@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -29,42 +28,34 @@ _LINE = 64
 _OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone
 
 
-@dataclass
 class Layout:
-    """Offsets in bytes of every stored tensor.
+    """Where the shards of a plan lie, side by side, 64-byte aligned, large ones on pages of their own. It follows from
+    the plan alone, so that parent and workers work it out for themselves and only file descriptors cross.
 
     Region `r` below `world_size` belongs to rank r; the last one holds the tensors that all ranks share whole.
 
     Attributes:
         sizes: bytes of each region, `world_size + 1` of them.
-        offsets: storage name → for each rank (region, offset).
+        offsets: storage name → for each rank (region, offset in bytes).
     """
 
-    sizes: list[int]
-    offsets: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    def __init__(self, plan: ShardPlan) -> None:
+        ranks = range(plan.world_size)
+        self.sizes = [0] * (plan.world_size + 1)
+        self.offsets: dict[str, list[tuple[int, int]]] = {}
+        for tensor in plan.stored():
+            if tensor.is_replicated:
+                places = [self._place(plan.world_size, tensor.bytes_whole)] * plan.world_size
+            else:
+                places = [self._place(rank, tensor.bytes_on(rank)) for rank in ranks]
+            self.offsets[tensor.name] = places
 
-
-def lay_out(plan: ShardPlan) -> Layout:
-    """Lay the shards of a plan side by side, 64-byte aligned, large ones on pages of their own. A pure function of the
-    plan, so that parent and workers work it out for themselves and only file descriptors cross."""
-    layout = Layout(sizes=[0] * (plan.world_size + 1))
-    for tensor in plan.stored():
-        if tensor.is_replicated:
-            place = _place(layout, plan.world_size, tensor.bytes_whole)
-            layout.offsets[tensor.name] = [place] * plan.world_size
-        else:
-            ranks = range(plan.world_size)
-            layout.offsets[tensor.name] = [_place(layout, rank, tensor.bytes_on(rank)) for rank in ranks]
-    return layout
-
-
-def _place(layout: Layout, region: int, size: int) -> tuple[int, int]:
-    start = layout.sizes[region]
-    step = mmap.PAGESIZE if size >= _OWN_PAGES else _LINE
-    start = -(-start // step) * step
-    end = start + size
-    layout.sizes[region] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if size >= _OWN_PAGES else end
-    return region, start
+    def _place(self, region: int, size: int) -> tuple[int, int]:
+        step = mmap.PAGESIZE if size >= _OWN_PAGES else _LINE
+        start = -(-self.sizes[region] // step) * step
+        end = start + size
+        self.sizes[region] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if size >= _OWN_PAGES else end
+        return region, start
 
 
 class ShardStore:
@@ -79,7 +70,7 @@ class ShardStore:
 
     def __init__(self, plan: ShardPlan) -> None:
         self.plan = plan
-        self.layout = lay_out(plan)
+        self.layout = Layout(plan)
         self.fds: list[int] = []
         try:
             for region, size in enumerate(self.layout.sizes):
@@ -135,7 +126,7 @@ def map_shards(plan: ShardPlan, rank: int, own_fd: int, shared_fd: int) -> dict[
 
     The descriptors may be closed afterwards; the mappings live as long as the tensors.
     """
-    layout = lay_out(plan)
+    layout = Layout(plan)
     mappings = {
         region: mmap.mmap(fd, layout.sizes[region], access=mmap.ACCESS_COPY)
         for region, fd in ((rank, own_fd), (plan.world_size, shared_fd))

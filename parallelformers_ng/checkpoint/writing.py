@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import json
-import math
 import os
 import secrets
 import shutil
@@ -21,6 +20,7 @@ import torch
 from parallelformers_ng.checkpoint.files import DTYPE_NAMES
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import CheckpointError
+from parallelformers_ng.sharding.plan import bytes_of
 
 Entry = tuple[tuple[int, ...], torch.dtype]
 """Shape and data type of a tensor."""
@@ -64,7 +64,7 @@ def write_safetensors(
     end = 0
     for name in order:
         shape, dtype = entries[name]
-        start, end = end, end + entry_bytes(entries[name])
+        start, end = end, end + bytes_of(*entries[name])
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64 + 56)  # the tensors start on a multiple of 64 bytes
@@ -74,7 +74,7 @@ def write_safetensors(
         file.write(head)
         for name in order:
             value = tensor(name).detach().to("cpu", entries[name][1])
-            assert value.nbytes == entry_bytes(entries[name]), f"{name} is not of the shape that was announced"
+            assert value.nbytes == bytes_of(*entries[name]), f"{name} is not of the shape that was announced"
             checksums[name] = checksum(value)
             file.write(_bytes_of(value))
             if progress is not None:
@@ -93,11 +93,6 @@ def checksum(tensor: torch.Tensor) -> int:
     words = data[: blocks * _BLOCK].view("<u8").reshape(blocks, _BLOCK // 8)
     sums = words.sum(axis=1, dtype=np.uint64)
     return zlib.crc32(data[blocks * _BLOCK :].tobytes(), zlib.crc32(sums.tobytes()))
-
-
-def entry_bytes(entry: Entry) -> int:
-    shape, dtype = entry
-    return math.prod(shape) * dtype.itemsize
 
 
 def parse_size(size: int | str) -> int:

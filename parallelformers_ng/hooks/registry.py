@@ -97,7 +97,7 @@ class CallHooks:
     """The hooks of one call.
 
     Attributes:
-        sent: as they travel.
+        packed: as they travel.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:

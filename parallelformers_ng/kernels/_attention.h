@@ -13,15 +13,28 @@
 enum { HEADS = 4, TOKENS = 32, COLUMNS = 2 };
 enum { NO_MASK = 0, BOOL_MASK = 1, ADDED_MASK = 2 };
 
-/* Shapes: q `[batch, heads, width]`, k `[batch, kv_heads, tokens, width]`, v `[batch, kv_heads, tokens, value_width]`, mask
- * `[batch, heads, tokens]`, y `[batch, heads, value_width]`, contiguous. The distances between their rows are in numbers
- * of the tensor's type, those of the mask, which has one of two types, in bytes; the last dimensions are dense. */
+/* Distances between rows are in numbers of the tensor's type, those of the mask, which has one of two types, in bytes; the
+ * last dimensions are dense. */
+
+/* Keys `[batch, kv_heads, tokens, width]` and values `[batch, kv_heads, tokens, value_width]`. */
 typedef struct {
-    const void *q, *k, *v, *mask;
+    void *keys, *values;
+    size_t k_batch, k_head, k_token, v_batch, v_head, v_token;
+} Cached;
+
+/* `[batch, heads, tokens]`. */
+typedef struct {
+    const void *at;
+    size_t batch, head, kind;
+} Mask;
+
+/* q is `[batch, heads, width]`, y `[batch, heads, value_width]` and contiguous. */
+typedef struct {
+    const void *q;
+    Cached cached;
+    Mask mask;
     void *y;
-    size_t batch, heads, kv_heads, tokens, width, value_width;
-    size_t q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token, mask_batch, mask_head;
-    size_t mask_kind, kind;
+    size_t batch, heads, kv_heads, tokens, width, value_width, q_batch, q_head, kind;
 } Attention;
 
 /* eˣ for x ≤ 0, 0 below -87: 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2, the latter by its Taylor series to r⁶ / 6!, whose
@@ -67,7 +80,7 @@ INLINE float exponentiate(float *s, size_t tokens)
     INLINE void scores_##NAME(const Attention *is, const float *q, const TYPE *k, float *s, size_t room,      \
                               size_t heads)                                                                   \
     {                                                                                                         \
-        for (size_t t = 0; t < is->tokens; t++, k += is->k_token) {                                           \
+        for (size_t t = 0; t < is->tokens; t++, k += is->cached.k_token) {                                    \
             Floats sum[HEADS] = {{0}}, a, b;                                                                  \
             size_t i = 0;                                                                                     \
             for (; i + LANES <= is->width; i += LANES) {                                                      \
@@ -88,7 +101,7 @@ INLINE float exponentiate(float *s, size_t tokens)
     {                                                                                                         \
         const TYPE *added = mask;                                                                             \
         const uint8_t *seen = mask;                                                                           \
-        if (is->mask_kind == ADDED_MASK)                                                                      \
+        if (is->mask.kind == ADDED_MASK)                                                                      \
             for (size_t t = 0; t < is->tokens; t++) s[t] += load_##NAME(added[t]);                            \
         else                                                                                                  \
             for (size_t t = 0; t < is->tokens; t++) s[t] = seen[t] ? s[t] : -INFINITY;                        \
@@ -106,7 +119,7 @@ INLINE float exponentiate(float *s, size_t tokens)
                         LOAD_F32(sum[h * COLUMNS + c], y + h * is->value_width + i + c * LANES);              \
                 for (size_t t = start; t < stop; t++)                                                         \
                     for (size_t c = 0; c < COLUMNS; c++) {                                                    \
-                        LOAD(a, v + t * is->v_token + i + c * LANES);                                         \
+                        LOAD(a, v + t * is->cached.v_token + i + c * LANES);                                  \
                         for (size_t h = 0; h < heads; h++) sum[h * COLUMNS + c] += a * p[h * room + t];       \
                     }                                                                                         \
                 for (size_t h = 0; h < heads; h++)                                                            \
@@ -115,7 +128,7 @@ INLINE float exponentiate(float *s, size_t tokens)
             for (size_t t = start; t < stop; t++)                                                             \
                 for (size_t j = i; j < is->value_width; j++)                                                  \
                     for (size_t h = 0; h < heads; h++)                                                        \
-                        y[h * is->value_width + j] += p[h * room + t] * load_##NAME(v[t * is->v_token + j]);  \
+                        y[h * is->value_width + j] += p[h * room + t] * load_##NAME(v[t * is->cached.v_token + j]); \
         }                                                                                                     \
     }                                                                                                         \
     INLINE void attend_##NAME(const Attention *is, const TYPE *q, const TYPE *k, const TYPE *v,               \
@@ -128,7 +141,7 @@ INLINE float exponentiate(float *s, size_t tokens)
                 wide[h * is->width + i] = load_##NAME(q[h * is->q_head + i]) * scale;                         \
         scores_##NAME(is, wide, k, s, room, heads);                                                           \
         for (size_t h = 0; h < heads; h++) {                                                                  \
-            if (is->mask_kind) mask_##NAME(is, mask + h * is->mask_head, s + h * room);                       \
+            if (is->mask.kind) mask_##NAME(is, mask + h * is->mask.head, s + h * room);                       \
             for (size_t t = is->tokens; t < room; t++) s[h * room + t] = -INFINITY;                           \
             total[h] = exponentiate(s + h * room, room);                                                      \
         }                                                                                                     \
@@ -141,14 +154,15 @@ INLINE float exponentiate(float *s, size_t tokens)
     CLONES static void attention_##NAME(const Attention *is, const float *floats, float *work)                \
     {                                                                                                         \
         const size_t shared = is->heads / is->kv_heads;                                                       \
+        const Cached *c = &is->cached;                                                                        \
         const float scale = *floats;                                                                          \
         for (size_t b = 0; b < is->batch; b++)                                                                \
             for (size_t head = 0, count; head < is->heads; head += count) {                                   \
                 size_t left = shared - head % shared;                                                         \
                 const TYPE *q = (const TYPE *)is->q + b * is->q_batch + head * is->q_head;                    \
-                const TYPE *k = (const TYPE *)is->k + b * is->k_batch + head / shared * is->k_head;           \
-                const TYPE *v = (const TYPE *)is->v + b * is->v_batch + head / shared * is->v_head;           \
-                const char *mask = (const char *)is->mask + b * is->mask_batch + head * is->mask_head;        \
+                const TYPE *k = (const TYPE *)c->keys + b * c->k_batch + head / shared * c->k_head;           \
+                const TYPE *v = (const TYPE *)c->values + b * c->v_batch + head / shared * c->v_head;         \
+                const char *mask = (const char *)is->mask.at + b * is->mask.batch + head * is->mask.head;     \
                 TYPE *y = (TYPE *)is->y + (b * is->heads + head) * is->value_width;                           \
                 count = left >= HEADS ? HEADS : left >= 2 ? 2 : 1;                                            \
                 if (count == HEADS) attend_##NAME(is, q, k, v, mask, y, scale, work, HEADS);                  \

@@ -27,24 +27,17 @@ typedef struct {
     size_t hidden, inner;
 } FeedWeights;
 
-/* Where a layer has its tokens, `[rows, kv_heads, tokens, width]`; the last token's are written there. */
-typedef struct {
-    void *keys, *values;
-    size_t k_batch, k_head, k_token, v_batch, v_head, v_token;
-} Cached;
-
 /* What all layers of a step share. */
 typedef struct {
     const void *cos, *sin;   /* `[rows, width]` */
     size_t cos_row, sin_row; /* the distance between their rows, 0 where all share one */
-    const void *mask;
-    size_t mask_batch, mask_head, mask_kind;
+    Mask mask;
     size_t rows, tokens, kind;
 } Step;
 
 typedef struct {
     AttentionWeights weights;
-    Cached cached;
+    Cached cached; /* the last token's keys and values are written there */
     const void *x; /* `[rows, hidden]`, as all that follow */
     void *y;
     Step step;
@@ -60,14 +53,11 @@ typedef struct {
 INLINE Attention attention_of(const AttentionHalf *is, const void *q, void *y)
 {
     const AttentionWeights *w = &is->weights;
-    const Cached *c = &is->cached;
     const Step *s = &is->step;
     return (Attention){
-        .q = q, .k = c->keys, .v = c->values, .mask = s->mask, .y = y, .batch = s->rows, .heads = w->heads,
+        .q = q, .cached = is->cached, .mask = s->mask, .y = y, .batch = s->rows, .heads = w->heads,
         .kv_heads = w->kv_heads, .tokens = s->tokens, .width = w->width, .value_width = w->width,
-        .q_batch = w->heads * w->width, .q_head = w->width, .k_batch = c->k_batch, .k_head = c->k_head,
-        .k_token = c->k_token, .v_batch = c->v_batch, .v_head = c->v_head, .v_token = c->v_token,
-        .mask_batch = s->mask_batch, .mask_head = s->mask_head, .mask_kind = s->mask_kind, .kind = s->kind,
+        .q_batch = w->heads * w->width, .q_head = w->width, .kind = s->kind,
     };
 }
 

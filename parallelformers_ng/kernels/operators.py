@@ -183,11 +183,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     batch, heads, _, width = query.shape
     _, kv_heads, tokens, value_width = value.shape
     out = query.new_empty((batch, 1, heads, value_width))
-    mask_at, *how_masked = mask_arguments(mask)
     _decode.attention(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), mask_at, out.data_ptr(),
-        batch, heads, kv_heads, tokens, width, value_width,
-        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *how_masked, KINDS[query.dtype],
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3],
+        *mask_arguments(mask), out.data_ptr(), batch, heads, kv_heads, tokens, width, value_width,
+        *query.stride()[:2], KINDS[query.dtype],
         width**-0.5 if scaling is None else scaling,
     )  # fmt: skip
     return out

@@ -133,17 +133,12 @@ def is_parallelized(model: object) -> bool:
     return isinstance(model, Parallelized)
 
 
-def dispatcher_of(model: object) -> Dispatcher:
-    """What carries a parallelized model's calls.
+def deployment_of(model: object) -> Deployment:
+    """The workers and weights behind a parallelized model.
 
     Raises:
         NotParallelizedError: the model is not parallelized.
     """
     if not isinstance(model, Parallelized):
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")
-    return remote_of(model).dispatcher
-
-
-def deployment_of(model: object) -> Deployment:
-    """The workers and weights behind a parallelized model."""
-    return dispatcher_of(model).deployment
+    return remote_of(model).dispatcher.deployment

@@ -9,7 +9,7 @@ A layer cut by its outputs needs no class of its own: it is the same layer with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +187,8 @@ class Reduced(ParallelLayer):
     gives_part = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _on_tensor(super().forward(*args, **kwargs), self.communicator.all_reduce)
+        output, total = super().forward(*args, **kwargs), self.communicator.all_reduce
+        return (total(output[0]), *output[1:]) if isinstance(output, tuple) else total(output)
 
 
 class RowParallel(Reduced):
@@ -251,11 +252,6 @@ class GroupedColumnParallel(ParallelLayer):
             for (start, stop, _), weight, bias in zip(self.pieces, self.weight.split(counts), biases, strict=True)
         ]
         return torch.cat(outputs, dim=1) if outputs else states[:, :0]
-
-
-def _on_tensor(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change an output, or the first item of a tuple of outputs."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: str) -> None:

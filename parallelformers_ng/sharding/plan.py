@@ -87,11 +87,11 @@ class TensorPlan:
         return all(shard == WHOLE for shard in self.shards)
 
     def bytes_on(self, rank: int) -> int:
-        return _bytes(self.shards[rank].shape(self.shape), self.dtype)
+        return bytes_of(self.shards[rank].shape(self.shape), self.dtype)
 
     @property
     def bytes_whole(self) -> int:
-        return _bytes(self.shape, self.dtype)
+        return bytes_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -274,5 +274,6 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize

@@ -116,11 +116,14 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         for (size_t t = 0; t < TOKENS_; t++) seen[t] = t % 3 != 1;                                                  \
         const void *mask = mask_kind == BOOL_MASK ? (const void *)seen : added.given;                               \
         Attention is = {                                                                                            \
-            .q = q.given, .k = k.given, .v = v.given, .mask = mask, .y = y.given, .batch = BATCH, .heads = heads,   \
+            .q = q.given, .mask = {.at = mask, .kind = mask_kind}, .y = y.given, .batch = BATCH, .heads = heads,    \
+            .cached = {                                                                                             \
+                .keys = k.given, .values = v.given, .k_batch = kv_heads * TOKENS_ * WIDTH,                          \
+                .k_head = TOKENS_ * WIDTH, .k_token = WIDTH, .v_batch = kv_heads * TOKENS_ * WIDTH,                 \
+                .v_head = TOKENS_ * WIDTH, .v_token = WIDTH,                                                        \
+            },                                                                                                      \
             .kv_heads = kv_heads, .tokens = TOKENS_, .width = WIDTH, .value_width = WIDTH,                          \
-            .q_batch = heads * WIDTH, .q_head = WIDTH, .k_batch = kv_heads * TOKENS_ * WIDTH,                       \
-            .k_head = TOKENS_ * WIDTH, .k_token = WIDTH, .v_batch = kv_heads * TOKENS_ * WIDTH,                     \
-            .v_head = TOKENS_ * WIDTH, .v_token = WIDTH, .mask_kind = mask_kind, .kind = KIND,                      \
+            .q_batch = heads * WIDTH, .q_head = WIDTH, .kind = KIND,                                                \
         };                                                                                                          \
         attention_##NAME(&is, (float[]){0.3f}, malloc(attention_work_bytes(&is)));                                  \
         for (size_t head = 0; head < BATCH * heads; head++) {                                                       \
