@@ -161,10 +161,7 @@ static PyObject *Kernel_all_gather(Kernel *k, PyObject *const *args, Py_ssize_t 
 
 static PyObject *Kernel_close(Kernel *k, PyObject *Py_UNUSED(none))
 {
-    if (k->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "Kernel.close: a thread is still in a collective");
-        return NULL;
-    }
+    if (k->busy) return PyErr_Format(PyExc_RuntimeError, "Kernel.close: a thread is still in a collective");
     k->header = NULL;
     PyBuffer_Release(&k->arena);
     Py_RETURN_NONE;

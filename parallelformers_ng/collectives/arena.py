@@ -38,15 +38,10 @@ PARENT = -1
 """Stands for the parent where a rank is expected."""
 
 
-def slots_offset(world_size: int) -> int:
-    """Where the slots begin, in bytes."""
-    end = HEADER_BYTES + world_size * LINE_BYTES
-    return -(-end // PAGE_BYTES) * PAGE_BYTES
-
-
 def arena_bytes(world_size: int, slot_bytes: int) -> int:
-    """The size of a whole arena, in bytes."""
-    return slots_offset(world_size) + 2 * world_size * slot_bytes
+    """The size of a whole arena, in bytes: the slots begin on a page."""
+    end_of_lines = HEADER_BYTES + world_size * LINE_BYTES
+    return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * world_size * slot_bytes
 
 
 class Arena:

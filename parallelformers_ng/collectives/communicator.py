@@ -144,12 +144,17 @@ def _(tensor: Tensor, communicator: int, dim: int, sizes: list[int]) -> Tensor:
 
 
 class ArenaCommunicator(Communicator):
-    """A communicator whose ranks share an arena, which belongs to it. Its words carry aborts and cancellations."""
+    """A communicator whose ranks share an arena, the words of which carry aborts and cancellations.
+
+    Args:
+        arena: it belongs to the communicator, which closes it.
+    """
 
     def __init__(self, rank: int, world_size: int, arena: Arena) -> None:
         super().__init__(rank, world_size)
         self._arena = arena
-        self.cancel_sequence = functools.partial(arena.words.__getitem__, CANCEL_WORD)  # each token: no Python runs
+        # Read at every token: no Python runs.
+        self.cancel_sequence = functools.partial(arena.words.__getitem__, CANCEL_WORD)
 
     def abort(self, reason: str) -> None:
         self._arena.abort(reason, self.rank)
@@ -174,8 +179,8 @@ class SingleCommunicator(ArenaCommunicator):
 
 
 def give_way(waited: float) -> None:
-    """What a rank does that waits for another and has done so for `waited` seconds: it yields, then sleeps an eighth of
-    that time, so that what is waited too long stays a small share."""
+    """Let a rank that has waited for `waited` seconds wait a little longer: it yields at first; later it sleeps an eighth
+    of the time waited so far, so that it comes late by a small share."""
     if waited < YIELD_SECONDS:
         os.sched_yield()
     else:

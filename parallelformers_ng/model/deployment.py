@@ -42,6 +42,7 @@ class Deployment:
         plan: how the model is cut.
         caches: the registry of the caches that the workers hold.
         supervisor: has the group, and replaces it.
+        ended: whether the workers and the weights that they hold are gone.
 
     Args:
         model: the model, weights loaded. After `start` its tensors are on `meta`.
@@ -82,7 +83,7 @@ class Deployment:
         self._borrowed = make_group is None
         self._limit = limit
         self._lock = threading.Lock()
-        self._closed = False
+        self.ended = False
         self._skeleton = Skeleton.of(model, plan)
         if group.in_use:
             gc.collect()  # the other model may be one that nobody holds any more
@@ -141,11 +142,6 @@ class Deployment:
     def incarnation(self) -> int:
         """How often the workers were started again."""
         return self.supervisor.current[1]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the workers and the weights that they hold are gone."""
-        return self._closed
 
     @property
     def pids(self) -> list[int]:
@@ -226,12 +222,12 @@ class Deployment:
     def _leave_group(self) -> None:
         self.supervisor.stop()
         group = self.supervisor.group
-        if self._borrowed and not self._closed and group.alive:
+        if self._borrowed and not self.ended and group.alive:
             group.call("drop")
             group.user = None
         elif not self._borrowed:
             group.close()
-        self._closed = True
+        self.ended = True
 
 
 def attach(

@@ -261,9 +261,7 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
     if isinstance(output, dict):
         return {**output, step: found}
     items = [*output[:step], found, *output[step + 1 :]]
-    if isinstance(output, list):
-        return items
-    return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
 def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
