@@ -179,8 +179,8 @@ class SingleCommunicator(ArenaCommunicator):
 
 
 def give_way(waited: float) -> None:
-    """Let a rank that has waited for `waited` seconds wait a little longer: it yields at first; later it sleeps an eighth
-    of the time waited so far, so that it comes late by a small share."""
+    """Let a rank that has waited for `waited` seconds wait a little longer: at first it yields, later it sleeps an
+    eighth of the time waited so far, so that it comes late by a small share."""
     if waited < YIELD_SECONDS:
         os.sched_yield()
     else:
