@@ -258,7 +258,6 @@ READS: dict[str, Callable[[Any], Any]] = {
     "printed": lambda m: repr(m.model.norm.weight),
     "copied into another": lambda m: torch.zeros(48).copy_(m.model.norm.weight.detach()),
     "a sub-module's": lambda m: m.model.layers[0].state_dict(),
-    "ties": lambda m: m.state_dict()["lm_head.weight"].data_ptr() == m.state_dict()["lm_head.weight"].data_ptr(),
     "vector": lambda m: nn.utils.parameters_to_vector(m.model.parameters()),
     "dtype and device": lambda m: [m.model.dtype, m.model.device, m.lm_head.weight.device],
     "functional": lambda m: nn.functional.linear(torch.ones(48), m.lm_head.weight),
