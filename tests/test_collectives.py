@@ -140,6 +140,26 @@ def test_gathers_along_any_dimension_and_uneven(ranks: RankGroup) -> None:
     ranks.run(_check_gathers)
 
 
+def _check_broadcasts(communicator: Communicator) -> None:
+    for src in range(communicator.world_size):
+        for count in (0, 1, SLOT_BYTES, 3 * SLOT_BYTES + 5):
+            for dtype in (torch.uint8, torch.float16):
+                tensor = values(communicator.rank, count, dtype, seed=src)
+                assert communicator.broadcast(tensor, src) is tensor
+                assert torch.equal(tensor, values(src, count, dtype, seed=src))
+        base = torch.full((6, 4), float(communicator.rank))
+        communicator.broadcast(base[:, 1], src)
+        assert base[:, 1].eq(src).all()
+        assert base[:, 2].eq(communicator.rank).all()
+        meet(communicator)
+    with pytest.raises(ValueError, match="src"):
+        communicator.broadcast(torch.zeros(1), communicator.world_size)
+
+
+def test_broadcast_from_every_rank(ranks: RankGroup) -> None:
+    ranks.run(_check_broadcasts)
+
+
 class _Block(torch.nn.Module):
     """A block cut over the ranks, and a head whose outputs are put together."""
 
@@ -183,6 +203,8 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str, arena: 
     sizes = [3 * r for r in range(world_size)]
     parts = [values(r, 2 * size, torch.float16).view(2, size) for r, size in enumerate(sizes)]
     assert torch.equal(gloo.all_gather(parts[rank], -1, sizes), torch.cat(parts, -1))
+    tensor = values(rank, 12, torch.float32).view(3, 4).t()
+    assert torch.equal(gloo.broadcast(tensor, 1), values(1, 12, torch.float32).view(3, 4).t())
     meet(gloo)
     start = time.monotonic()
     if rank == 0:

@@ -95,6 +95,21 @@ class Communicator(ABC):
             )
         return self.gather(tensor, dim, sizes)
 
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrites `tensor` (one shape and dtype on all ranks) by that of rank `src`, and returns it: a gather to which
+        `src` alone contributes.
+
+        Raises:
+            ValueError: there is no rank `src`.
+            CollectiveAbortedError, DivergedError: as in `all_reduce`.
+        """
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")
+        sizes = [tensor.numel() if rank == src else 0 for rank in range(self.world_size)]
+        part = tensor.detach().reshape(-1)[: sizes[self.rank]]
+        tensor.detach().copy_(self.all_gather(part, 0, sizes).view(tensor.shape))
+        return tensor
+
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
         """`all_reduce` outside a trace."""
