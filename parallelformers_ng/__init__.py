@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
+    from parallelformers_ng.runtime.fork_server import warm_up
     from parallelformers_ng.sharding.rules import *
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "Stored",
     "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
     "WorkerOptions", "WrongProcessError", "deadline", "parallelize", "plan", "save_sharded", "start_group",
+    "warm_up",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ _HOMES = {
     "plan": "api",
     "save_sharded": "model.saving",
     "start_group": "api",
+    "warm_up": "runtime.fork_server",
     "WorkerOptions": "options",
 }
 

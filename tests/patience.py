@@ -7,6 +7,7 @@ Machines that run tests are busy: the limit only tells an answer from a hang. Ho
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import time
@@ -41,7 +42,8 @@ def await_incarnation(model: PreTrainedModel, number: int) -> None:
 
 
 def workers_of(parent: int) -> list[int]:
-    """Workers that process `parent` started, by its id on their command line; zombies have none."""
+    """Workers that process `parent` started, and the server that forks them, by its id on their command line; zombies
+    have none."""
     found = []
     for pid in psutil.pids():
         try:
@@ -49,6 +51,6 @@ def workers_of(parent: int) -> list[int]:
                 line = file.read()
         except OSError:  # it ended meanwhile
             continue
-        if b"parallelformers_ng.runtime.worker\0" in line and line.endswith(b"\0%d\0" % parent):
+        if re.search(rb"parallelformers_ng\.runtime\.(worker|fork_server)\0.*\0%d\0$" % parent, line):
             found.append(pid)
     return found

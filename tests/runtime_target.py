@@ -125,9 +125,6 @@ class Target:
     def threads(self) -> tuple[int, str]:
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
-    def modules(self) -> list[str]:
-        return sorted(name for name in sys.modules if "." not in name)
-
     def write_to_parent(self, data: bytes) -> None:
         if self.rank == 0:
             os.write(int(sys.argv[1]), data)

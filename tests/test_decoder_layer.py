@@ -207,11 +207,12 @@ def test_layers_that_mean_something_new_are_left_to_transformers(
 ) -> None:
     """As in a later release, under the old names and with the same code: here, one that rotates the other way."""
     models("llama")
-    monkeypatch.setattr(installation, "_layers_agree", installation._layers_agree.__wrapped__)
-    assert installation._layers_agree()
+    monkeypatch.setattr(installation, "layers_agree", None)
+    assert installation._compare_layers()
+    monkeypatch.setattr(installation, "layers_agree", None)
     assert calls
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -x)
-    assert not installation._layers_agree()
+    assert not installation._compare_layers()
     assert "left to transformers" in caplog.text
     stock, fused = models("llama")
     calls.clear()

@@ -14,7 +14,8 @@ from torch import nn
 from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.model import deployment
-from parallelformers_ng.runtime import startup
+from parallelformers_ng.runtime import fork_server, startup
+from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.processes import Processes
 from tests.patience import PROMPTLY
 from tests.zoo.case import text_inputs
@@ -45,21 +46,25 @@ def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, m
 @pytest.mark.parametrize(
     ("number", "pattern", "limit"),
     [
-        (signal.SIGKILL, "rank 1 ended by signal 9 while importing torch", 60.0),
+        (signal.SIGKILL, "rank 1 ended while (importing|building|connecting).*: signal 9", 60.0),
         (signal.SIGSTOP, r"not ready within 1 s; it was.*start_timeout=; the load of this machine is \d", 1.0),
     ],
 )
-def test_a_fault_while_importing_is_named_in_time(number, pattern, limit, monkeypatch):
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_fault_while_starting_is_named_in_time(number, pattern, limit, forked, monkeypatch):
+    if not forked:
+        monkeypatch.setenv(fork_server.SWITCH, "0")
     await_ready, moments = startup.await_ready, []
 
     def strike_and_await(processes: Processes, *rest: Any) -> None:
+        processes.workers[1].await_start(time.monotonic() + 60)
         os.kill(processes.workers[1].pid, number)
         moments.append(time.monotonic())
         await_ready(processes, *rest)
 
     monkeypatch.setattr(startup, "await_ready", strike_and_await)
     with pytest.raises(StartupError, match=pattern):
-        start_group(2, device="cpu", start_timeout=limit)
+        WorkerGroup(2, target="tests.runtime_target:NeverReady", threads=1, start_timeout=limit)
     assert time.monotonic() - moments[0] < PROMPTLY
 
 
@@ -87,7 +92,7 @@ def _fail() -> None:
     raise LookupError("nothing to build from")
 
 
-def test_a_start_that_fails_leaves_the_model_as_it_was():
+def test_a_start_that_fails_leaves_the_model_as_it_was(monkeypatch):
     model = gpt2()
     with torch.no_grad():
         want = model(**text_inputs()).logits
@@ -97,6 +102,7 @@ def test_a_start_that_fails_leaves_the_model_as_it_was():
         parallelize(model, 2, workers={"device": "cpu"})
     del model.transformer.extra
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    monkeypatch.setenv(fork_server.SWITCH, "0")  # a fork may be ready in no time
     with pytest.raises(StartupError, match="not ready within"):
         parallelize(model, 2, workers={"device": "cpu", "start_timeout": 0.05})
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from parallelformers_ng import __version__, parallelize, start_group
 from parallelformers_ng.errors import PlacementError, StartupError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.processes import WorkerProcess
+from parallelformers_ng.runtime.worker_process import WorkerProcess
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
@@ -47,7 +47,7 @@ def test_a_group_whose_model_was_dropped_serves_another(groups, kept):
 )
 def test_a_backend_that_cannot_serve_is_refused_before_anything_starts(options, text, monkeypatch):
     started = []
-    monkeypatch.setattr(WorkerProcess, "_start", lambda *args: started.append(args))
+    monkeypatch.setattr(WorkerProcess, "__init__", lambda *args: started.append(args))
     with pytest.raises(PlacementError, match=text):
         WorkerGroup(2, target="tests.runtime_target:Target", **options)
     if options["device"] == "cpu":

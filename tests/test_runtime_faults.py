@@ -23,6 +23,7 @@ from parallelformers_ng.errors import (
     WorkerDiedError,
     WrongProcessError,
 )
+from parallelformers_ng.runtime import fork_server
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.encoder import Encoded, encode, pack
 from parallelformers_ng.wire.format import Kind
@@ -126,7 +127,10 @@ def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
             "runtime_target:FailsToBuild",
             "(?s)rank 1 raised while building FailsToBuild: LookupError: no weights.*says why",
         ),
-        ("runtime_target:DiesWhileBuilding", "(?s)rank 1 ended with exit code 7 while building.*last words"),
+        (
+            "runtime_target:DiesWhileBuilding",
+            "(?s)rank 1 ended while building Dies.*: exit code 7.*last words",
+        ),
         ("missing_module:Target", "raised while importing missing_module:Target: ModuleNotFoundError"),
     ],
 )
@@ -139,7 +143,13 @@ def test_a_worker_that_cannot_start_says_why(target, pattern):
     assert me.num_fds() == before
 
 
-def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left():
+@pytest.mark.parametrize("forked", [True, False])
+def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(forked, monkeypatch):
+    if forked:  # by the server that runs, whatever the limit of this process is
+        monkeypatch.setattr(fork_server, "_inheritance", lambda: None)
+        WorkerGroup(1, target=TARGET, threads=1).close()
+    else:
+        monkeypatch.setenv(fork_server.SWITCH, "0")
     me = psutil.Process()
     children, limits = set(me.children()), resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
@@ -190,6 +200,7 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
 
 ORPHANING = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
+from parallelformers_ng.runtime import fork_server
 from parallelformers_ng.runtime.group import WorkerGroup
 
 def endless(rank):  # within native code, which never lets go of the interpreter lock
@@ -256,6 +267,7 @@ def running(pid):
 
 INTERRUPTED = """
 import os, signal, threading, time
+from parallelformers_ng.runtime import fork_server
 from parallelformers_ng.runtime.group import WorkerGroup
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.

@@ -96,8 +96,8 @@ class Communicator(ABC):
         return self.gather(tensor, dim, sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrites `tensor` (one shape and dtype on all ranks) by that of rank `src`, and returns it: a gather to which
-        `src` alone contributes.
+        """Overwrites `tensor` (one shape and dtype on all ranks) by that of rank `src`, and returns it: it is a gather
+        to which `src` alone contributes.
 
         Raises:
             ValueError: there is no rank `src`.

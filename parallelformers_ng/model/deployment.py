@@ -105,7 +105,7 @@ class Deployment:
         group = self.supervisor.group
         try:
             group.wait_until_ready()
-            group.call("build", self._skeleton)
+            build_ranks(group, self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             hand_over(model, store, progress)
             try:
@@ -258,6 +258,16 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
         yield names, size
 
 
+def build_ranks(group: WorkerGroup, skeleton: Skeleton) -> None:
+    """Build the modules of a group's ranks. What the first ranks of this process find out about the kernels, later ones
+    are told."""
+    global _layers_agree
+    _layers_agree = group.call("build", skeleton, _layers_agree)
+
+
+_layers_agree: bool | None = None
+
+
 def revive(
     make_group: Callable[[], WorkerGroup],
     skeleton: Skeleton,
@@ -268,7 +278,7 @@ def revive(
     """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
     group = make_group()
     try:
-        group.call("build", skeleton)
+        build_ranks(group, skeleton)
         attach(group, plan, store, checkpoint)
     except BaseException:
         group.close()

@@ -12,7 +12,8 @@ from typing import Any
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.processes import Processes, WorkerGoneError, WorkerProcess
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.worker_process import WorkerGoneError, WorkerProcess
 from parallelformers_ng.wire.decoder import Frame
 from parallelformers_ng.wire.encoder import Encoded, Packed, pack
 from parallelformers_ng.wire.format import Flag, Kind
@@ -112,13 +113,17 @@ class Exchange:
         # collectives, and the end of any is seen by its pidfd.
         self._first, self._rest = select.poll(), select.poll()
         self._rank_of: dict[int, int] = {}
-        for worker in processes.workers:
+        self._pidfds: set[int] = set()
+
+    def watch_workers(self) -> None:
+        """Take up the workers, once each has a process."""
+        for worker in self._processes.workers:
             for fd in (worker.channel.fileno(), worker.pidfd):
                 self._rest.register(fd, select.POLLIN)
                 if worker.rank == 0 or fd == worker.pidfd:
                     self._first.register(fd, select.POLLIN)
                 self._rank_of[fd] = worker.rank
-        self._pidfds = {worker.pidfd for worker in processes.workers}
+            self._pidfds.add(worker.pidfd)
 
     @property
     def unanswered(self) -> list[int]:

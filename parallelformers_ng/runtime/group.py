@@ -27,7 +27,8 @@ from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.exchange import INTERRUPT_SECONDS, STRAGGLER_SECONDS, Exchange, FairLock, OnEvent
-from parallelformers_ng.runtime.processes import Processes, WorkerGoneError
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.worker_process import WorkerGoneError
 from parallelformers_ng.wire.encoder import Encoded, encode
 from parallelformers_ng.wire.format import Flag
 from parallelformers_ng.wire.interrupts import CriticalSection, InterruptPoint
@@ -105,8 +106,6 @@ class WorkerGroup:
             raise
         self._exchange = Exchange(self._processes, self._key)
         self._deaths = select.epoll()  # many threads may ask at once, which an object of `poll` refuses
-        for worker in self._processes.workers:
-            self._deaths.register(worker.pidfd, select.EPOLLIN)
         if wait:
             self.wait_until_ready()
 
@@ -128,6 +127,9 @@ class WorkerGroup:
             except BaseException:
                 self._processes.end()
                 raise
+            self._exchange.watch_workers()
+            for worker in self._processes.workers:
+                self._deaths.register(worker.pidfd, select.EPOLLIN)
             self._wait = None
 
     @property
@@ -137,7 +139,7 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank."""
+        """Process id of each rank, once they are ready."""
         return [worker.pid for worker in self._processes.workers]
 
     @property

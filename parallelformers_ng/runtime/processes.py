@@ -1,15 +1,9 @@
-"""Worker processes as the parent sees them: started, watched, ended, and closed in forked children."""
+"""The worker processes of a group: ended together, and closed in forked children."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,139 +16,12 @@ from parallelformers_ng.errors import (
     GroupClosedError,
     GroupError,
     RequestTimeoutError,
-    StartupError,
-    WorkerDiedError,
     WrongProcessError,
 )
+from parallelformers_ng.runtime.worker_process import WorkerGoneError, WorkerProcess
 from parallelformers_ng.wire.format import Kind
-from parallelformers_ng.wire.transport import Channel
-
-# -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker prints
-# is seen even if it is killed right after.
-_COMMAND = (sys.executable, "-P", "-u", "-m", "parallelformers_ng.runtime.worker")
-_TAIL_BYTES = 8192
-_EXIT_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
-_REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver blocks it
-
 
 Why = Callable[[], GroupError]
-
-
-class WorkerGoneError(GroupError):
-    """A worker ended, or hung up, in the middle of a request. Callers get a WorkerDiedError in its place."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the worker of rank {rank} is gone")
-        self.rank = rank
-
-
-class WorkerProcess:
-    """One worker, from the parent's side.
-
-    Args:
-        rank: its rank.
-        threads: for the OpenMP and BLAS libraries of the worker.
-        cpus: the CPUs it is pinned to; by default those of this process.
-
-    Raises:
-        StartupError: the interpreter could not be started, or this process may open no more files.
-    """
-
-    def __init__(self, rank: int, threads: int, cpus: set[int] | None = None) -> None:
-        if not sys.executable:
-            raise StartupError("sys.executable is empty, so there is no interpreter to start the workers with")
-        self.rank = rank
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            try:
-                self.log = os.memfd_create(f"parallelformers_ng-stderr-{rank}", os.MFD_CLOEXEC)
-                ours.callback(os.close, self.log)
-                connection, their_connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-                ours.enter_context(connection)
-                theirs.enter_context(their_connection)
-                their_lifeline, self.lifeline = os.pipe()  # nothing is ever written; see worker.py
-                ours.callback(os.close, self.lifeline)
-                theirs.callback(os.close, their_lifeline)
-                self.process = self._start((their_connection.fileno(), their_lifeline), threads)
-                ours.callback(self.process.wait)
-                ours.callback(self.process.kill)
-                self.pid = self.process.pid
-                if cpus is not None:
-                    with contextlib.suppress(ProcessLookupError):  # it has ended, which the wait for it will show
-                        os.sched_setaffinity(self.pid, cpus)  # threads that it starts later inherit this
-                self.pidfd = os.pidfd_open(self.pid)
-            except OSError as error:
-                raise StartupError(f"rank {rank}: {sys.executable} could not be started: {error}") from error
-            ours.pop_all()
-        self.channel = Channel(connection)
-
-    def _start(self, inherited: tuple[int, int], threads: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*_COMMAND, *map(str, inherited), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stderr=self.log,
-            pass_fds=inherited,
-            env=_environment(threads),
-            # Ctrl-C is for the parent alone. A session of its own would see to that, too; but the kernel may schedule
-            # sessions as groups (autogroup), between which sched_yield does not give way: a process that spins would
-            # keep the core.
-            process_group=0,
-        )
-
-    def has_ended(self, timeout: float = 0.0) -> bool:
-        """True once the process is gone, waiting for that up to `timeout` seconds."""
-        pidfd = self.pidfd  # read once: another thread may be closing it
-        if pidfd < 0:
-            return True
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(max(timeout, 0.0) * 1000))
-
-    def kill(self) -> None:
-        """End the process at once; one that is stopped, too."""
-        if not self.has_ended():
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def request_traceback(self) -> None:
-        """Have a worker that is starting write to its standard error where in the code it is."""
-        if not self.has_ended():
-            signal.pidfd_send_signal(self.pidfd, signal.SIGUSR1)
-
-    def reap(self) -> int | None:
-        """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
-        return self.process.wait(_REAP_SECONDS) if self.has_ended(_REAP_SECONDS) else None
-
-    def exit_status(self) -> tuple[int | None, int | None]:
-        """(signal, exit code) of a worker that ended, one of them None. One that lingers is killed."""
-        if not self.has_ended(_EXIT_SECONDS):
-            self.kill()
-        code = self.reap()
-        return (-code, None) if code is not None and code < 0 else (None, code)
-
-    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """What to raise, once or often, about a worker that ended."""
-        signal, code = self.exit_status()
-        manner = f"signal {signal}" if signal else f"exit code {code}"
-        hint = "; the kernel's memory killer sends signal 9, see dmesg" if signal == 9 else ""
-        text = (
-            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
-            "tensor-parallel ranks live and die together, so its group has ended"
-        )
-        return functools.partial(WorkerDiedError, text, self.rank, signal, code)
-
-    def startup_log(self) -> str:
-        """The end of what the worker wrote to standard error before it was ready."""
-        size = os.fstat(self.log).st_size
-        start = max(0, size - _TAIL_BYTES)
-        return os.pread(self.log, size - start, start).decode(errors="replace")
-
-    def close(self) -> None:
-        """Close this process's descriptors of the worker."""
-        self.channel.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            os.close(self.log)
-            os.close(self.lifeline)
-            self.pidfd = self.log = self.lifeline = -1
 
 
 class Processes:
@@ -275,24 +142,3 @@ def _close_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_forked_child)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """The worker's own copy of the environment. The parent's stays as it is."""
-    environment = dict(os.environ)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        environment[name] = str(threads)
-    # A set of strings that a caller's processor goes through has the same order on every rank.
-    environment.setdefault("PYTHONHASHSEED", "0")
-    # A pass over a long prompt asks for the same few megabytes again and again; given back to the system in between,
-    # every page would be cleared and mapped anew. 32 MiB is the most that glibc takes.
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
-    # Enough to find this package and torch; the exact list follows in the first message.
-    environment["PYTHONPATH"] = os.pathsep.join(module_path())
-    return environment
-
-
-def module_path() -> list[str]:
-    """`sys.path`, with the current folder under its full name."""
-    return [os.path.abspath(entry) for entry in sys.path]

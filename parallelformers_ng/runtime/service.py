@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.connect import connect
@@ -101,10 +102,12 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     """Join the group and build the target; on failure, tell the parent why and return None."""
     try:
         sys.path[:] = boot["path"]
-        os.environ.pop("PYTHONPATH", None)
-        if boot["pythonpath"] is not None:
-            os.environ["PYTHONPATH"] = boot["pythonpath"]
+        os.environ.clear()
+        os.environ.update(boot["environment"])
+        if boot["cpus"]:
+            os.sched_setaffinity(0, boot["cpus"])  # threads that it starts later inherit this
         torch.set_num_threads(boot["threads"])
+        threadpool_limits(boot["threads"])  # numpy's, which knows no other time to ask than its import
         channel.send(Kind.EVENT, 0, f"importing {boot['target']}")
         module, _, name = boot["target"].partition(":")
         cls = getattr(importlib.import_module(module), name)

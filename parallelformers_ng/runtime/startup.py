@@ -20,8 +20,11 @@ from parallelformers_ng.errors import (
     SharedMemoryError,
     StartupError,
 )
-from parallelformers_ng.runtime import cores, failures
-from parallelformers_ng.runtime.processes import Processes, WorkerProcess, module_path
+from parallelformers_ng.runtime import cores, failures, fork_server
+from parallelformers_ng.runtime.fork_server import ForkServer
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
+from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_end
 from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor, Kind
 
 _FIRST_PHASE = "importing torch"
@@ -74,8 +77,9 @@ def launch(
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
     cpus = cores.cpus_of_ranks(world_size, threads) if device_names[0].startswith("cpu") else None
+    server = fork_server.running()
     for rank in range(world_size):
-        processes.workers.append(WorkerProcess(rank, threads, None if cpus is None else cpus[rank]))
+        processes.workers.append(WorkerProcess(rank, threads, server))
     common: dict[str, Any] = {
         "key": key,
         "target": target,
@@ -84,7 +88,7 @@ def launch(
         "timeout": timeout,
         "threads": threads,
         "path": module_path(),
-        "pythonpath": os.environ.get("PYTHONPATH"),
+        "environment": environment_of_worker(threads),
         "rendezvous": None,
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(2),
@@ -95,19 +99,26 @@ def launch(
     spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
     for worker in processes.workers:
         try:
-            own = {"rank": worker.rank, "device": device_names[worker.rank], "spins": worker.rank < spare_cpus}
+            rank = worker.rank
+            own = {
+                "rank": rank,
+                "device": device_names[rank],
+                "spins": rank < spare_cpus,
+                "cpus": cpus and sorted(cpus[rank]),
+            }
             worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
         worker.channel.key = key
-    return functools.partial(await_ready, processes, deadline, start_timeout)
+    return functools.partial(await_ready, processes, server, deadline, start_timeout)
 
 
-def await_ready(processes: Processes, deadline: float, start_timeout: float) -> None:
+def await_ready(processes: Processes, server: ForkServer | None, deadline: float, start_timeout: float) -> None:
     """Wait until all workers are ready. The caller ends the processes if this raises.
 
     Args:
         processes: the workers, as `launch` started them.
+        server: who was to fork them.
         deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
         start_timeout: the seconds that this was, for the message.
 
@@ -118,6 +129,10 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
     poll = select.poll()
     waiting: dict[int, WorkerProcess] = {}
     for worker in processes.workers:
+        try:
+            worker.await_start(deadline)
+        except RequestTimeoutError:
+            raise _too_late(worker, _FIRST_PHASE, start_timeout) from None
         waiting[worker.channel.fileno()] = worker
         poll.register(worker.channel, select.POLLIN)
     phases = dict.fromkeys(range(len(processes.workers)), _FIRST_PHASE)
@@ -127,11 +142,7 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
         ready = ahead or [fd for fd, _ in poll.poll(max(rest, 0.0) * 1000)]
         if not ready and rest <= 0:
             late = next(iter(waiting.values()))
-            raise StartupError(
-                f"rank {late.rank} was not ready within {start_timeout:g} s; it was {phases[late.rank]}"
-                f"{_place(late)}. Allow more time with start_timeout=; the load of this machine is"
-                f" {os.getloadavg()[0]:.1f} on {cores.usable_cpus():g} CPUs{_tail(late)}"
-            )
+            raise _too_late(late, phases[late.rank], start_timeout)
         for fd in ready:
             worker = waiting[fd]
             try:
@@ -146,7 +157,15 @@ def await_ready(processes: Processes, deadline: float, start_timeout: float) -> 
                 phases[worker.rank] = str(value)
             else:
                 _fail_raised(worker, value, phases[worker.rank])
-    _pass_on_logs(processes)
+    _pass_on_logs(processes, server)
+
+
+def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> StartupError:
+    return StartupError(
+        f"rank {worker.rank} was not ready within {start_timeout:g} s; it was {phase}{_place(worker)}. Allow more time"
+        f" with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on {cores.usable_cpus():g} CPUs"
+        f"{_tail(worker)}"
+    )
 
 
 def _place(worker: WorkerProcess) -> str:
@@ -163,9 +182,8 @@ def _place(worker: WorkerProcess) -> str:
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
-    signal, code = worker.exit_status()
-    manner = f"by signal {signal}" if signal else f"with exit code {code}"
-    raise StartupError(f"rank {worker.rank} ended {manner} while {phase}{_tail(worker)}")
+    manner = manner_of_end(*worker.exit_status())
+    raise StartupError(f"rank {worker.rank} ended while {phase}: {manner}{_tail(worker)}")
 
 
 def _fail_raised(worker: WorkerProcess, description: Any, phase: str) -> NoReturn:
@@ -179,8 +197,11 @@ def _tail(worker: WorkerProcess) -> str:
     return f"\nEnd of its standard error:\n{log}" if log else ""
 
 
-def _pass_on_logs(processes: Processes) -> None:
-    """Show what the workers wrote while starting, once where all wrote the same."""
-    for log in dict.fromkeys(worker.startup_log() for worker in processes.workers):
+def _pass_on_logs(processes: Processes, server: ForkServer | None) -> None:
+    """Show what the workers and their server wrote while starting, once where all wrote the same."""
+    logs = [worker.startup_log() for worker in processes.workers]
+    if server is not None and server.exit_code() is None:
+        logs.insert(0, server.new_log())
+    for log in dict.fromkeys(logs):
         if log:
             os.write(2, log.encode())

@@ -1,8 +1,8 @@
 """The entry point of a worker process.
 
-Started as `python -m parallelformers_ng.runtime.worker CONTROL LIFELINE PARENT`, where CONTROL is the descriptor of an
-inherited socket, LIFELINE that of a pipe, and PARENT the process id at their other ends. All else comes in the first
-message.
+A fork server forks it, or it is started as `python -m parallelformers_ng.runtime.worker CONTROL LIFELINE PARENT`:
+CONTROL is the descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends.
+All else comes in the first message.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
+from typing import NoReturn
 
 PARENT_GONE = 113  # exit code of a worker whose parent ended
 
@@ -23,13 +25,22 @@ PARENT_GONE = 113  # exit code of a worker whose parent ended
 def main() -> None:
     """Start the worker and serve until the parent says goodbye or is gone."""
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
-    _exit_with_parent(parent, control, lifeline)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, in case the parent asks
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
+    run(control, lifeline, [open_parent(parent)])
+
+
+def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
+    """Serve until the parent says goodbye, or a process that the worker depends on is gone. Ends this process.
+
+    Args:
+        control: descriptor of the socket to the parent.
+        lifeline: the reading end of a pipe of this worker's own, which nobody ever writes to.
+        watched: pidfds of the processes without which the worker ends.
+    """
     code = 1
     try:
+        end_with_lifeline(lifeline)
+        threading.Thread(target=_await_end, args=(watched, control, lifeline), name="parent-watch", daemon=True).start()
+        set_signals()
         code = _work(control)
     except BaseException:
         traceback.print_exc()
@@ -43,36 +54,42 @@ def main() -> None:
             os._exit(code)
 
 
-def _exit_with_parent(parent: int, control: int, lifeline: int) -> None:
-    """End this process at once when its parent is gone, whatever it is busy with.
+def set_signals() -> None:
+    """Leave Ctrl-C to the parent, and write a traceback when asked for one."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, in case the parent asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
 
-    The lifeline is watched by the kernel itself, which sends SIGKILL: a worker that is stopped, or that loops in native
-    code and never lets go of the interpreter lock, ends as well. A thread watches what the lifeline cannot show while
-    a copy of its other end is open in a child that the parent forked: the parent (a pidfd), and the control socket.
-    PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started the worker ends.
 
-    Args:
-        parent: process id of the parent.
-        control: descriptor of the control socket.
-        lifeline: the reading end of a pipe of this worker's own, which nobody ever writes to.
+def end_with_lifeline(lifeline: int) -> None:
+    """Have the kernel kill this process when its parent's end of the lifeline closes, whatever it is busy with.
+
+    A process that is stopped, or that loops in native code and never lets go of the interpreter lock, ends as well.
+    What it cannot show, while a copy of its other end is open in a child that the parent forked, a thread watches: the
+    parent (a pidfd), and the control socket. PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that
+    started the process ends.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def open_parent(parent: int) -> int:
+    """A pidfd of the parent. Where that has ended, this process does, too."""
     try:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(PARENT_GONE)
     if os.getppid() != parent:  # it ended before the pidfd was open, and its number may be another's by now
         os._exit(PARENT_GONE)
-    threading.Thread(
-        target=_await_end_of_parent, args=(pidfd, control, lifeline), name="parent-watch", daemon=True
-    ).start()
+    return pidfd
 
 
-def _await_end_of_parent(pidfd: int, control: int, lifeline: int) -> None:
+def _await_end(watched: Sequence[int], control: int, lifeline: int) -> None:
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
+    for pidfd in watched:
+        poll.register(pidfd, select.POLLIN)
     poll.register(lifeline, 0)  # it may have been cut before the kernel was asked to watch it
     poll.register(control, 0)  # hang-up alone; what can be read is for the main thread
     poll.poll()

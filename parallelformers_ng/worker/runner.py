@@ -36,7 +36,7 @@ from parallelformers_ng.generation.object_state import ObjectState, stateful_arg
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
-from parallelformers_ng.kernels.installation import forget, install
+from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
 from parallelformers_ng.sharding.inject import inject, set_config
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
@@ -75,18 +75,27 @@ class ModelRunner:
         self.generating: list[Any] = []
         self.staging: Staging | None = None
 
-    def build(self, skeleton: Skeleton) -> None:
-        """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
+    def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
+        """Build this rank's modules, still without weights. Everything that can fail without weights fails here.
+
+        Args:
+            layers_agree: what earlier ranks found out about the kernels, see `installation.layers_agree`.
+
+        Returns:
+            The same, now.
+        """
         self.drop()
+        installation.layers_agree = installation.layers_agree or layers_agree
         # Modelling code may also draw from these; seeded alike, the ranks draw alike.
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
         if self.device.type == "cpu":
-            install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
+            installation.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
         self.model = model
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
+        return installation.layers_agree
 
     def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
         """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
@@ -286,7 +295,7 @@ class ModelRunner:
         for name, value in configs.items():
             set_config(self.model, name, value)
         if attributes:
-            forget(self.model)
+            installation.forget(self.model)
         names = [*(name for _, name in attributes), *configs]
         if self.captured is not None and not all("generation_config" in name for name in names):
             self.captured.forget()  # what was recorded went by what has changed

@@ -1,0 +1,162 @@
+"""One worker process as the parent sees it: forked or spawned, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
+from parallelformers_ng.runtime.fork_server import Fork, ForkServer
+from parallelformers_ng.runtime.spawn import Link, Process, Spawned, environment_of_worker, is_readable, send_signal
+from parallelformers_ng.wire.transport import Channel
+
+log = logging.getLogger("parallelformers_ng")
+
+_EXIT_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
+_REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver blocks it
+
+
+class WorkerGoneError(GroupError):
+    """A worker ended, or hung up, in the middle of a request. Callers get a WorkerDiedError in its place."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the worker of rank {rank} is gone")
+        self.rank = rank
+
+
+class WorkerProcess:
+    """One worker, from the parent's side. It has a process after `await_start`.
+
+    Args:
+        rank: its rank.
+        threads: for the OpenMP and BLAS libraries of the worker.
+        server: forks it. Where there is none, or it cannot, the worker is a fresh process.
+
+    Raises:
+        StartupError: the interpreter could not be started, or this process may open no more files.
+    """
+
+    def __init__(self, rank: int, threads: int, server: ForkServer | None) -> None:
+        self.rank = rank
+        self._threads = threads
+        self._server = server
+        with self._start_errors():
+            self.link = Link(f"rank-{rank}")
+            try:
+                self._process: Process = Fork(server, self.link) if server else self._spawn()
+            except BaseException:
+                self.link.close()
+                raise
+        self.channel = Channel(self.link.connection)
+
+    def _spawn(self) -> Process:
+        return Spawned("parallelformers_ng.runtime.worker", self.link, environment_of_worker(self._threads))
+
+    @contextlib.contextmanager
+    def _start_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestTimeoutError:  # an OSError, too
+            raise
+        except OSError as error:
+            raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
+
+    def await_start(self, deadline: float) -> None:
+        """Wait until the worker has a process. Does nothing where it has.
+
+        Args:
+            deadline: on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            StartupError: the system starts no more processes, or this one may open no more files.
+            RequestTimeoutError: the fork server, which may be importing, has not answered.
+        """
+        with self._start_errors():
+            if not self._process.await_start(deadline):
+                assert self._server is not None, "a spawned process is there"
+                why = self._server.link.log_tail().strip()
+                log.debug("rank %d is started as a fresh process; the fork server has ended: %s", self.rank, why)
+                self._process.close()
+                self._process, self._server = self._spawn(), None
+        self.link.hand_over()
+
+    @property
+    def pid(self) -> int:
+        """Its process id.
+
+        Raises:
+            StartupError: there is none before `await_start`.
+        """
+        if self._process.pid is None:
+            raise StartupError(f"rank {self.rank} has no process yet")
+        return self._process.pid
+
+    @property
+    def _has_process(self) -> bool:
+        return self._process.pid is not None
+
+    @property
+    def pidfd(self) -> int:
+        """Readable once the process has ended; -1 before `await_start`."""
+        return self._process.pidfd
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        """True once the process is gone, or where there is none, waiting for that up to `timeout` seconds."""
+        pidfd = self.pidfd  # read once: another thread may be closing it
+        return pidfd < 0 or is_readable(pidfd, timeout)
+
+    def kill(self) -> None:
+        """End the process at once; one that is stopped, too."""
+        if not self.has_ended():
+            send_signal(self.pidfd, signal.SIGKILL)
+
+    def request_traceback(self) -> None:
+        """Have a worker that is starting, or the server that is to fork it, say in its log where in the code it is."""
+        if not self.has_ended():
+            send_signal(self.pidfd, signal.SIGUSR1)
+        elif self._server is not None and not self._has_process:
+            self._server.request_traceback()
+
+    def exit_status(self) -> tuple[int | None, int | None]:
+        """(signal, exit code) of a worker that ended: one of them None, or both where nobody can tell. One that lingers
+        is killed."""
+        if not self.has_ended(_EXIT_SECONDS):
+            self.kill()
+        code = self.reap()
+        return (-code, None) if code is not None and code < 0 else (None, code)
+
+    def reap(self) -> int | None:
+        """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
+        return self._process.exit_code(_REAP_SECONDS) if self._has_process else None
+
+    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
+        """What to raise, once or often, about a worker that ended."""
+        number, code = self.exit_status()
+        manner = manner_of_end(number, code)
+        hint = "; the kernel's memory killer sends signal 9, see dmesg" if number == 9 else ""
+        text = (
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
+            "tensor-parallel ranks live and die together, so its group has ended"
+        )
+        return functools.partial(WorkerDiedError, text, self.rank, number, code)
+
+    def startup_log(self) -> str:
+        """The end of what the worker, or the server that is to fork it, wrote to standard error before it was ready."""
+        return self.link.log_tail() if self._server is None or self._has_process else self._server.link.log_tail()
+
+    def close(self) -> None:
+        """Close this process's descriptors of the worker."""
+        self.channel.close()
+        self._process.close()
+        self.link.close()
+
+
+def manner_of_end(number: int | None, code: int | None) -> str:
+    """How a process ended, in words, given its signal or its exit code."""
+    if number:
+        return f"signal {number}"
+    return "with its fork server" if code is None else f"exit code {code}"

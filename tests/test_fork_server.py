@@ -1,0 +1,284 @@
+"""Ranks are forks of one warm process, and no worse for it: each is what a fresh process would have been."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from typing import Any
+
+import psutil
+import pytest
+from runtime_target import Target
+from test_runtime_group import TARGET, environment
+
+import parallelformers_ng.worker.imports  # noqa: F401  as a server does
+from parallelformers_ng import parallelize, warm_up
+from parallelformers_ng.errors import WorkerDiedError
+from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.patience import PROMPTLY, await_incarnation, kill, workers_of
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import gpt2
+
+
+class Imports(Target):
+    """A target whose fresh process has imported what forks have."""
+
+
+def server() -> fork_server.ForkServer:
+    found = fork_server.running()
+    assert found is not None
+    return found
+
+
+def parents(group: WorkerGroup) -> set[int]:
+    return {psutil.Process(pid).ppid() for pid in group.pids}
+
+
+def state_of_process(rank: int) -> dict[str, Any]:
+    """What may tell one process from another."""
+    import gc
+    import locale
+    import threading
+
+    import numpy as np
+    import threadpoolctl
+    import torch
+
+    kinds = [re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}")) for fd in range(3, 200) if _is_open(fd)]
+    with open("/proc/self/status") as file:
+        status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    return {
+        "descriptors": sorted(kinds),
+        "standard streams": [os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1)],
+        "environment": dict(os.environ),
+        "environment of C": os.popen("env | sort | grep -v ^_=").read(),
+        "folder": os.getcwd(),
+        "status": {name: status[name] for name in ("Umask", "SigBlk", "SigIgn", "SigCgt", "Threads", "Cpus_allowed")},
+        "limits": [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)],
+        "leads its process group": os.getpgid(0) == os.getpid(),
+        "session": os.getsid(0),
+        "path": sys.path,
+        "arguments": (sys.argv[0], len(sys.argv)),
+        "flags": tuple(sys.flags),
+        "locale": (locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(), sys.getfilesystemencoding()),
+        "warnings": [str(entry) for entry in warnings.filters],
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+        "pools": sorted((pool["internal_api"], pool["num_threads"]) for pool in threadpoolctl.threadpool_info()),
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "logging": (logging.root.manager.disable, logging.root.level),
+        "random": (random.random(), np.random.random(), torch.initial_seed()),
+        "time zone": time.tzname,
+    }
+
+
+def _is_open(fd: int) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
+    server()
+    monkeypatch.chdir(tmp_path)  # after the server has started
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("A_VARIABLE", "as of now")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with WorkerGroup(2, target="test_fork_server:Imports") as group:
+        assert parents(group) == {server().pid}
+        forked = group.call_each("call_it", [(state_of_process,)] * 2)
+    monkeypatch.setenv(fork_server.SWITCH, "0")
+    with WorkerGroup(2, target="test_fork_server:Imports") as group:
+        assert parents(group) == {os.getpid()}
+        fresh = group.call_each("call_it", [(state_of_process,)] * 2)
+    drawn = [draw for state in (*forked, *fresh) for draw in state.pop("random")]
+    assert len(set(drawn)) == len(drawn), "two ranks draw alike"
+    for rank in range(2):
+        for state in (forked[rank], fresh[rank]):
+            state["environment"].pop(fork_server.SWITCH, None)
+            state["environment of C"] = re.sub(rf"{fork_server.SWITCH}=0\n", "", state["environment of C"])
+        forked[rank]["descriptors"].remove("anon_inode:[pidfd]")  # of the server, which it watches, too
+        assert forked[rank] == fresh[rank]
+    assert forked[0]["environment"]["A_VARIABLE"] == "as of now"
+    assert forked[0]["folder"] == str(tmp_path)
+
+
+def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
+    WorkerGroup(2, target=TARGET, threads=1).close()
+    process = psutil.Process(server().pid)
+    before = process.num_fds()
+    for _ in range(10):
+        with WorkerGroup(3, target=TARGET, threads=1) as group:
+            assert parents(group) == {process.pid}
+            assert len(process.children()) == 3
+            assert process.num_threads() == 1
+    assert process.children() == []
+    assert process.num_fds() == before
+
+
+def test_a_server_starts_ahead_of_need_and_only_once(monkeypatch):
+    monkeypatch.setattr(fork_server, "_newest", None)
+    begun = time.monotonic()
+    warm_up()
+    warm_up()
+    assert time.monotonic() - begun < 1.0  # it imports meanwhile
+    pid = server().pid
+    with WorkerGroup(1, target=TARGET, threads=1) as group:
+        assert parents(group) == {pid}
+
+
+@pytest.mark.parametrize("change", ["variable", "path", "limit", "affinity"])
+def test_what_a_process_reads_at_its_start_takes_a_fresh_server(change, monkeypatch, tmp_path):
+    """And what it reads later does not."""
+    first = server().pid
+    monkeypatch.setenv("NO_LIBRARY_READS_THIS", "1")
+    assert server().pid == first
+    limits, cpus = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
+    monkeypatch.setattr(fork_server, "_newest", fork_server._newest)
+    try:
+        if change == "variable":
+            monkeypatch.setenv("HF_ANYTHING", "1")
+        elif change == "path":
+            monkeypatch.syspath_prepend(tmp_path)
+        elif change == "limit":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+        else:
+            if len(cpus) == 1:
+                pytest.skip("there is one CPU")
+            os.sched_setaffinity(0, {min(cpus)})
+        with WorkerGroup(1, target=TARGET, threads=1) as group:
+            assert parents(group) == {server().pid} != {first}
+            found = group.call("call_it", state_of_process)
+            assert found["limits"][0] == resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert ("HF_ANYTHING" in found["environment"]) == (change == "variable")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.sched_setaffinity(0, cpus)
+
+
+def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(monkeypatch):
+    monkeypatch.setattr(fork_server, "_newest", fork_server._newest)
+    monkeypatch.setenv("HF_ANYTHING", "1")
+    with WorkerGroup(1, target=TARGET, threads=1) as group:
+        (old,) = parents(group)
+        monkeypatch.setenv("HF_ANYTHING", "2")
+        assert server().pid != old
+        assert group.call("echo", 1) == 1
+        assert psutil.pid_exists(old)
+    del group
+    assert not psutil.pid_exists(old)
+
+
+def test_ranks_end_with_their_server_and_the_model_starts_again():
+    model = gpt2()
+    parallelize(model, 2, workers={"device": "cpu"})
+    want = model(**text_inputs()).logits
+    old = server().pid
+    kill(old)
+    await_incarnation(model, 1)
+    assert model(**text_inputs()).logits.equal(want)
+    assert server().pid != old
+    model.deparallelize()
+
+
+def test_who_dies_with_the_server_is_told_so():
+    with WorkerGroup(1, target=TARGET, threads=1) as group:
+        kill(server().pid)
+        with pytest.raises(WorkerDiedError, match="died: with its fork server") as caught:
+            group.call("sleep", PROMPTLY)
+    assert caught.value.exit_code is None
+    assert caught.value.signal is None
+
+
+SCRIPT = """
+import os, sys, logging, threading, time
+logging.basicConfig(level=logging.DEBUG)
+from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime.group import WorkerGroup
+group = WorkerGroup(2, target="runtime_target:Target", threads=1)
+"""
+
+
+def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    code = SCRIPT + textwrap.dedent(script)
+    return subprocess.run([sys.executable, "-c", code], env=environment() | variables, capture_output=True, text=True)
+
+
+def test_where_an_import_starts_a_thread_ranks_are_fresh_processes(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\n"
+        "if any('fork_server' in argument for argument in sys.orig_argv):\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    path = f"{environment()['PYTHONPATH']}{os.pathsep}{tmp_path}"
+    done = run("print(group.call('sum_of_ranks', 1.0), fork_server.running())", PYTHONPATH=path)
+    assert done.stdout.strip() == "3.0 None", done.stderr
+    why = "an import has started 1 threads, which a fork would lack"
+    assert f"rank 0 is started as a fresh process; the fork server has ended: {why}" in done.stderr
+
+
+def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked():
+    script = """
+    child = os.fork()
+    if child == 0:
+        assert fork_server._newest is None
+        time.sleep(60)
+        os._exit(0)
+    print(child, fork_server.running().pid, *group.pids, flush=True)
+    os.kill(os.getpid(), 9)
+    """
+    done = run(script)
+    child, *pids = map(int, done.stdout.split())
+    assert done.returncode == -signal.SIGKILL
+    end = time.monotonic() + PROMPTLY
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+    assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
+    os.kill(child, signal.SIGKILL)
+
+
+def test_an_interpreter_that_ends_takes_its_server_along_without_a_word():
+    done = run("print(os.getpid(), fork_server.running().pid)", PYTHONWARNINGS="always::ResourceWarning")
+    caller, pid = map(int, done.stdout.split())
+    assert done.returncode == 0
+    assert "Warning" not in done.stderr, done.stderr
+    assert not _runs(pid)
+    assert workers_of(caller) == []
+
+
+def test_importing_what_ranks_need_asks_for_no_device_and_runs_no_kernel():
+    code = """
+    import os, torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    def refuse(*_, **__): raise AssertionError("a device was asked for")
+    torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = refuse
+    class Heavy(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert "mm" not in str(function) and "attention" not in str(function), function
+            return function(*args, **(kwargs or {}))
+    with Heavy():
+        import parallelformers_ng.worker.imports
+    print(len(os.listdir("/proc/self/task")))
+    """
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment() | variables, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
