@@ -1,42 +1,148 @@
-"""How long `parallelize` takes on a tiny model, beside a bare import of torch and the model's class.
+"""How long workers take to be there, as forks of a warm process and as fresh processes, in turns.
 
-python -m benchmarks.startup [--rounds 5] [--json OUT]
+python -m benchmarks.startup [--rounds 5] [--kills 100] [--json OUT]
+
+Every round starts one interpreter of each kind. What a model costs is in all figures: a tiny Llama, from `parallelize`
+to its return. Processor time is that of all processes together, until the ranks are ready.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
 
 from benchmarks import measure
+from parallelformers_ng.runtime.fork_server import SWITCH
 
-_IMPORT = "import time; t = time.perf_counter(); import torch; from transformers import LlamaForCausalLM; "
-_TINY = (
-    "from transformers import LlamaConfig; from parallelformers_ng import parallelize; "
-    "m = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, "
-    "num_attention_heads=4, num_key_value_heads=2)); t = time.perf_counter(); "
-    "parallelize(m, 2, workers={'device': 'cpu'}); "
-)
-_SHOW = "print(time.perf_counter() - t)"
+RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 
 
-def _run(code: str) -> float:
-    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )  # fmt: skip
+
+
+def _parallelize(world_size: int) -> None:
+    from parallelformers_ng import parallelize
+
+    model = tiny_llama()
+    parallelize(model, world_size, workers={"device": "cpu"})
+    model.deparallelize()
+
+
+def _processor_seconds() -> float:
+    """Of all descendants of this process, those that have ended included."""
+    descendants = psutil.Process().children(recursive=True)
+    mine = psutil.Process().cpu_times()
+    times = [process.cpu_times() for process in descendants]
+    ended = mine.children_user + mine.children_system
+    return ended + sum(each.user + each.system + each.children_user + each.children_system for each in times)
+
+
+def _memory(pid: int, field: str) -> float:
+    """MB of a field of `smaps_rollup`."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1000
+
+
+def starts() -> dict[str, float]:
+    """In an interpreter of its own: a first start, later ones, and the memory of idle ranks."""
+    import torch  # noqa: F401  what a caller has imported who has a model
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    from parallelformers_ng.runtime import fork_server
+    from parallelformers_ng.runtime.group import WorkerGroup
+
+    found = {"first, 2 ranks": measure.seconds(lambda: _parallelize(2))}
+    found["second, 2 ranks"] = measure.seconds(lambda: _parallelize(2))
+    before = _processor_seconds()
+    found["second, 8 ranks"] = measure.seconds(lambda: _parallelize(8))
+    found["processor, 8 ranks"] = _processor_seconds() - before
+    server = fork_server.running()
+    with WorkerGroup(8, target=RUNNER) as group:
+        pids = group.pids + ([server.pid] if server else [])
+        found["PSS of 8 ranks and their server, MB"] = sum(_memory(pid, "Pss:") for pid in pids)
+        found["most Private_Dirty of a rank, MB"] = max(_memory(pid, "Private_Dirty:") for pid in group.pids)
+    with WorkerGroup(1, target=RUNNER) as group:
+        found["PSS of one rank, MB"] = _memory(group.pids[0], "Pss:")
+    return found
+
+
+def restarts(kills: int) -> list[float]:
+    """In an interpreter of its own: seconds from the end of a rank until the model can be called again."""
+    from parallelformers_ng import parallelize
+    from parallelformers_ng.model.parallelized import deployment_of
+
+    model = tiny_llama()
+    parallelize(model, 2, workers={"device": "cpu", "max_restarts": 10 * kills})
+    found = []
+    for number in range(kills):
+        deployment = deployment_of(model)
+        pids = deployment.supervisor.group.pids
+        begun = time.perf_counter()
+        os.kill(pids[number % 2], 9)
+        while deployment.incarnation == number:
+            time.sleep(0.005)
+        deployment.ready(time.monotonic() + 60)
+        found.append(time.perf_counter() - begun)
+    return found
+
+
+def imports() -> float:
+    """In an interpreter of its own: processor seconds of importing what a rank needs."""
+    import parallelformers_ng.worker.imports  # noqa: F401
+
+    return time.process_time()
+
+
+def _apart(expression: str, switch: str) -> Any:
+    code = f"import json; from benchmarks import startup; print(json.dumps(startup.{expression}))"
+    environment = os.environ | {SWITCH: switch, "TQDM_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=100, help="of forked ranks; a tenth as many of fresh processes")
     parser.add_argument("--json")
     options = parser.parse_args()
-    figures = measure.interleave(
-        {"bare import": lambda: _run(_IMPORT + _SHOW), "parallelize, 2 workers": lambda: _run(_IMPORT + _TINY + _SHOW)},
-        options.rounds,
-    )
     print(measure.machine())
-    measure.report("start of a tiny model", "s", figures, against="bare import")
-    measure.save(options.json, "startup", figures)
+    kinds: dict[str, Callable[[], dict[str, float]]] = {
+        "fresh processes": lambda: _apart("starts()", "0"),
+        "forks": lambda: _apart("starts()", "1"),
+    }
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    for _ in range(options.rounds):
+        for name, measured in kinds.items():
+            runs[name].append(measured())
+    figures = {what: {name: [run[what] for run in found] for name, found in runs.items()} for what in runs["forks"][0]}
+    figures["kill to ready again"] = {
+        "fresh processes": _apart(f"restarts({max(1, options.kills // 10)})", "0"),
+        "forks": _apart(f"restarts({options.kills})", "1"),
+    }
+    for what, found in figures.items():
+        measure.report(what, "MB" if "MB" in what else "s", found, against="" if "kill" in what else "fresh processes")
+    again = sorted(figures["kill to ready again"]["forks"])
+    print(f"  forks: 95th percentile of {len(again)}: {again[int(0.95 * len(again))]:.3f} s")
+    one = [float(_apart("imports()", "1")) for _ in range(options.rounds)]
+    measure.report("processor, one import", "s", {"of what a rank needs": one})
+    measure.save(options.json, "startup", figures | {"processor, one import": {"import": one}})
 
 
 if __name__ == "__main__":
