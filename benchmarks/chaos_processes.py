@@ -117,7 +117,9 @@ def interrupts(count: int, seed: int) -> list[Figure]:
             assert answer is not None
             wrong += answer[1] != "True"
             restarts += answer[2] != "True"
-            zombies += sum(p.status() == psutil.STATUS_ZOMBIE for p in psutil.Process(terminal.pid).children())
+            zombies += sum(
+                p.status() == psutil.STATUS_ZOMBIE for p in psutil.Process(terminal.pid).children(recursive=True)
+            )
     return [
         Figure("Ctrl-C to prompt, max, s", "max", 1.0, seconds),
         Figure("wrong next answers", "sum", 0, [wrong]),
@@ -135,7 +137,9 @@ def cycles(count: int, seed: int) -> list[Figure]:
             parallelize(model, 2, workers={"device": "cpu"})
             model(ids)
             model.deparallelize()
-            states.append((me.num_fds(), threading.active_count(), len(me.children()), me.memory_info().rss))
+            states.append(
+                (me.num_fds(), threading.active_count(), len(me.children(recursive=True)), me.memory_info().rss)
+            )
     more = [last - first for first, last in zip(states[1], states[-1], strict=True)]
     if printed:
         print(printed[0], file=sys.stderr)

@@ -51,6 +51,6 @@ def workers_of(parent: int) -> list[int]:
                 line = file.read()
         except OSError:  # it ended meanwhile
             continue
-        if re.search(rb"parallelformers_ng\.runtime\.(worker|fork_server)\0.*\0%d\0$" % parent, line):
+        if re.search(rb"parallelformers_ng\.runtime\.(worker|fork_server)\x00.*\x00%d\x00$" % parent, line):
             found.append(pid)
     return found

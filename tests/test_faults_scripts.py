@@ -135,7 +135,7 @@ def test_nothing_outlives_killed_parents(tmp_path):
     for parent in parents:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "now\n"
-        await_workers(parent.pid, 2)
+        await_workers(parent.pid, 3)  # two ranks, and the server that forks them
         time.sleep(0.2)
         parent.kill()
         parent.wait()

@@ -114,13 +114,13 @@ def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
 def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
     WorkerGroup(2, target=TARGET, threads=1).close()
     process = psutil.Process(server().pid)
-    before = process.num_fds()
+    before, others = process.num_fds(), set(process.children())
     for _ in range(10):
         with WorkerGroup(3, target=TARGET, threads=1) as group:
             assert parents(group) == {process.pid}
-            assert len(process.children()) == 3
+            assert len(set(process.children()) - others) == 3
             assert process.num_threads() == 1
-    assert process.children() == []
+    assert set(process.children()) <= others
     assert process.num_fds() == before
 
 
@@ -230,6 +230,7 @@ def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked()
     child = os.fork()
     if child == 0:
         assert fork_server._newest is None
+        os.closerange(0, 3)
         time.sleep(60)
         os._exit(0)
     print(child, fork_server.running().pid, *group.pids, flush=True)
