@@ -13,7 +13,7 @@ from parallelformers_ng import plan
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
-from parallelformers_ng.autopolicy.trials import Trials, telling
+from parallelformers_ng.autopolicy.trials import Trials, comparable_probes
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.cli.coverage import verify_model
@@ -80,9 +80,13 @@ def test_a_layer_that_a_policy_cuts_within_its_block_is_not_compared_alone() -> 
     twin = make_twin(tf.BertModel, config)
     query = "encoder.layer.0.attention.self.query"
     assert query in twin.calls
-    alone = Twin(twin.model, [*twin.probes, *(probe_of(twin, query))], twin.calls, twin.gradients, lone=[query])
-    assert not any(probe.path == query for probe in telling(alone, build_plan(twin.model, 2, select(twin.model))))
-    assert Trials(alone, select(twin.model), 2).hold([], True)
+    alone = Twin(
+        twin.model, [*twin.probes, *(probe_of(twin, query))], twin.calls, twin.gradients, single_layers=[query]
+    )
+    assert not any(
+        probe.path == query for probe in comparable_probes(alone, build_plan(twin.model, 2, select(twin.model)))
+    )
+    assert Trials(alone, select(twin.model), 2).match([], True)
 
 
 def probe_of(twin: Twin, path: str) -> list:
@@ -208,6 +212,6 @@ class Remembering(tf.LlamaForCausalLM):
 def test_what_generating_leaves_on_a_twin_does_not_get_into_its_cut_copies() -> None:
     twin = make_twin(Remembering, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     trials = Trials(twin, select(twin.model), 2)
-    assert trials.prompt() is not None, trials.last
+    assert trials.prompt() is not None, trials.failure
     assert twin.model.offset is None
-    assert trials.hold([], True), trials.last
+    assert trials.match([], True), trials.failure

@@ -34,8 +34,7 @@ _ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
 _MORE_WEIGHTS = ((2, 1), (3, 1))
-"""What comes after the second output may have heads as well: weights behind a position bias. What has none is told by
-its shape."""
+"""Outputs after the second may hold weights of all heads, too, behind a position bias. Their shapes tell."""
 
 
 @dataclass(frozen=True)

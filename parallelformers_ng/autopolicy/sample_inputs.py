@@ -1,4 +1,4 @@
-"""Values for the arguments of a forward that nobody described, by their names and the model's configuration."""
+"""Values for the arguments of a forward, by their names and the model's configuration."""
 
 from __future__ import annotations
 
