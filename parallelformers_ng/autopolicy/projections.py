@@ -88,11 +88,8 @@ class Attention:
             key, key_heads = "", heads
             if self.keys and self.keys[0].outputs != self.queries[0].outputs:
                 head = self.queries[0].outputs // heads
-                matching = [
-                    c
-                    for c in _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
-                    if c[1] * head == self.keys[0].outputs
-                ]
+                found = _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
+                matching = [count for count in found if count[1] * head == self.keys[0].outputs]
                 if not matching:
                     continue
                 key, key_heads = matching[0]

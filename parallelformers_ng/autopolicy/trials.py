@@ -43,7 +43,6 @@ class Trials:
         self.twin, self.base, self.world_size = twin, base, world_size
         self.failure = ""
         self._count = 0
-        self._latest: tuple[Any, ShardPlan] | None = None
 
     def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
         """Whether the sharded twin has the outputs of the whole one, and these depend on every shard.
@@ -105,13 +104,9 @@ class Trials:
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def _plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
-        """The plan of a trial; questions about the same rules follow one another, so the latest plan is kept."""
-        key = (list(choices), vocabulary, leftovers)
-        if self._latest is None or self._latest[0] != key:
-            policies = policies_of((proposal.block, rules) for proposal, rules in choices)
-            selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
-            self._latest = (key, build_plan(self.twin.model, self.world_size, selection, exhaustive=True))
-        return self._latest[1]
+        policies = policies_of((proposal.block, rules) for proposal, rules in choices)
+        selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
+        return build_plan(self.twin.model, self.world_size, selection, exhaustive=True)
 
     def _on_each_rank(self, plan: ShardPlan, body: Callable[[nn.Module], Any]) -> Callable[[Communicator], Any]:
         def on_rank(communicator: Communicator) -> Any:
