@@ -110,6 +110,20 @@ def test_sections_of_a_rotated_head_fill_it() -> None:
     assert sections[0] == sections[1]
 
 
+class Renamed(tf.Qwen2VLTextConfig):
+    model_type = "renamed"
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+def test_sections_that_only_the_modelling_code_knows_fill_a_head_whatever_the_model_is_called(heads: int) -> None:
+    """The configuration has none; those of the modelling code, 16 : 24 : 24, would be more than the small head."""
+    config = Renamed(hidden_size=4096, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=2)
+    assert "mrope_section" not in config.rope_parameters
+    small = shrink(config)
+    assert sum(small.rope_parameters["mrope_section"]) == small.hidden_size // heads // 2
+    assert make_twin(tf.Qwen2VLTextModel, config).runs_whole
+
+
 def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with() -> None:
     small = shrink(tf.Gemma3nTextConfig())
     first = small.num_hidden_layers - small.num_kv_shared_layers

@@ -53,8 +53,7 @@ class Search:
         layers = [
             layer
             for layer in called_layers(self.model, self.trials.twin.calls, live)
-            if not any(layer.name == path or layer.name.startswith(path + ".") for path in covered)
-            and layer.name not in vocabulary_layers
+            if not _lies_in(layer.name, covered) and layer.name not in vocabulary_layers
         ]
         proposals = [p for p in propose(self.model, layers, live) if not _is_covered(p, self.model, covered)]
         alone = self.single_layers(proposals, covered | vocabulary_layers)
@@ -91,7 +90,7 @@ class Search:
             place = where[name]
             if sum(p.numel() for p in self.model.get_submodule(name).parameters()) * _SMALL < total:
                 continue
-            if (place.block, place.path) in taken or any(name == c or name.startswith(c + ".") for c in covered):
+            if (place.block, place.path) in taken or _lies_in(name, covered):
                 continue
             experts = has_experts_interface(self.model.get_submodule(name))
             rule: Rule = Experts() if experts else Column("column", gather=True)
@@ -184,7 +183,9 @@ def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
 
 def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
     """Whether a proposal's block lies in a block that a written policy describes."""
-    if not covered:
-        return False
-    named = [name for name, module in model.named_modules() if type(module).__name__ == proposal.block]
-    return any(name == path or name.startswith(path + ".") for name in named for path in covered if path)
+    named = (name for name, module in model.named_modules() if type(module).__name__ == proposal.block)
+    return any(_lies_in(name, covered - {""}) for name in named)
+
+
+def _lies_in(name: str, paths: set[str]) -> bool:
+    return any(name == path or name.startswith(path + ".") for path in paths)
