@@ -142,8 +142,8 @@ def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], mon
     from parallelformers_ng.autopolicy import proof
 
     made: list[str] = []
-    real = proof._doubt
-    monkeypatch.setattr(proof, "_doubt", lambda *given: made.append("proof") or real(*given))
+    real = proof._objection
+    monkeypatch.setattr(proof, "_objection", lambda *given: made.append("proof") or real(*given))
     monkeypatch.setattr(proof, "_CUSTOM", {})
     ids = torch.arange(3, 9)[None]
     for _ in range(2):

@@ -10,10 +10,10 @@ import torch
 import transformers as tf
 from torch import nn
 
-from parallelformers_ng.autopolicy.lone_layers import lone_layers
 from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
+from parallelformers_ng.autopolicy.single_layers import single_layers
 from parallelformers_ng.autopolicy.trials import Trials
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.cli.commands import main
@@ -39,7 +39,7 @@ def search(world_size: int = 2, **options: object) -> Trials:
 
 def holds(rules: dict[str, object], found: Trials) -> bool:
     proposal = Proposal("GraniteDecoderLayer", "attention", (rules,))
-    return found.hold([(proposal, rules)], True)
+    return found.match([(proposal, rules)], True)
 
 
 HEADS = Heads("config.num_attention_heads", "config.num_key_value_heads", "num_key_value_groups")
@@ -53,7 +53,7 @@ def test_a_feed_forward_whose_sum_is_missing_does_not_hold() -> None:
     wrong = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(reduce=False)}
     found = search()
     assert not holds(wrong, found)
-    assert found.last == "its outputs differ"
+    assert found.failure == "its outputs differ"
 
 
 def test_a_cut_on_which_no_output_depends_is_void() -> None:
@@ -63,7 +63,7 @@ def test_a_cut_on_which_no_output_depends_is_void() -> None:
         found.twin.gradients[name][:37] = 0
     right = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
     assert not holds(right, found)
-    assert "rank 0's part of model.layers.0.mlp.up_proj.weight" in found.last
+    assert "rank 0's part of model.layers.0.mlp.up_proj.weight" in found.failure
 
 
 def test_an_attention_that_cannot_be_cut_is_gathered() -> None:
@@ -137,8 +137,8 @@ def test_a_layer_whose_weight_is_read_is_not_proven_alone() -> None:
     assert not is_only_called(Reader(), "table")
     assert is_only_called(Caller(), "layers.0")
     both = nn.ModuleDict({"reader": Reader(), "caller": Caller()})
-    assert [path for path, _ in lone_layers(both, set(), 0)] == ["caller.layers.0"]
-    assert not list(lone_layers(both, {"caller.layers.0"}, 0))
+    assert [path for path, _ in single_layers(both, set(), 0)] == ["caller.layers.0"]
+    assert not list(single_layers(both, {"caller.layers.0"}, 0))
 
 
 class Rows(nn.Embedding):

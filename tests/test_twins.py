@@ -13,7 +13,7 @@ from parallelformers_ng import plan
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
-from parallelformers_ng.autopolicy.trials import Trials, telling
+from parallelformers_ng.autopolicy.trials import Trials, comparable_probes
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.cli.coverage import verify_model
@@ -80,9 +80,13 @@ def test_a_layer_that_a_policy_cuts_within_its_block_is_not_compared_alone() -> 
     twin = make_twin(tf.BertModel, config)
     query = "encoder.layer.0.attention.self.query"
     assert query in twin.calls
-    alone = Twin(twin.model, [*twin.probes, *(probe_of(twin, query))], twin.calls, twin.gradients, lone=[query])
-    assert not any(probe.path == query for probe in telling(alone, build_plan(twin.model, 2, select(twin.model))))
-    assert Trials(alone, select(twin.model), 2).hold([], True)
+    alone = Twin(
+        twin.model, [*twin.probes, *(probe_of(twin, query))], twin.calls, twin.gradients, single_layers=[query]
+    )
+    assert not any(
+        probe.path == query for probe in comparable_probes(alone, build_plan(twin.model, 2, select(twin.model)))
+    )
+    assert Trials(alone, select(twin.model), 2).match([], True)
 
 
 def probe_of(twin: Twin, path: str) -> list:
@@ -104,6 +108,20 @@ def test_sections_of_a_rotated_head_fill_it() -> None:
     sections = small.rope_parameters["mrope_section"]
     assert sum(sections) == small.hidden_size // 32 // 2
     assert sections[0] == sections[1]
+
+
+class Renamed(tf.Qwen2VLTextConfig):
+    model_type = "renamed"
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+def test_sections_that_only_the_modelling_code_knows_fill_a_head_whatever_the_model_is_called(heads: int) -> None:
+    """The configuration has none; those of the modelling code, 16 : 24 : 24, would be more than the small head."""
+    config = Renamed(hidden_size=4096, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=2)
+    assert "mrope_section" not in config.rope_parameters
+    small = shrink(config)
+    assert sum(small.rope_parameters["mrope_section"]) == small.hidden_size // heads // 2
+    assert make_twin(tf.Qwen2VLTextModel, config).runs_whole
 
 
 def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with() -> None:
@@ -208,6 +226,6 @@ class Remembering(tf.LlamaForCausalLM):
 def test_what_generating_leaves_on_a_twin_does_not_get_into_its_cut_copies() -> None:
     twin = make_twin(Remembering, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     trials = Trials(twin, select(twin.model), 2)
-    assert trials.prompt() is not None, trials.last
+    assert trials.prompt() is not None, trials.failure
     assert twin.model.offset is None
-    assert trials.hold([], True), trials.last
+    assert trials.match([], True), trials.failure

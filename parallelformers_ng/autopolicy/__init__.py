@@ -1,1 +1,1 @@
-"""Policies for models without written ones: a tiny random twin, a search on it, a proof. `select` is for outside."""
+"""Policies for models without written ones: a search and a proof on a tiny random copy. `select` is the entry point."""

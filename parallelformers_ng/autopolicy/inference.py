@@ -1,4 +1,4 @@
-"""Proposes how to cut blocks that no policy describes, from their structure. Nothing here is trusted: `proof.py` is."""
+"""Proposes rules for blocks that no policy describes, from their structure. `proof.py` checks them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
     Args:
         model: the model, or a twin of it.
         layers: the layers to cut, from `called_layers`.
-        live: names of the parameters that count.
+        live: names of the parameters that influence the outputs.
     """
     modules = dict(model.named_modules())
     by_name = {layer.name: layer for layer in layers}

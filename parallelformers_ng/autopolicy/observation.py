@@ -1,4 +1,4 @@
-"""Runs a twin on inputs made for it, and notes which of its layers are called and which of its weights count."""
+"""Runs a twin on inputs made for it, and notes which layers are called and which weights influence the outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.lone_layers import lone_layers
-from parallelformers_ng.autopolicy.probe import candidates
-from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, run, spare
+from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
+from parallelformers_ng.autopolicy.single_layers import single_layers
+from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, run, sharing_copy
 from parallelformers_ng.sharding.structure import Trace, dotted
 
 _SECONDS = 4.0
@@ -22,7 +22,7 @@ _SECONDS = 4.0
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Find probes in float64, where nothing but a wrong cut makes a difference; in float32 where that reaches more."""
+    """Make probes in float64, in which rounding is far below any error; in float32 where that reaches more."""
     observer = _Observer(model.to(torch.float64), seed)
     exact = observer.probe_parts()
     if exact.runs_whole or (exact.probes and time.thread_time() > observer.end):
@@ -31,49 +31,49 @@ def observe(model: PreTrainedModel, seed: int) -> Twin:
     return exact if len(exact.gradients) > len(plain.gradients) else plain
 
 
-def observe_lone_layers(twin: Twin, seed: int) -> Twin:
-    """Add probes of the layers that those of the twin do not reach."""
-    return _Observer(twin.model, seed, twin).probe_lone_layers()
+def observe_single_layers(twin: Twin, seed: int) -> Twin:
+    """Add a probe of each layer that the twin's probes do not reach."""
+    return _Observer(twin.model, seed, twin).probe_single_layers()
 
 
 class _Observer:
-    """Observes a copy that shares the twin's parameters, so that nothing a forward leaves behind gets into the twin."""
+    """Runs a copy that shares the twin's parameters, so that state that a forward keeps stays out of the twin."""
 
     def __init__(self, model: PreTrainedModel, seed: int, twin: Twin | None = None) -> None:
         self.twin = twin or Twin(model, [], {}, {})
         self.seed = seed
         self.end = time.thread_time() + _SECONDS
-        self.copy = spare(model)
+        self.copy = sharing_copy(model)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())  # frozen ones count as well
 
     def probe_parts(self) -> Twin:
-        """Probe the model, and those of its parts that this does not reach."""
+        """Probe the model, and those of its parts that the probe of the model does not reach."""
         refusals = [self._probe(self.copy, "")]
         for path, part in self.copy.named_modules():
             if path and isinstance(part, PreTrainedModel) and not self._reached(part, path):
                 refusal = self._probe(part, path)
                 refusals.append(f"{path}: {refusal}" if refusal else "")
-        self.twin.untold = "; ".join(refusal for refusal in refusals if refusal)
+        self.twin.unreached = "; ".join(refusal for refusal in refusals if refusal)
         return self.twin
 
-    def probe_lone_layers(self) -> Twin:
-        """Probe, each by itself, the layers that no part's inputs reach."""
+    def probe_single_layers(self) -> Twin:
+        """Probe, each by itself, the layers that no other probe reaches."""
         reached = {name.rpartition(".")[0] for name in self.twin.gradients}
-        for path, inputs in lone_layers(self.copy, reached, self.seed):
+        for path, inputs in single_layers(self.copy, reached, self.seed):
             if not self._run(self.copy.get_submodule(path), path, inputs):
-                self.twin.lone.append(path)
+                self.twin.single_layers.append(path)
         return self.twin
 
     def _reached(self, part: nn.Module, path: str) -> bool:
-        """Whether most of a part's large parameters count already."""
+        """Whether most of a part's large parameters already have an influence on some output."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
         return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
 
     def _probe(self, part: nn.Module, path: str) -> str:
-        """Add a probe of one part, on the first inputs that it takes; returns why there is none, or ""."""
+        """Add a probe of one part with the first inputs that it accepts; returns why there is none, or ""."""
         refusal = ""
-        for inputs in candidates(part, self.seed):
+        for inputs in candidate_inputs(part, self.seed):
             if not inputs:
                 continue
             problem = self._run(part, path, inputs)
@@ -85,7 +85,7 @@ class _Observer:
         return refusal or "its forward takes none of the known inputs"
 
     def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
-        """Run one part, and note what it showed; returns why it does not serve as a probe, or ""."""
+        """Run one part and add it as a probe; returns why it cannot be one, or ""."""
         try:
             with torch.random.fork_rng(devices=[]), Trace(part) as trace:
                 torch.manual_seed(0)
@@ -99,7 +99,7 @@ class _Observer:
             return "its outputs are not numbers"
         if not equal(again, [o.detach() for o in outputs], 1e-9):
             return "its forward draws random numbers: two runs differ"
-        with contextlib.suppress(RuntimeError, AssertionError):  # no gradient through it: what counts stays unknown
+        with contextlib.suppress(RuntimeError, AssertionError):  # it has no gradient
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls
         start = len(calls)
@@ -112,7 +112,7 @@ class _Observer:
 def _differentiate(
     part: nn.Module, path: str, outputs: Sequence[torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """What the outputs depend on: the gradient of a random sum of them."""
+    """Add the absolute gradients of a random sum of the outputs."""
     generator = torch.Generator().manual_seed(7)
     total: Any = 0.0
     for output in outputs:

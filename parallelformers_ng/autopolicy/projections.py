@@ -34,8 +34,7 @@ _ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
 _MORE_WEIGHTS = ((2, 1), (3, 1))
-"""What comes after the second output may have heads as well: weights behind a position bias. What has none is told by
-its shape."""
+"""Outputs after the second may hold weights of all heads, too, behind a position bias. Their shapes tell."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,8 @@ class Attention:
             key, key_heads = "", heads
             if self.keys and self.keys[0].outputs != self.queries[0].outputs:
                 head = self.queries[0].outputs // heads
-                matching = [
-                    c
-                    for c in _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
-                    if c[1] * head == self.keys[0].outputs
-                ]
+                found = _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
+                matching = [count for count in found if count[1] * head == self.keys[0].outputs]
                 if not matching:
                     continue
                 key, key_heads = matching[0]

@@ -1,4 +1,4 @@
-"""The twin proof: a policy nobody wrote is accepted only if a tiny twin gives, cut, what it gives whole."""
+"""Checks policies on a tiny random copy of the model, its twin: sharded and whole outputs must match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.search import Search
-from parallelformers_ng.autopolicy.trials import Choice, Trials, unreached
+from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
@@ -23,13 +23,13 @@ from parallelformers_ng.sharding.rules import Policy
 
 @dataclass
 class Proof:
-    """What a twin proof found.
+    """The result of a search for policies and of their proof.
 
     Attributes:
-        selection: the policies to use, those that were there before included.
-        tried: what was tried and did not hold, for people.
-        unproven: parts that the twin's inputs did not reach, so that they stay whole.
-        chosen: the rules that were found, which another number of ranks tries first.
+        selection: the policies to use, the written ones included.
+        tried: what failed and why, in words.
+        unproven: the parts that no inputs reach, which stay whole, and why.
+        chosen: the rules found, which a search for another number of ranks tries first.
     """
 
     selection: Selection
@@ -39,91 +39,90 @@ class Proof:
 
 
 _FIRST = 2
-"""Ranks for which rules are searched, as few make the quickest trials; for more, what was found has to hold again."""
+"""Ranks of the first search, as few ranks make the quickest trials. More ranks try its rules first."""
 _CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
 _CUSTOM: dict[tuple[Any, ...], str] = {}
 _TWINS: dict[tuple[Any, ...], Twin] = {}
-"""The latest twin alone: proofs for several world sizes follow one another."""
+"""The latest twin only: proofs for several world sizes follow one another."""
 
 
 def prove(model: PreTrainedModel, base: Selection, world_size: int) -> Proof:
     """Find and prove policies for the blocks that `base` leaves.
 
     Args:
-        model: the model, on any device; only its class and configuration are looked at.
+        model: the model, on any device; only its class and configuration are read.
         base: policies that apply already, possibly none.
-        world_size: ranks to prove it for, at least 1.
+        world_size: number of ranks, at least 1.
 
     Raises:
-        UnsupportedModelError: no twin could be made, or nothing that was proposed held.
+        UnsupportedModelError: no twin could be made, or every proposal failed.
     """
-    found = _known(model, base, world_size)
+    found = _cached(model, base, world_size)
     if isinstance(found, UnsupportedModelError):
         raise found
     return found
 
 
-def _known(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
+def _cached(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
     key = (*_identity(model), world_size, base.policies)
     if key not in _CACHE:
-        _CACHE[key] = _find(model, base, world_size)
+        _CACHE[key] = _search(model, base, world_size)
     return _CACHE[key]
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
-    """Prove policies that were written: "" where a twin gives, cut by them, what it gives whole, else what it gave.
+    """Check written policies: "" where the sharded and the whole outputs of a twin match, else what differs.
 
     Raises:
         UnsupportedModelError: no twin could be made.
     """
     trials = Trials(_twin(model), selection, world_size)
-    return "" if trials.hold([], selection.vocabulary, selection.leftovers) else trials.last
+    return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
 
 
 def prove_custom(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> None:
-    """Refuse a caller's policies by which a twin gives other values than whole, or that no twin shows to be right.
+    """Refuse a caller's policies under which the outputs of a twin change, or that no twin can prove.
 
     Raises:
         PolicyError: names the policies, what was wrong and the next step.
     """
     key = (*_identity(model), world_size, policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
-        _CUSTOM[key] = _doubt(model, policies, world_size)
+        _CUSTOM[key] = _objection(model, policies, world_size)
     if _CUSTOM[key]:
         names = ", ".join(policy.__name__ for policy in policies)
         raise PolicyError(f"{names} on {world_size} ranks: {_CUSTOM[key]}; prove=False uses it unproven")
 
 
-def _doubt(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> str:
-    """Why the policies are not to be trusted, in words; "" where a twin proves them."""
+def _objection(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> str:
+    """Why the policies are refused, in words; "" where a twin proves them."""
     try:
         twin = _twin(model)
     except UnsupportedModelError as error:
         return f"it cannot be proven: {error}"
     trials = Trials(twin, Selection(policies, "custom", vocabulary=False, leftovers=False), world_size)
+    name = type(model).__name__
     hint = "look for projections that share a layer (fused=) and for what the forward reads (scaled=)"
-    if not trials.hold([], False):
-        return (
-            f"a tiny twin of {type(model).__name__} gives, cut by it, other values than whole ({trials.last}); {hint}"
-        )
+    if not trials.match([], False):
+        return f"a tiny twin of {name} has, cut by it, other values than whole ({trials.failure}); {hint}"
     prompt = trials.prompt()
     if prompt is not None and not trials.same_tokens([], False, *prompt):
-        return f"a tiny twin of {type(model).__name__} generates, cut by it, other tokens ({trials.last}); {hint}"
-    untried = unreached(build_plan(twin.model, world_size, trials.base), twin)
+        return f"a tiny twin of {name} generates, cut by it, other tokens ({trials.failure}); {hint}"
+    untried = unproven_rules(build_plan(twin.model, world_size, trials.base), twin)
     return f"it cannot be proven: the twin's inputs do not reach what {untried[0]} cuts" if untried else ""
 
 
-def _find(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
+def _search(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
     try:
         twin = _twin(model)
     except UnsupportedModelError as error:
-        # Written policies need no proof; what they leave stays whole, as the plan says.
+        # Written policies need no proof. What they leave stays whole, as the plan says.
         return Proof(base, unproven=str(error)) if base.policies else error
-    first = _known(model, base, _FIRST) if world_size > _FIRST else None
+    first = _cached(model, base, _FIRST) if world_size > _FIRST else None
     earlier = first if isinstance(first, Proof) else Proof(base)
     search = Search(Trials(twin, base, world_size), earlier.chosen, earlier.selection.vocabulary)
     try:
-        return Proof(search.result(), [*earlier.tried, *search.tried], twin.untold, search.chosen)
+        return Proof(search.result(), [*earlier.tried, *search.tried], twin.unreached, search.chosen)
     except UnsupportedModelError as error:
         return error
 
@@ -138,7 +137,7 @@ def _twin(model: PreTrainedModel) -> Twin:
 
 
 def _identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a proof depends on: two models that agree in it have the same twin."""
+    """What a twin is made of: models with the same identity share it."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     return type(model), shape, _attention(model), transformers.__version__
 

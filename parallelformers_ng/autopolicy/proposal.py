@@ -1,4 +1,4 @@
-"""What is proposed for a block that no policy describes: rules that stand or fall together."""
+"""Proposals of rules for a block that no policy describes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Kind = Literal["attention", "mlp", "experts", "gathered"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Rules that stand or fall together.
+    """Rules that are tried together.
 
     Attributes:
         block: class name that the paths are relative to.
         kind: what they cut.
         variants: rules by path, the likeliest first.
-        gathered: paths of the layers that can be cut one by one and gathered, where no variant is right.
+        gathered: paths of the layers to cut by their outputs and gather, one by one, if every variant fails.
     """
 
     block: str

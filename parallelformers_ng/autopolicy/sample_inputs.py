@@ -1,4 +1,4 @@
-"""Values for the arguments of a forward that nobody described, by their names and the model's configuration."""
+"""Values for the arguments of a forward, by their names and the model's configuration."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from parallelformers_ng.autopolicy.settings import setting
 BATCH, LENGTH, DECODER_LENGTH = 2, 7, 4
 _SAMPLES = 4000
 _FRAMES = 64
+_IDS = ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qformer_input_ids")
+_SOUNDS = (
+    "input_features", "input_values", "audio_values", "input_spectrogram", "spectrogram", "waveform", "audio_mel",
+)  # fmt: skip
+_WIDTHS = ("hidden_size", "d_model", "n_embd")
+_BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "input_feat_size")
 _SIDE = 4
 """Patches along a side of an image given as patches."""
 
@@ -21,7 +27,10 @@ _SIDE = 4
 class SampleInputs:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model = model
-        self.config: Any = getattr(model, "config", None)
+        config = getattr(model, "config", None)
+        self.parts: list[Any] = [] if config is None else [config]
+        for part in self.parts:  # which grows: outer configurations come before inner ones
+            self.parts += [value for value in vars(part).values() if hasattr(value, "to_dict")]
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         parameters = inspect.signature(model.forward).parameters
@@ -53,7 +62,7 @@ class SampleInputs:
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
         if name == "codebook_idx":
             return 1
-        if name in ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qformer_input_ids"):
+        if name in _IDS:
             return self.ids(rows, LENGTH)
         if name == "task_inputs":
             return self.ids(rows, int(self.find("task_seq_len", default=LENGTH)))
@@ -63,20 +72,10 @@ class SampleInputs:
             return self.placed_patches(rows)
         if name in ("pixel_values", "pixel_values_videos", "images", "pixel_values_images"):
             return self.pixels(image if name != "pixel_values_videos" else "video", rows)
-        if name in (
-            "input_features",
-            "input_values",
-            "audio_values",
-            "input_spectrogram",
-            "spectrogram",
-            "waveform",
-            "audio_mel",
-        ):
+        if name in _SOUNDS:
             return self.sound(name, image, rows)
         if name == "encoder_hidden_states":
-            width = self.find(
-                "encoder_hidden_size", "cross_attention_dim", "hidden_size", "d_model", "n_embd", default=32
-            )
+            width = self.find("encoder_hidden_size", "cross_attention_dim", *_WIDTHS, default=32)
             return self.randn(rows, LENGTH - 2, int(width))
         if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
             return self.states(rows)
@@ -110,15 +109,8 @@ class SampleInputs:
 
     def find(self, *names: str, default: Any = None) -> Any:
         """The first of these attributes that the configuration or one inside it has."""
-        configs = [self.config]
-        for config in configs:
-            for key in names:
-                value = None if config is None else setting(config, key)
-                if value is not None and not isinstance(value, str):
-                    return value
-            inner = [v for v in vars(config).values() if hasattr(v, "to_dict")] if config is not None else []
-            configs += inner
-        return default
+        values = (setting(part, name) for part in self.parts for name in names)
+        return next((value for value in values if value is not None and not isinstance(value, str)), default)
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
@@ -135,15 +127,11 @@ class SampleInputs:
 
     def special_ids(self) -> set[int]:
         found: set[int] = set()
-        configs = [self.config]
-        for config in configs:
-            for key, value in vars(config).items() if config is not None else ():
-                if hasattr(value, "to_dict"):
-                    configs.append(value)
-                elif key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
-                    found.add(value)
-                elif key.endswith("token_id") and isinstance(value, list):
-                    found.update(v for v in value if isinstance(v, int))
+        for key, value in (item for part in self.parts for item in vars(part).items()):
+            if key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
+                found.add(value)
+            elif key.endswith("token_id") and isinstance(value, list):
+                found.update(v for v in value if isinstance(v, int))
         return found
 
     def image_size(self) -> tuple[int, int]:
@@ -198,15 +186,7 @@ class SampleInputs:
         return (height // self.patch_side()) * (width // self.patch_side())
 
     def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
-        bins = self.find(
-            "num_mel_bins",
-            "feature_size",
-            "input_feat_per_channel",
-            "n_mels",
-            "input_dim",
-            "input_feat_size",
-            default=80,
-        )
+        bins = self.find(*_BINS, default=80)
         if name == "input_values" and image == "plain":
             return self.randn(rows, _SAMPLES)
         if name == "input_values" and image == "flat":
@@ -225,8 +205,7 @@ class SampleInputs:
     def states(self, rows: int) -> torch.Tensor:
         if "grid_thw" in self.names:
             return self.pixels("flat", rows)
-        width = self.find("hidden_size", "d_model", "n_embd", default=32)
-        return self.randn(rows, LENGTH, int(width))
+        return self.randn(rows, LENGTH, int(self.find(*_WIDTHS, default=32)))
 
     def series(self, name: str, rows: int) -> torch.Tensor | None:
         context = int(self.find("context_length", "prediction_length", default=16))

@@ -1,5 +1,4 @@
-"""Searches for the rules that hold on a twin: all proposals together, then each alone, cutting less where one does
-not hold."""
+"""Searches for rules that pass on a twin: all proposals together, then each alone, and less of those that fail."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from parallelformers_ng.sharding.structure import called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 _SMALL = 5000
-"""A layer with less than one part in so many of the parameters is not worth an exchange."""
+"""A layer with a smaller share of the parameters, one in so many, is not worth a gather."""
 
 
 class Search:
-    """Tries all proposals together, then each alone, cutting less where one does not hold.
+    """A search for rules for one number of ranks.
 
     Attributes:
-        tried: what did not hold, for people.
-        chosen: what held.
+        tried: what failed and why, in words.
+        chosen: the rules found.
 
     Args:
         trials: on the twin.
-        chosen: what held in another search on the same twin, which is tried first.
+        chosen: the rules found for another number of ranks, which are tried first.
         vocabulary: whether the vocabulary was cut there.
     """
 
@@ -42,33 +41,32 @@ class Search:
         self._vocabulary = vocabulary
 
     def result(self) -> Selection:
-        """The policies that hold, those of the base included.
+        """The policies found, those of the base included.
 
         Raises:
-            UnsupportedModelError: nothing that was proposed holds.
+            UnsupportedModelError: every proposal failed.
         """
         covered = written_places(self.model, self.trials.base.policies)
-        lone = set(self.trials.twin.lone)
-        live = {name for name in self.trials.twin.gradients if name.rpartition(".")[0] not in lone}
+        single = set(self.trials.twin.single_layers)
+        live = {name for name in self.trials.twin.gradients if name.rpartition(".")[0] not in single}
         vocabulary_layers = {layer.path for layer in find_vocabulary(self.model, taken=set())}
         layers = [
             layer
             for layer in called_layers(self.model, self.trials.twin.calls, live)
-            if not any(layer.name == path or layer.name.startswith(path + ".") for path in covered)
-            and layer.name not in vocabulary_layers
+            if not _lies_in(layer.name, covered) and layer.name not in vocabulary_layers
         ]
-        proposals = [p for p in propose(self.model, layers, live) if not _beneath(p, self.model, covered)]
-        alone = self.lone_layers(proposals, covered | vocabulary_layers)
-        chosen, vocabulary = self.chosen or [*_likeliest(proposals), *alone], self._vocabulary
-        if self.chosen and self.trials.is_idle(chosen, vocabulary):  # on more ranks, of which some may have no part
-            chosen = [choice for choice in chosen if not self.trials.is_idle([choice], vocabulary)]
-        if not self.trials.hold(chosen, vocabulary):
+        proposals = [p for p in propose(self.model, layers, live) if not _is_covered(p, self.model, covered)]
+        alone = self.single_layers(proposals, covered | vocabulary_layers)
+        chosen, vocabulary = self.chosen or [*_first_variants(proposals), *alone], self._vocabulary
+        if self.chosen and self.trials.has_unused_shard(chosen, vocabulary):  # the further ranks may have no part
+            chosen = [choice for choice in chosen if not self.trials.has_unused_shard([choice], vocabulary)]
+        if not self.trials.match(chosen, vocabulary):
             vocabulary = self.vocabulary_holds()
             chosen = self.choose(proposals, vocabulary)
             chosen = [*chosen, *self.bisect(alone, vocabulary, chosen)]
         self.check_tokens(chosen, vocabulary)
         self.chosen = chosen
-        leftovers = self.trials.hold(chosen, vocabulary, leftovers=True)
+        leftovers = self.trials.match(chosen, vocabulary, leftovers=True)
         if not leftovers:
             self.note("what else is large")
         if not chosen and not self.trials.base.policies and not vocabulary:
@@ -82,17 +80,17 @@ class Search:
             sources.append("inferred")
         return Selection((*self.trials.base.policies, *policies), "+".join(sources), vocabulary, leftovers)
 
-    def lone_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
-        """For layers that nothing but a probe of their own reaches: gathered, or, being experts, cut by width."""
+    def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
+        """Rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
         found: dict[tuple[str, str], Choice] = {}
         total = sum(parameter.numel() for parameter in self.model.parameters())
-        for name in self.trials.twin.lone:
+        for name in self.trials.twin.single_layers:
             place = where[name]
             if sum(p.numel() for p in self.model.get_submodule(name).parameters()) * _SMALL < total:
                 continue
-            if (place.block, place.path) in taken or any(name == c or name.startswith(c + ".") for c in covered):
+            if (place.block, place.path) in taken or _lies_in(name, covered):
                 continue
             experts = has_experts_interface(self.model.get_submodule(name))
             rule: Rule = Experts() if experts else Column("column", gather=True)
@@ -103,21 +101,25 @@ class Search:
     # -- search --------------------------------------------------------------------------------------------------
 
     def vocabulary_holds(self) -> bool:
-        """Whether the base with the vocabulary cut holds; without it, it has to."""
-        if self.trials.hold([], True):
+        """Whether the base passes with the vocabulary cut.
+
+        Raises:
+            UnsupportedModelError: it does not pass without that, either.
+        """
+        if self.trials.match([], True):
             return True
         self.note("the vocabulary")
-        if not self.trials.hold([], False):
+        if not self.trials.match([], False):
             raise UnsupportedModelError(
-                f"{type(self.model).__name__}: even with nothing more cut, its twin gives other values"
-                f" on {self.trials.world_size} ranks ({self.trials.last}); report it"
+                f"{type(self.model).__name__}: even with nothing more cut, its twin has other outputs"
+                f" on {self.trials.world_size} ranks ({self.trials.failure}); report it"
             )
         return False
 
     def choose(self, proposals: Sequence[Proposal], vocabulary: bool) -> list[Choice]:
-        """The proposals that hold, each tried alone and then together."""
-        first = _likeliest(proposals)
-        if first and not vocabulary and self.trials.hold(first, vocabulary):
+        """The proposals that pass, each tried alone and then together."""
+        first = _first_variants(proposals)
+        if first and not vocabulary and self.trials.match(first, vocabulary):
             return first
         chosen: list[Choice] = []
         singles: list[Choice] = []
@@ -126,7 +128,7 @@ class Search:
                 singles.append((proposal, proposal.variants[0]))
                 continue
             held = next(
-                (rules for rules in proposal.variants if self.trials.hold([(proposal, rules)], vocabulary)), None
+                (rules for rules in proposal.variants if self.trials.match([(proposal, rules)], vocabulary)), None
             )
             if held is not None:
                 chosen.append((proposal, held))
@@ -135,13 +137,13 @@ class Search:
             singles += [(single, single.variants[0]) for single in proposal.one_by_one()]
         singles = self.bisect(singles, vocabulary)
         for attempt in ([*chosen, *singles], chosen, singles):
-            if attempt and self.trials.hold(attempt, vocabulary):
+            if attempt and self.trials.match(attempt, vocabulary):
                 return attempt
         return []
 
     def bisect(self, parts: list[Choice], vocabulary: bool, beside: Sequence[Choice] = ()) -> list[Choice]:
-        """Those of many small proposals that hold, `beside` others that do."""
-        if not parts or self.trials.hold([*beside, *parts], vocabulary):
+        """Those of many small proposals that pass together with `beside`."""
+        if not parts or self.trials.match([*beside, *parts], vocabulary):
             return parts
         if len(parts) == 1:
             self.note(f"{parts[0][0].block}.{next(iter(parts[0][1]))}, gathered")
@@ -151,10 +153,10 @@ class Search:
         return first + self.bisect(parts[middle:], vocabulary, [*beside, *first])
 
     def note(self, what: str) -> None:
-        self.tried.append(f"{what} ({self.trials.last})")
+        self.tried.append(f"{what} ({self.trials.failure})")
 
     def check_tokens(self, chosen: list[Choice], vocabulary: bool) -> None:
-        """Decode past any window; where tokens differ, attention is cut no more but its layers gathered."""
+        """Generate past the length of any window; where tokens differ, the layers of attention are gathered instead."""
         inputs = self.trials.prompt()
         if inputs is None:
             return
@@ -163,7 +165,7 @@ class Search:
         self.note("decoding with attention cut by heads")
         less = [(p, rules) for p, rules in chosen if p.kind != "attention"]
         less += [(s, s.variants[0]) for p, _ in chosen if p.kind == "attention" for s in p.one_by_one()]
-        if not (self.trials.hold(less, vocabulary) and self.trials.same_tokens(less, vocabulary, *inputs)):
+        if not (self.trials.match(less, vocabulary) and self.trials.same_tokens(less, vocabulary, *inputs)):
             self.note("decoding with everything gathered")
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: cut on {self.trials.world_size} ranks, its twin generates other tokens;"
@@ -172,16 +174,18 @@ class Search:
         chosen[:] = less
 
 
-def _likeliest(proposals: Sequence[Proposal]) -> list[Choice]:
+def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
     found: list[Choice] = []
     for proposal in proposals:
         found += [(p, p.variants[0]) for p in ([proposal] if proposal.variants else proposal.one_by_one())]
     return found
 
 
-def _beneath(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
-    """Whether a proposal's block is one that a written policy describes."""
-    if not covered:
-        return False
-    named = [name for name, module in model.named_modules() if type(module).__name__ == proposal.block]
-    return any(name == path or name.startswith(path + ".") for name in named for path in covered if path)
+def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
+    """Whether a proposal's block lies in a block that a written policy describes."""
+    named = (name for name, module in model.named_modules() if type(module).__name__ == proposal.block)
+    return any(_lies_in(name, covered - {""}) for name in named)
+
+
+def _lies_in(name: str, paths: set[str]) -> bool:
+    return any(name == path or name.startswith(path + ".") for path in paths)

@@ -18,29 +18,29 @@ from parallelformers_ng.autopolicy.settings import own_settings, parts_of, put, 
 from parallelformers_ng.autopolicy.shrink_layers import shrink_layers
 
 _WIDTH = re.compile(
-    r"(^|_)(dim|dims|size|sizes|width|widths|channel|channels|embd|inner|model|ff|ffn|rank|filters|features|hidden"
-    r"|embed|ffn_dim|mrope_section)$|^(n_embd|n_inner|d_model|d_ff|d_kv|dim|channels|hidden_size_global)$|^dim_"
+    r"_(dim|dims|size|sizes|width|channel|channels|inner|rank|filters|features)$|^(n_embd|d_model|d_ff|dim|channels)$"
+    r"|^dim_|^hidden_size_global$"
 )
 _NOT_WIDTH = re.compile(
-    r"vocab|image|patch|window|kernel|stride|chunk|token|position|crop|batch|frame|mel|segment|grid|resolution|tubelet"
-    r"|num_channels|codebook_size|bottleneck_stride|buckets|cache|block_size|spatial|temporal|memory_size|pool|merge"
-    r"|max_size|depth_|base_channels|input_size|cardinality|num_input|^in_chan|(?<!dim_b)box|clamp|ngram_size|neighborhood|conv_size|_dconv"
+    r"vocab|image|patch|window|kernel|stride|chunk|position|crop|frame|mel|grid|tubelet|num_channels|codebook_size|cache"
+    r"|block_size|pool|merge|depth_|base_channels|input_size|num_input|^in_chan|ngram_size"
 )
-_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|seq_length|n_ctx)$")
-_WINDOW = re.compile(r"^(sliding_window|attention_window|local_window|attention_chunk_size|(mamba_)?chunk_size)$")
+_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|n_ctx)$")
+_WINDOW = re.compile(r"^(sliding_window|attention_window|attention_chunk_size|(mamba_)?chunk_size)$")
 _BLOCK = re.compile(r"^(window_size|block_size)$")
-_EXPERTS = re.compile(r"^(?!.*(shared|per_tok|topk|top_k|selected|used)).*experts$")
+_EXPERTS = re.compile(r"^(?!.*(shared|top_k)).*experts$")
 _BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
 """What is counted beside 8 experts, at most."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
-_HEAD_COUNT = re.compile(r"(^|_)(heads|n_head|nhead|num_head)$")
-_HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size|mrope_section")
+_HEAD_COUNT = re.compile(r"(^|_)(heads|n_head)$")
+_HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size")
 _TINY = 128
 _SCALED_FROM = 16
 """Widths below are left alone."""
 _FILTERS = 4
+_SECTIONS = [16, 24, 24]
 VOCABULARY = 131
 
 
@@ -191,15 +191,15 @@ def _scale(value: Any, factor: float) -> Any:
 def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     """The sections of a head that rotate by time, height and width still fill half of what rotates of a head.
 
-    Some modelling code has a default of its own, 16 : 24 : 24. Sections that are equal stay equal.
+    Modelling code that reads sections has others of its own where there are none, and all other code reads none: so
+    they are written down everywhere. Sections that are equal stay equal.
     """
-    sees = re.search(r"vl|omni|4v|_5|ocr|ernie|glm_image", str(getattr(config, "model_type", "")))
-    sections = rope.get("mrope_section") or ([16, 24, 24] if sees else None)
+    sections = rope.get("mrope_section") or _SECTIONS
     heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)
     head = setting(config, "head_dim") or (heads and (setting(config, "hidden_size") or 0) // heads)
     part = rope.get("partial_rotary_factor") or setting(config, "partial_rotary_factor") or 1.0
     half = int(head * part) // 2 if head else 0
-    if not sections or half < len(sections):
+    if half < len(sections):
         return rope
     scaled = [section * half // sum(sections) for section in sections]
     alone = next((i for i, section in enumerate(sections) if sections.count(section) == 1), 0)

@@ -8,15 +8,9 @@ from typing import Any
 from parallelformers_ng.autopolicy.settings import own_settings, put, setting
 
 _LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
-_NOT_LAYERS = re.compile(
-    r"vision_feature|select|feature_layer|which|encoder_layer_id|return|freeze|first|last|max_window|shared_layers"
-)
-_LAYER_NUMBERS = re.compile(
-    r"(layer|block|attn|attention|out|visual|deepstack|moe|dense).*_(indices|indexes|idx|ids|idxs)$"
-)
-_OUTPUTS = re.compile(r"out_(indices|layers)$")
+_NOT_LAYERS = re.compile(r"feature_layer|first|last|max_window|shared_layers")
+_LAYER_NUMBERS = re.compile(r"(layer|block|attn|out|visual).*_(indices|indexes|ids|idxs)$")
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
-_PATTERN = re.compile(r"(block|layer)_types$")
 _KINDS = 6
 """A list that names more is no list of kinds."""
 
@@ -71,8 +65,8 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
 def _longest_period(config: Any, count: int) -> int:
     """After how many layers the kinds of layers repeat, where the configuration says so; else 0."""
     periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
-    patterns = [kinds for name, kinds in own_settings(config) if _PATTERN.search(name)]
-    lengths = [len(kinds) for kinds in patterns if isinstance(kinds, (list, tuple))]
+    lists = [items for _, items in own_settings(config) if isinstance(items, (list, tuple))]
+    lengths = [len(items) for items in lists if items and all(isinstance(item, str) for item in items)]
     return max([*periods, *(length for length in lengths if length < count)], default=0)  # shorter ones are repeated
 
 
@@ -80,7 +74,7 @@ def _output_lists(config: Any) -> list[str]:
     """Names of the lists of layers whose outputs a backbone gives."""
     return [
         name for name, numbers in own_settings(config)
-        if _OUTPUTS.search(name) and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
+        if name.endswith("out_indices") and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
     ]  # fmt: skip
 
 

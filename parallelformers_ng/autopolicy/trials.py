@@ -1,7 +1,6 @@
-"""Trials on a twin: cut so, does it give what it gives whole?
+"""Runs a twin sharded by some rules, and compares its outputs with those of the whole twin.
 
-The ranks are threads. Void trials do not count: each shard that is cut must have a part in the outputs that are
-compared.
+The ranks are threads. A trial in which no output depends on a shard proves nothing about it, and does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
-from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, lengths, run, spare
+from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, length_options, run, sharing_copy
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
@@ -31,71 +30,77 @@ _TRIALS = 60
 
 
 class Trials:
-    """Tries choices of rules on one twin.
+    """Tries rules on one twin.
 
     Attributes:
         twin: the twin.
-        base: the policies that apply in every trial.
+        base: the policies that are part of every trial.
         world_size: number of ranks.
-        last: why the latest trial did not hold, or "".
+        failure: why the latest trial failed, or "".
     """
 
     def __init__(self, twin: Twin, base: Selection, world_size: int) -> None:
         self.twin, self.base, self.world_size = twin, base, world_size
-        self.last = ""
+        self.failure = ""
         self._count = 0
 
-    def hold(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
-        """Whether the twin, cut so, gives what it gives whole, and every shard that is cut has a part in it."""
+    def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
+        """Whether the sharded twin has the outputs of the whole one, and these depend on every shard.
+
+        Args:
+            choices: the rules, beside those of the base.
+            vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
+            leftovers: whether what the rules leave whole is cut where it is large.
+        """
         self._count += 1
         if self._count > _TRIALS:
-            self.last = "too many trials"
+            self.failure = "too many trials"
             return False
         try:
             plan = self._plan(choices, vocabulary, leftovers)
-            self.last = _idle_shard(plan, self.twin, {path for _, rules in choices for path in rules})
-            if self.last:
+            self.failure = _unused_shard(plan, self.twin, {path for _, rules in choices for path in rules})
+            if self.failure:
                 return False
-            probes = telling(self.twin, plan)
+            probes = comparable_probes(self.twin, plan)
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _outputs(share, probes)))
-        except Exception as error:  # a wrong cut may fail anywhere in the modelling code; that is what a trial is for
-            self.last = _in_short(error)
+        except Exception as error:  # a wrong rule may fail anywhere in the modelling code
+            self.failure = _in_short(error)
             return False
-        wanted = [probe.wanted for probe in probes]
+        wanted = [probe.expected for probe in probes]
         for got in results:
             if not all(equal(g, w, self.twin.tolerance) for g, w in zip(got, wanted, strict=True)):
-                self.last = "its outputs differ"
+                self.failure = "its outputs differ"
                 return False
         return True
 
-    def is_idle(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
-        """Whether some shard would have no part in what the twin gives. Nothing is run."""
+    def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
+        """Whether there would be a shard on which no output depends. Nothing is run."""
         plan = self._plan(choices, vocabulary)
-        return bool(_idle_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
+        return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
 
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """What to generate from, and the tokens of the whole model; None where it does not generate so."""
+        """Inputs for `generate` and the tokens of the whole twin; None where it does not generate from them."""
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
         probe = self.twin.probes[0]
         inputs = {name: value for name, value in probe.inputs.items() if not name.startswith("decoder_")}
         try:
-            return inputs, _generate(spare(self.twin.model), inputs)
-        except Exception as error:  # its generation needs more than its forward does; the forward was compared
-            self.last = _in_short(error)
+            return inputs, _generate(sharing_copy(self.twin.model), inputs)
+        except Exception as error:  # `generate` may need more inputs than the forward, which was compared
+            self.failure = _in_short(error)
             return None
 
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
-        """Whether the twin, cut so, decodes the tokens `wanted` past any window."""
+        """Whether the sharded twin generates the tokens `wanted`, which go past the length of any window."""
         plan = self._plan(choices, vocabulary)
         try:
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
-        except Exception as error:  # as in `hold`
-            self.last = _in_short(error)
+        except Exception as error:  # as in `match`
+            self.failure = _in_short(error)
             return False
-        self.last = "its tokens differ"
+        self.failure = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def _plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
@@ -112,17 +117,17 @@ class Trials:
         return on_rank
 
 
-def telling(twin: Twin, plan: ShardPlan) -> list[Probe]:
-    """The probes on which a twin cut by `plan` should give what it gives whole.
+def comparable_probes(twin: Twin, plan: ShardPlan) -> list[Probe]:
+    """The probes whose outputs must be the same, sharded and whole.
 
-    A single layer that a policy cuts within its block gives, by itself, a part of what it gives whole.
+    The outputs of a column-parallel or row-parallel layer alone are one rank's part of the whole ones.
     """
     parts_only = {layer.path for layer in plan.layers if layer.takes_part != layer.gives_part}
-    return [probe for probe in twin.probes if probe.path not in twin.lone or probe.path not in parts_only]
+    return [probe for probe in twin.probes if probe.path not in twin.single_layers or probe.path not in parts_only]
 
 
-def unreached(plan: ShardPlan, twin: Twin) -> list[str]:
-    """The rules of which no cut tensor has a part in the outputs, so that a trial says nothing about them."""
+def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
+    """The rules of whose tensors none has an influence on the outputs, so that a trial proves nothing about them."""
     reached: dict[str, bool] = {}
     for tensor in plan.stored():
         if not tensor.is_replicated and not tensor.is_buffer:
@@ -135,19 +140,20 @@ def _outputs(share: nn.Module, probes: Sequence[Probe]) -> list[list[torch.Tenso
 
 
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tokens, and whatever else it returns: speech, for one."""
+    """The generated tokens, and whatever else `generate` returns, such as speech."""
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    return list(tensors(model.generate(**given, **lengths(model, _TOKENS), do_sample=False, num_beams=1)))
+    return list(tensors(model.generate(**given, **length_options(model, _TOKENS), do_sample=False, num_beams=1)))
 
 
 def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:160]
 
 
-def _idle_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
-    """The first shard of an unwritten rule on which no output depends, in words; "" where all count.
+def _unused_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
+    """The first shard of an inferred rule on which no output depends, in words; "" where there is none.
 
-    Blocks of one class compute alike, so one of those that a rule cuts is enough: no router chooses all experts.
+    All blocks of a class compute the same, so it is enough if outputs depend on the shard in one of them: a router may
+    leave experts out.
     """
     alike: dict[tuple[str, str], list[TensorPlan]] = {}
     for tensor in plan.stored():

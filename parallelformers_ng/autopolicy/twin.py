@@ -1,4 +1,4 @@
-"""What a twin is: a tiny, random copy of a model's architecture, with inputs on which all that can be cut counts."""
+"""A twin: a tiny random copy of a model's architecture, with inputs for it and its outputs for them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from parallelformers_ng.sharding.structure import tensors
 
 @dataclass
 class Probe:
-    """A part of a twin that runs by itself, its inputs and what it answers whole.
+    """A part of a twin that runs by itself, with inputs and the outputs of the whole twin for them.
 
     Attributes:
-        path: the part's dotted path, "" for the whole.
+        path: dotted path of the part, "" for the whole model.
         inputs: keyword arguments of its forward.
-        wanted: the tensors of its output.
+        expected: the tensors of its output.
     """
 
     path: str
     inputs: dict[str, Any]
-    wanted: list[torch.Tensor]
+    expected: list[torch.Tensor]
 
 
 @dataclass
 class Twin:
-    """A tiny model and what was seen of it.
+    """A tiny model, and what its forward shows of it.
 
     Attributes:
         model: the model, whole, every parameter random, in float64 where its code allows, else in float32.
-        probes: what is run to compare.
+        probes: the parts to run and compare.
         calls: module name → order of its first call.
-        gradients: parameter name → how much the outputs depend on each of its values, for those on which they do.
-        untold: why the probes do not reach some parts, or "".
-        lone: paths of layers that no part's probe reaches, so that each has one of its own.
+        gradients: parameter name → absolute gradient of the outputs, for parameters that influence them.
+        unreached: why the probes do not reach some parts, or "".
+        single_layers: paths of layers that only a probe of their own reaches.
     """
 
     model: PreTrainedModel
     probes: list[Probe]
     calls: dict[str, int]
     gradients: dict[str, torch.Tensor]
-    untold: str = ""
-    lone: list[str] = field(default_factory=list)
+    unreached: str = ""
+    single_layers: list[str] = field(default_factory=list)
 
     @property
     def runs_whole(self) -> bool:
@@ -72,13 +72,13 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
     return [gathered(tensor) for tensor in tensors(model(**given))]
 
 
-def spare(model: Any) -> Any:
-    """A copy that shares the model's parameters. What running it leaves behind, such as the offsets between positions
-    and tokens that multimodal models keep from one call to the next, does not get into the model."""
+def sharing_copy(model: Any) -> Any:
+    """A copy that shares the model's parameters. State that a forward keeps, such as the offsets between positions and
+    tokens of multimodal models, stays in the copy."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def lengths(model: Any, tokens: int) -> dict[str, int]:
+def length_options(model: Any, tokens: int) -> dict[str, int]:
     """Keyword arguments of `generate` for so many tokens, also for a decoder whose configuration names no start."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
@@ -87,7 +87,7 @@ def lengths(model: Any, tokens: int) -> dict[str, int]:
 
 
 def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Whether two runs gave the same, up to rounding."""
+    """Whether two runs have the same outputs, up to rounding."""
     return len(got) == len(wanted) and all(difference(g, w) <= tolerance for g, w in zip(got, wanted, strict=True))
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.kinds import absent_kinds
-from parallelformers_ng.autopolicy.observation import observe, observe_lone_layers
-from parallelformers_ng.autopolicy.probe import candidates
+from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.twin import Twin
@@ -70,9 +70,9 @@ def make_twin(
         if time.thread_time() > end:
             break
     if best is not None:
-        best = observe_lone_layers(best, seed + 1)
+        best = observe_single_layers(best, seed + 1)
     if best is None or not best.probes:
-        reason = [*failures, best.untold[:300] if best else "", "still too large"]
+        reason = [*failures, best.unreached[:300] if best else "", "still too large"]
         raise UnsupportedModelError(f"no tiny twin of {cls.__name__}: {next(filter(None, reason))}")
     return best
 
@@ -168,7 +168,7 @@ def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | 
         only: which inputs to try; None for all.
     """
     with torch.inference_mode(), torch.device("meta"):
-        for number, arguments in enumerate(candidates(skeleton)):
+        for number, arguments in enumerate(candidate_inputs(skeleton)):
             if only not in (None, number):
                 continue
             on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from parallelformers_ng.autopolicy.twin import Twin, lengths
+from parallelformers_ng.autopolicy.twin import Twin, length_options
 
 _WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "num_beams": 1},
@@ -49,7 +49,7 @@ def generate(twin: Twin, model: Any, decodings: set[str] | None = None) -> dict[
 def _decode(model: Any, inputs: dict[str, Any], way: dict[str, Any]) -> Any:
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     _thread.generator = torch.Generator().manual_seed(_SEED)
-    return model.generate(**given, **way, **lengths(model, _TOKENS))
+    return model.generate(**given, **way, **length_options(model, _TOKENS))
 
 
 @contextmanager

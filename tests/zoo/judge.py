@@ -11,8 +11,8 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.autopolicy.trials import telling
-from parallelformers_ng.autopolicy.twin import Twin, difference, run, spare
+from parallelformers_ng.autopolicy.trials import comparable_probes
+from parallelformers_ng.autopolicy.twin import Twin, difference, run, sharing_copy
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
@@ -107,12 +107,12 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
         return
     verdict.source, verdict.share = plan.source, round(share, 4)
 
-    twin = replace(twin, probes=telling(twin, plan))
+    twin = replace(twin, probes=comparable_probes(twin, plan))
     if not twin.probes:
-        verdict.status, verdict.reason = "skipped", f"no known inputs reach what is cut: {twin.untold[:300]}"
+        verdict.status, verdict.reason = "skipped", f"no known inputs reach what is cut: {twin.unreached[:300]}"
         return
-    wanted = _Answers([probe.wanted for probe in twin.probes], generate(twin, spare(twin.model)))
-    parts = ["layers" if p.path in twin.lone else "parts" if p.path else "forward" for p in twin.probes]
+    wanted = _Answers([probe.expected for probe in twin.probes], generate(twin, sharing_copy(twin.model)))
+    parts = ["layers" if p.path in twin.single_layers else "parts" if p.path else "forward" for p in twin.probes]
     compared = {*parts, *wanted.tokens}
     try:
         answers = run_ranks(size, lambda communicator: _answers(twin, plan, communicator, set(wanted.tokens)))

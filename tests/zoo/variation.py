@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from parallelformers_ng.autopolicy.observation import observe, observe_lone_layers
+from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
 from parallelformers_ng.autopolicy.settings import parts_of, setting
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.twin import Twin
@@ -44,8 +44,8 @@ def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int)
             continue
         twin = observe(model, seed + 1)
         if twin.probes:
-            return observe_lone_layers(twin, seed + 1)
-        failures.append(twin.untold[:200])
+            return observe_single_layers(twin, seed + 1)
+        failures.append(twin.unreached[:200])
     raise UnsupportedModelError(f"no variation of {cls.__name__} runs: {'; '.join(failures[:2])}")
 
 

@@ -1,7 +1,7 @@
-"""Layers that no known inputs of a model reach, and inputs for each by itself.
+"""Layers that no inputs of the model reach, and inputs for each layer alone.
 
-Only those that are merely called qualify (`calls.py`): cut by their outputs and gathered, they give what they give
-whole, whatever surrounds them.
+Only layers that the modelling code calls and does nothing else with qualify (`calls.py`). Cut by their outputs and
+gathered, they have the same outputs as whole, whatever surrounds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallelformers_ng.sharding.structure import uses
 _ROWS = 6
 
 
-def lone_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Paths of layers that can be proven alone, with keyword arguments of their forward.
 
     Args:

@@ -1,4 +1,4 @@
-"""Inputs for a model that nobody described: made from its forward's signature and its configuration."""
+"""Makes inputs for a model from the signature of its forward and its configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _CROSS = re.compile(
 )
 
 
-def candidates(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """Keyword arguments for `model.forward`, the most telling first; the caller takes the first that runs.
+def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
+    """Keyword arguments for `model.forward`, those that reach most of it first; the caller takes the first to run.
 
     Args:
         model: a transformers model or a part of one.
