@@ -1,0 +1,20 @@
+"""What the process that calls `parallelize` has to believe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.pretend_cuda import guard
+from tests.pretend_cuda.stubs import DEVICES
+
+TARGET = "tests.pretend_cuda.worker:PretendedRunner"
+
+
+def believe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `parallelize(workers={"device": "cuda"})` start ranks on pretended devices."""
+    if guard.COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: DEVICES)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("parallelformers_ng.api.RUNNER", TARGET)

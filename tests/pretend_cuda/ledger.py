@@ -1,0 +1,43 @@
+"""What passes between host and device, and where in the code."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+_OWN, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+
+TO_DEVICE, TO_HOST, WAITS = "copies to the device", "copies to the host", "waits of the host"
+
+
+class Ledger:
+    """Counts by kind and place: `entries[TO_HOST, "runner.py:120 copy_"]`."""
+
+    def __init__(self) -> None:
+        self.entries: Counter[tuple[str, str]] = Counter()
+
+    def note(self, kind: str, what: str) -> None:
+        self.entries[kind, f"{_place()} {what}"] += 1
+
+    def take(self) -> dict[str, dict[str, int]]:
+        """What was counted since this was last asked: kind → place → how often."""
+        taken: dict[str, dict[str, int]] = {TO_DEVICE: {}, TO_HOST: {}, WAITS: {}}
+        for (kind, place), count in self.entries.items():
+            taken[kind][place] = count
+        self.entries.clear()
+        return taken
+
+
+def _place() -> str:
+    """The innermost line that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
+ledger = Ledger()

@@ -1,0 +1,50 @@
+"""A rank on a pretended device. Imported by workers alone: the import makes the process one that has such devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelformers_ng.wire import encoder
+from parallelformers_ng.worker.runner import ModelRunner
+from tests.pretend_cuda import guard, process_group, stubs
+from tests.pretend_cuda.ledger import ledger
+from tests.pretend_cuda.tensor import DeviceTensor, device_mode
+
+guard.load()
+stubs.install()
+dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
+torch._C._set_only_lift_cpu_tensors(True)  # what `torch.tensor(…, device="cuda")` makes is copied in the mode's sight
+device_mode.__enter__()
+
+
+def _send_as_tensors() -> None:
+    """A tensor of a GPU has no class of its own, and the messages know torch's."""
+    encoder._METHODS[DeviceTensor] = encoder.Encoder._tensor
+    outside = encoder.Encoder._outside
+
+    def outside_too(self: encoder.Encoder, obj: Any) -> Any:
+        return self.node(obj) if type(obj) is DeviceTensor else outside(self, obj)
+
+    encoder.Encoder._outside = outside_too  # type: ignore[method-assign]
+
+
+_send_as_tensors()
+
+
+class PretendedRunner(ModelRunner):
+    """As on a GPU, and says what passed between host and device."""
+
+    def counted(self) -> dict[str, dict[str, int]]:
+        """See `Ledger.take`."""
+        return ledger.take()
+
+    def devices(self) -> set[str]:
+        """Where the weights and buffers are."""
+        return {str(tensor.device) for tensor in (*self.model.parameters(), *self.model.buffers())}
+
+    def allocated(self) -> int:
+        """Bytes on the device."""
+        return torch.cuda.memory_allocated(self.device)
