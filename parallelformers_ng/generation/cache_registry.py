@@ -137,7 +137,7 @@ class CacheRegistry:
         with CriticalSection():
             try:
                 result, info = group.call(
-                    "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout
+                    "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
                 )
             except BaseException:
                 handle.inconsistent = not (method in ("copy", "__getattribute__") or method.startswith("get_"))

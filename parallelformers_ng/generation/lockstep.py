@@ -94,22 +94,21 @@ class CallersRandomness:
     where the device drew.
 
     Args:
-        state: the caller's CPU generator, a uint8 vector, or None to leave all generators alone.
+        state: of the caller's CPU generator, or None to leave all generators alone.
         device: where the rank computes.
     """
 
-    def __init__(self, state: torch.Tensor | None, device: torch.device) -> None:
-        # A clone, since torch reads the state from the start of its storage, whatever offset the tensor has in it.
-        self._before = None if state is None else state.clone()
+    def __init__(self, state: bytes | None, device: torch.device) -> None:
+        self._before = state
         self._device = device
         self.moved: torch.Tensor | None = None
         """The generator's state at the end, where anything was drawn."""
 
     def __enter__(self) -> CallersRandomness:
         if self._before is not None:
-            torch.set_rng_state(self._before)
+            torch.set_rng_state(torch.frombuffer(bytearray(self._before), dtype=torch.uint8))
             if self._device.type == "cuda":
-                torch.cuda.manual_seed(zlib.crc32(self._before.numpy().tobytes()))
+                torch.cuda.manual_seed(zlib.crc32(self._before))
                 self._cuda_before = torch.cuda.get_rng_state(self._device)
         return self
 
@@ -121,5 +120,5 @@ class CallersRandomness:
         if self._device.type == "cuda" and not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda_before):
             torch.rand(())
         after = torch.get_rng_state()
-        if after.numpy().tobytes() != self._before.numpy().tobytes():  # a tenth of what torch.equal takes
+        if after.numpy().tobytes() != self._before:  # a tenth of what torch.equal takes
             self.moved = after

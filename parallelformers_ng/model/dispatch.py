@@ -140,15 +140,19 @@ class Dispatcher:
             if state is not None:
                 hooks.check_apart_from(state)
             call.hooks = hooks.packed
-        call.rng, store_rng = self._random_stream(how.seed)
-        call.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        state_before, store_rng = self._random_stream(how.seed)
+        call.rng = state_before.numpy().tobytes()
+        device = group.device_names[0].partition(":")[0]
+        call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()
         on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
         try:
-            answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event)
+            answer: Answer = group.call(
+                "run", call, timeout=end - time.monotonic(), on_event=on_event, to_devices=True
+            )
             arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # torch wants its own storage
             if state is not None:
@@ -163,7 +167,7 @@ class Dispatcher:
                 return answer.output
             return map_handles(answer.output, lambda handle: registry.receive(handle, incarnation))
         except BaseException as error:  # an interrupt may come as late as here
-            if hooks is not None and isinstance(error, WorkerError):
+            if hooks is not None and isinstance(error, WorkerError) and group.alive:
                 changes = group.call("hook_changes", call.cache_block, timeout=end - time.monotonic())
                 hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
             registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)

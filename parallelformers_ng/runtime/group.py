@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import (
     ChannelClosedError,
@@ -21,6 +23,7 @@ from parallelformers_ng.errors import (
     PlacementError,
     ProtocolError,
     RequestTimeoutError,
+    WorkerError,
 )
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
@@ -167,7 +170,13 @@ class WorkerGroup:
         return min(thread_deadline.get(), time.monotonic() + seconds)
 
     def call(
-        self, method: str, *args: Any, timeout: float | None = None, on_event: OnEvent | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        on_event: OnEvent | None = None,
+        to_devices: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Run one method with the same arguments on every rank.
 
@@ -177,13 +186,15 @@ class WorkerGroup:
             timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
             on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
                 cancelled and the exception goes on to the caller.
+            to_devices: the tensors in the arguments, whatever holds them, arrive on the device of each rank.
             **kwargs: its keyword arguments.
 
         Returns:
             Rank 0's value.
 
         Raises:
-            WorkerError: the method raised; the exception is an instance of the original type as well.
+            WorkerError: the method raised; the exception is an instance of the original type as well. Where that is
+                torch.AcceleratorError, the group is of no further use.
             NotPortableError: an argument cannot be sent; its place is named. Nothing was run.
             WorkerDiedError: a worker ended. The group is of no further use.
             RequestTimeoutError: the time passed. Unless it passed in the queue, the group is of no further use.
@@ -191,7 +202,7 @@ class WorkerGroup:
         """
         # A method without arguments is asked for by its name alone: there is nothing to take apart and rebuild.
         request = {"method": method, "args": args, "kwargs": kwargs} if args or kwargs else method
-        return self._request(method, [request], 0, timeout, on_event)[0]
+        return self._request(method, [request], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[0]
 
     def call_each(
         self,
@@ -306,6 +317,11 @@ class WorkerGroup:
             raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
         except (WorkerGoneError, ChannelClosedError, ProtocolError) as error:
             raise self._processes.end_because(error)() from None
+        except WorkerError as error:
+            if isinstance(error, torch.AcceleratorError):  # a process whose device failed fails at everything
+                text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
+                self._processes.end_because(GroupError(text))
+            raise
         finally:
             if self._exchange.unfinished and not self._is_over:
                 self._abandon()

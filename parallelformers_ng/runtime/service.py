@@ -60,6 +60,7 @@ class Service:
     rank: int
     emit: Emitter
     spins: bool
+    device: torch.device
 
     def serve(self) -> None:
         """The loop of a worker."""
@@ -89,7 +90,7 @@ class Service:
     def _run(self, frame: Frame) -> Any:
         if frame.flags & Flag.RESET:
             self.communicator.reset()
-        request = frame.decode(self.channel.key)
+        request = frame.decode(self.channel.key, self.device if frame.flags & Flag.TO_DEVICE else None)
         if type(request) is str:
             request = {"method": request, "args": (), "kwargs": {}}
         method = request["method"]
@@ -144,4 +145,4 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
     channel.send(Kind.READY, 0, None)
-    return Service(channel, target, communicator, rank, emit, boot["spins"])
+    return Service(channel, target, communicator, rank, emit, boot["spins"], device)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.look_ups import in_range
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, cannot_cut
 from parallelformers_ng.sharding.partition import HeadShare, cut_width
 from parallelformers_ng.sharding.policy import Rule
@@ -36,7 +37,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
     gathered_sizes: Sequence[int]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_range(input)
+        input = self._in_range(input)
         if self.row_count == 0:
             found = self.weight.new_zeros(*input.shape, self.weight.shape[1])
         else:
@@ -48,17 +49,18 @@ class VocabularyParallelEmbedding(ParallelLayer):
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows)
 
-    def _check_range(self, ids: torch.Tensor) -> None:
+    def _in_range(self, ids: torch.Tensor) -> torch.Tensor:
         """A whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on every rank."""
-        if ids.numel() == 0:
-            return
         size = sum(self.gathered_sizes)
-        if ids.device.type == "cpu" and not is_compiling():
+        if is_compiling():
+            torch._assert_async(((ids >= 0) & (ids < size)).all())
+        elif ids.device.type != "cpu":
+            return in_range(ids, size)
+        elif ids.numel():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= size:
                 raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
-        else:
-            torch._assert_async(((ids >= 0) & (ids < size)).all())
+        return ids
 
 
 class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):

@@ -11,6 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import torch
+
+
+def _generator(device: str, state: bytes) -> torch.Generator:
+    made = torch.Generator(device)
+    made.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return made
+
+
+def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
+    """Its state is a tensor of the host, wherever the tensors of the message go."""
+    return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
 
 
 class ReferencePickler(cloudpickle.Pickler):
@@ -20,6 +32,8 @@ class ReferencePickler(cloudpickle.Pickler):
         reference: the JSON form of a reference to an object that goes beside the pickle, None for one that goes
             through it.
     """
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({torch.Generator: _reduce_generator})
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:
         super().__init__(buffer, protocol=5)

@@ -37,7 +37,7 @@ from parallelformers_ng.wire.format import (
 )
 
 _KINDS = {int(kind): kind for kind in Kind}
-_ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH
+_ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH | Flag.TO_DEVICE
 _from_json = json.JSONDecoder().raw_decode
 _LEAVES = frozenset({str, int, float, bool, type(None)})  # nodes that are their own value
 # What foreign bytes can provoke in json, torch and the constructors below.
@@ -45,6 +45,7 @@ _MALFORMED = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
     *(RuntimeError, MemoryError, SyntaxError),
 )
+_OF_DEVICES = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,10 +59,10 @@ class Frame:
     blob: torch.Tensor = dataclasses.field(repr=False)
     fds: list[int]
 
-    def decode(self, key: bytes | None) -> Any:
-        """The value of the frame, which now owns the descriptors. Raises what `decode` below raises."""
+    def decode(self, key: bytes | None, device: torch.device | None = None) -> Any:
+        """The value of the frame, which now owns the descriptors; arguments and exceptions are those of `decode`."""
         fds, self.fds = self.fds, []
-        return decode(self.header, self.blob, fds, key)
+        return decode(self.header, self.blob, fds, key, device)
 
     def discard(self) -> None:
         """Close the descriptors that came with the frame."""
@@ -95,7 +96,9 @@ def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tu
     return _KINDS[kind], flags, sequence, header_size, tensor_size, count
 
 
-def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None) -> Any:
+def decode(
+    header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None, device: torch.device | None = None
+) -> Any:
     """Put a value together again.
 
     Args:
@@ -103,6 +106,8 @@ def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None)
         blob: the tensors' bytes, uint8 `[size]`; the tensors in the value are views of it.
         fds: received descriptors. They belong to the value afterwards; if decoding fails, they are closed.
         key: what signatures are checked against; with None, parts that need one are refused.
+        device: where the tensors in the value are to be, in whatever object; they get there in one copy. None: they
+            stay where they are.
 
     Raises:
         ProtocolError: the message is malformed, too large, or a signature is wrong.
@@ -117,7 +122,7 @@ def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None)
         if type(message) is str and not fds:
             return message
         tree, table = message
-        decoder = Decoder(blob, table, fds, key)
+        decoder = Decoder(blob, table, fds, key, device)
         value = decoder.value(tree)
         if len(decoder.claimed) != len(fds):
             raise ProtocolError(f"{len(fds)} file descriptors came, {len(decoder.claimed)} are in the message")
@@ -125,7 +130,7 @@ def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None)
     except BaseException as error:
         for fd in fds:
             os.close(fd)
-        if isinstance(error, _MALFORMED) and not isinstance(error, NotPortableError):
+        if isinstance(error, _MALFORMED) and not isinstance(error, (NotPortableError, *_OF_DEVICES)):
             raise ProtocolError(f"malformed message: {type(error).__name__}: {str(error)[:200]}") from error
         raise
 
@@ -133,9 +138,14 @@ def decode(header: bytes, blob: torch.Tensor, fds: list[int], key: bytes | None)
 class Decoder:
     """One message being read."""
 
-    def __init__(self, blob: torch.Tensor, table: Any, fds: list[int], key: bytes | None) -> None:
-        self._blob = blob
-        self._tensors = [self._view(*row) for row in table]
+    def __init__(
+        self, blob: torch.Tensor, table: Any, fds: list[int], key: bytes | None, device: torch.device | None = None
+    ) -> None:
+        self._hosted = [self._view(blob, *row) for row in table]
+        self._tensors = self._hosted
+        if device is not None and device.type != "cpu" and table:
+            there = blob.to(device)
+            self._tensors = [self._view(there, *row) for row in table]
         self._fds = fds
         self.claimed: set[int] = set()  # indices of descriptors that the value has
         self._key = key
@@ -154,15 +164,16 @@ class Decoder:
         self._depth -= 1
         return value
 
-    def _view(self, dtype_name: Any, shape: Any, offset: Any) -> torch.Tensor:
+    @staticmethod
+    def _view(blob: torch.Tensor, dtype_name: Any, shape: Any, offset: Any) -> torch.Tensor:
         dtype = TENSOR_DTYPES[_text(dtype_name)]
         if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
             raise ProtocolError(f"no shape of at most {MAX_DIMENSIONS} dimensions: {str(shape)[:80]}")
         size = math.prod(_natural(length) for length in shape) * dtype.itemsize
         start = _natural(offset)
-        if start % ALIGNMENT or start + size > self._blob.numel():
-            raise ProtocolError(f"a tensor at {start} + {size} does not lie in {self._blob.numel()} bytes, aligned")
-        flat = self._blob[start : start + size].view(dtype)
+        if start % ALIGNMENT or start + size > blob.numel():
+            raise ProtocolError(f"a tensor at {start} + {size} does not lie in {blob.numel()} bytes, aligned")
+        flat = blob[start : start + size].view(dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
     def _items(self, nodes: list[Any]) -> list[Any]:
@@ -179,7 +190,7 @@ class Decoder:
     def _bytes(self, node: Any) -> bytes:
         if type(node) is str:
             return base64.b64decode(node, validate=True)
-        tensor = self._tensors[_natural(node)]
+        tensor = self._hosted[_natural(node)]
         if tensor.dtype is not torch.uint8:
             raise ProtocolError(f"bytes in a tensor of {tensor.dtype}")
         return tensor.numpy().tobytes()

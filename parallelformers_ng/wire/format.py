@@ -79,6 +79,7 @@ class Flag:
     MEMFD = 1  # the tensors are in the last descriptor
     RESET = 2  # the communicator is to be reset before this request runs
     EACH = 4  # every rank answers with its own value, not rank 0 alone
+    TO_DEVICE = 8  # the tensors are wanted on the device of the rank
 
 
 @dataclass(frozen=True, slots=True)

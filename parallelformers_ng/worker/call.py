@@ -18,8 +18,9 @@ class Call:
         args, kwargs: its arguments, caches as `Handle("cache", …)`.
         attributes: attributes of modules that were set since the last call: (path of the module, name) → value.
         unsure: the plan cannot tell whether the method gives a whole result; the ranks compare theirs.
-        rng: state of the caller's CPU generator, a uint8 vector.
-        autocast: data type of the caller's `torch.autocast`, None outside one.
+        rng: state of the caller's CPU generator, in bytes: tensors of a call are sent to devices.
+        autocast: data type of the caller's `torch.autocast` for the kind of devices that the ranks have, None outside
+            one.
         configs: attributes of configurations, also of how to generate, that changed since the last call: dotted name →
             value.
         cache_block: where the ids of caches that this call makes begin.
@@ -37,7 +38,7 @@ class Call:
     kwargs: dict[str, Any]
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     unsure: bool = False
-    rng: torch.Tensor | None = None
+    rng: bytes | None = None
     autocast: torch.dtype | None = None
     configs: dict[str, Any] = field(default_factory=dict)
     cache_block: int = 0

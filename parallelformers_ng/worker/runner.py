@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import operator
 import random
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
@@ -39,6 +37,7 @@ from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
 from parallelformers_ng.sharding.inject import inject, set_config
+from parallelformers_ng.sharding.look_ups import checked_look_ups, guard_look_ups
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.stored import StoredInParts
@@ -63,6 +62,8 @@ class ModelRunner:
         if device.type == "cpu":
             install_attention()
             append_in_place()
+        else:
+            guard_look_ups()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
@@ -187,13 +188,13 @@ class ModelRunner:
         state = ObjectState(stateful_arguments(kwargs)) if call.returns_state else None
         if state is not None:
             state.remember()
-        args, kwargs = self._to_device((args, kwargs))
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
         module = self.model.get_submodule(call.path)
         models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
+            checked_look_ups(),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
@@ -247,7 +248,6 @@ class ModelRunner:
         """Call a method of a cache that this rank holds, or of a subcache. Returns its result and what became of the
         whole cache."""
         self.caches.last_number = block
-        args, kwargs = self._to_device((args, kwargs))
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs, subcache)
         return result, self.caches.info(number)
@@ -304,8 +304,3 @@ class ModelRunner:
         """The device, and what a method of `RankMemory` says of it."""
         memory = RankMemory(self.device, self.rank, self.plan.bytes_per_rank[self.rank] if self.plan else 0)
         return memory.device, getattr(memory, what)()
-
-    def _to_device(self, value: Any) -> Any:
-        if self.device.type == "cpu":
-            return value
-        return tree_map_only(torch.Tensor, operator.methodcaller("to", self.device), value)

@@ -1,0 +1,70 @@
+"""Ids that are looked up on a device, where one beyond the table would be the end of the process.
+
+A CUDA kernel that meets such an id asserts, after which nothing works in its process. So ids are put into range before
+the look-up, what they were is noted on the device, and the request that brought them is refused at its end. Nothing
+waits for the device meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+_seen: dict[tuple[torch.device, int], torch.Tensor] = {}
+"""(device, rows of a table) → the lowest and the highest id that were looked up in such a table, int64 `[2]`."""
+
+_look_up = functional.embedding
+
+
+def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """The ids, those beyond a table of so many rows put at its ends and noted. For ids on a device."""
+    if not ids.numel() or not rows:
+        return ids
+    key = ids.device, rows
+    if key not in _seen:
+        _seen[key] = ids.new_tensor((0, rows - 1), dtype=torch.long)
+    lowest, highest = _seen[key].unbind()
+    low, high = torch.aminmax(ids)
+    lowest.copy_(torch.minimum(lowest, low))
+    highest.copy_(torch.maximum(highest, high))
+    return ids.clamp(0, rows - 1)
+
+
+def guard_look_ups() -> None:
+    """Have every embedding of this process look up ids in range, from now on. What is compiled does so as it is: it
+    sees no ids but those that the model chose."""
+    functional.embedding = _guarded  # type: ignore[assignment]
+
+
+def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not is_compiling() and input.device.type != "cpu":
+        input = in_range(input, weight.shape[0])
+    return _look_up(input, weight, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def checked_look_ups() -> Iterator[None]:
+    """Around a request.
+
+    Raises:
+        IndexError: at its end, where an id was out of range. The message names it, and the rows of its table.
+    """
+    try:
+        yield
+    except BaseException:
+        _forget()
+        raise
+    for (_, rows), seen in _seen.items():
+        low, high = seen.tolist()
+        if low < 0 or high >= rows:
+            _forget()
+            raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
+
+
+def _forget() -> None:
+    _seen.clear()

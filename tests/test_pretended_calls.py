@@ -1,0 +1,193 @@
+"""What calls bring and take on pretended CUDA devices: see `tests/pretend_cuda`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.modeling_outputs import BaseModelOutput
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.pretend_cuda.caller import TARGET, believe
+from tests.zoo.build import largest_difference
+from tests.zoo.case import seq2seq_inputs, text_inputs
+from tests.zoo.decoders import decoder
+from tests.zoo.seq2seq import t5
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    believe(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    with pytest.MonkeyPatch.context() as patch:
+        believe(patch)
+        with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
+            yield group
+
+
+@pytest.mark.parametrize("kind", [tuple, BaseModelOutput], ids=["tuple", "output"])
+def test_encoder_outputs(kind: type, group: WorkerGroup) -> None:
+    whole, inputs = t5(), seq2seq_inputs()
+    with torch.no_grad():
+        states = whole.encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+    given = {"encoder_outputs": kind((states,)) if kind is tuple else kind(states)}
+    given |= {"attention_mask": inputs["attention_mask"]}
+    with parallelize(t5(), workers=group) as model:
+        decoded = {"decoder_input_ids": inputs["decoder_input_ids"]}
+        assert largest_difference(model(**given, **decoded).logits, whole(**given, **decoded).logits) <= 1e-4
+        if kind is BaseModelOutput:
+            assert torch.equal(model.generate(**given, **GREEDY), whole.generate(**given, **GREEDY))
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Favours(LogitsProcessor):
+    """Adds to the scores, and keeps what it saw."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.bias = Pair(bias, bias * 2)
+        self.sums: list[torch.Tensor] = []
+        self.total = torch.zeros(bias.shape[-1])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.sums.append(scores.sum())
+        self.total = self.total + scores[0]
+        return scores + self.bias.second
+
+
+class EndsAt(StoppingCriteria):
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids = ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.ids)
+
+
+def test_objects_that_hold_tensors(group: WorkerGroup) -> None:
+    bias = torch.randn(131, generator=torch.Generator().manual_seed(5)) * 3
+    whole = decoder("Llama")
+    mine, theirs = Favours(bias), Favours(bias)
+    want = whole.generate(**text_inputs(), logits_processor=[mine], **GREEDY)
+    ends = EndsAt(want[0, 9:10])
+    with parallelize(decoder("Llama"), workers=group) as model:
+        assert torch.equal(model.generate(**text_inputs(), logits_processor=[theirs], **GREEDY), want)
+        assert len(theirs.sums) == len(mine.sums)
+        assert {theirs.total.device.type, theirs.sums[0].device.type} == {"cpu"}
+        assert largest_difference(theirs.total, mine.total) <= 1e-4
+        assert torch.equal(
+            model.generate(**text_inputs(), stopping_criteria=[ends], **GREEDY),
+            whole.generate(**text_inputs(), stopping_criteria=[ends], **GREEDY),
+        )
+
+
+class Draws(LogitsProcessor):
+    """Has a random stream of its own, of the host."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.randn(scores.shape[-1], generator=self.generator).to(scores.device)
+
+
+def test_an_object_with_a_generator(group: WorkerGroup) -> None:
+    want = decoder("Llama").generate(**text_inputs(), logits_processor=[Draws()], **GREEDY)
+    with parallelize(decoder("Llama"), workers=group) as model:
+        assert torch.equal(model.generate(**text_inputs(), logits_processor=[Draws()], **GREEDY), want)
+
+
+def test_caches_of_the_caller(group: WorkerGroup) -> None:
+    whole, ids = decoder("Llama"), text_inputs()["input_ids"]
+    filled, mine = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        whole(input_ids=ids, past_key_values=filled)
+        whole(input_ids=ids, past_key_values=mine)
+        want = whole(input_ids=ids[:, :1], past_key_values=filled).logits
+    with parallelize(decoder("Llama"), workers=group) as model:
+        output = model(input_ids=ids, use_cache=True)
+        assert largest_difference(model(input_ids=ids[:, :1], past_key_values=output.past_key_values).logits, want) <= 1e-4
+        output.past_key_values.reorder_cache(torch.tensor([1, 0]))
+        swapped = model(input_ids=ids[:, :1].flip(0), past_key_values=output.past_key_values).logits
+        assert swapped.isfinite().all()
+
+
+def test_sampling_follows_the_callers_stream(group: WorkerGroup) -> None:
+    with parallelize(decoder("Llama"), workers=group) as model:
+        drawn = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            drawn.append(model.generate(**text_inputs(), max_new_tokens=12, do_sample=True))
+        assert torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_autocast_is_that_of_the_devices(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    with parallelize(decoder("Llama"), workers=group) as model:
+        with torch.autocast("cuda", torch.bfloat16):
+            assert model(**text_inputs()).logits.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(**text_inputs()).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("setting", ["device", "dtype"])
+def test_defaults_of_the_caller(setting: str, group: WorkerGroup) -> None:
+    want = decoder("Llama").generate(**text_inputs(), **GREEDY)
+    inputs, bias = text_inputs(), torch.zeros(131)
+    model = parallelize(decoder("Llama"), workers=group)
+    before = torch.get_default_dtype()
+    try:
+        if setting == "device":
+            torch.set_default_device("meta")  # as any other device that is not the host
+        else:
+            torch.set_default_dtype(torch.float64)
+        assert torch.equal(model.generate(**inputs, logits_processor=[Favours(bias)], **GREEDY), want)
+        assert model(**inputs, use_cache=True).logits.device.type == "cpu"
+        state = model.state_dict()
+        model.generate(**inputs, max_new_tokens=3, do_sample=True, seed=3)
+        model.deparallelize()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+    assert all(tensor.device.type == "cpu" for tensor in state.values())
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+
+
+def test_from_a_path_saved_and_restarted(tmp_path: Any) -> None:
+    whole = decoder("Llama")
+    whole.save_pretrained(tmp_path / "model")
+    want = whole.generate(**text_inputs(), **GREEDY)
+    with parallelize(tmp_path / "model", 2, workers={"device": "cuda"}) as model:
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)
+        deployment = remote_of(model).dispatcher.deployment
+        victim = deployment.pids[1]
+        os.kill(victim, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, deployment.supervisor.group.watch_descriptors()[1], os.WEXITED | os.WNOWAIT) if False else None
+        for _ in range(3):
+            try:
+                got = model.generate(**text_inputs(), **GREEDY)
+                break
+            except Exception as error:  # the request that met the end of the worker
+                assert "died" in str(error)
+        assert torch.equal(got, want)
+        assert victim not in deployment.pids
+        model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in again.state_dict().items())

@@ -1,0 +1,69 @@
+"""What goes wrong on pretended CUDA devices: see `tests/pretend_cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.pretend_cuda.caller import TARGET, believe
+from tests.zoo.case import VOCABULARY, text_inputs, token_ids
+from tests.zoo.decoders import decoder, gpt2
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    believe(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    with pytest.MonkeyPatch.context() as patch:
+        believe(patch)
+        with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
+            yield group
+
+
+@pytest.mark.parametrize("bad", [VOCABULARY, -1, 1 << 40])
+def test_a_token_id_out_of_range_costs_its_request_alone(bad: int, group: WorkerGroup) -> None:
+    ids = token_ids()
+    ids[1, 3] = bad
+    with parallelize(decoder("Llama"), workers=group) as model:
+        for call in (model, model.generate):
+            with pytest.raises(IndexError, match=f"id {bad}, vocabulary of {VOCABULARY}$"):
+                call(input_ids=ids)
+        assert torch.equal(
+            model.generate(**text_inputs(), **GREEDY), decoder("Llama").generate(**text_inputs(), **GREEDY)
+        )
+
+
+def test_a_position_out_of_range_costs_its_request_alone(group: WorkerGroup) -> None:
+    """Of a table that every rank holds whole, and looks up without an exchange."""
+    with parallelize(gpt2(), workers=group) as model:
+        with pytest.raises(IndexError, match="id 64, vocabulary of 64$"):
+            model(input_ids=token_ids(length=65))
+        assert model(input_ids=token_ids(length=64)).logits.isfinite().all()
+
+
+class LooksBeyond(LogitsProcessor):
+    """Fails on the device, as code of the caller's may."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.gather(1, input_ids[:, -1:] + 1000)
+
+
+def test_a_device_that_failed_is_left_by_its_workers() -> None:
+    whole = decoder("Llama").generate(**text_inputs(), **GREEDY)
+    with parallelize(decoder("Llama"), 2, workers={"device": "cuda", "host_copy": True}) as model:
+        before = remote_of(model).dispatcher.deployment.pids
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            model.generate(**text_inputs(), logits_processor=[LooksBeyond()], **GREEDY)
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole)
+        assert not set(before) & set(remote_of(model).dispatcher.deployment.pids)
