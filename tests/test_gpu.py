@@ -9,6 +9,8 @@ import torch
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
+from parallelformers_ng.model.parallelized import deployment_of
+from tests.patience import await_incarnation, kill
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import GEMMA3, decoder, falcon, gpt2
@@ -116,11 +118,14 @@ def test_captured_steps_with_nccl(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_half_precision_and_a_restart(tmp_path) -> None:
+def test_half_precision_and_a_restart() -> None:
     whole, model = decoder("Llama").half().cuda(), decoder("Llama")
     with torch.no_grad():
         want = whole(**{name: tensor.cuda() for name, tensor in text_inputs().items()}).logits.float().cpu()
     parallelize(model, 1, fp16=True, workers={"device": "cuda", "host_copy": True})
+    assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
+    kill(deployment_of(model).pids[0])
+    await_incarnation(model, 1)
     assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
     model.cuda()
     assert model.device.type == "cuda"

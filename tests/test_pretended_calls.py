@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,8 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, St
 from transformers.modeling_outputs import BaseModelOutput
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.patience import await_incarnation, kill
 from tests.pretend_cuda.caller import TARGET, believe
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs
@@ -120,7 +119,8 @@ def test_caches_of_the_caller(group: WorkerGroup) -> None:
         want = whole(input_ids=ids[:, :1], past_key_values=filled).logits
     with parallelize(decoder("Llama"), workers=group) as model:
         output = model(input_ids=ids, use_cache=True)
-        assert largest_difference(model(input_ids=ids[:, :1], past_key_values=output.past_key_values).logits, want) <= 1e-4
+        got = model(input_ids=ids[:, :1], past_key_values=output.past_key_values).logits
+        assert largest_difference(got, want) <= 1e-4
         output.past_key_values.reorder_cache(torch.tensor([1, 0]))
         swapped = model(input_ids=ids[:, :1].flip(0), past_key_values=output.past_key_values).logits
         assert swapped.isfinite().all()
@@ -150,7 +150,7 @@ def test_autocast_is_that_of_the_devices(group: WorkerGroup, monkeypatch: pytest
 @pytest.mark.parametrize("setting", ["device", "dtype"])
 def test_defaults_of_the_caller(setting: str, group: WorkerGroup) -> None:
     want = decoder("Llama").generate(**text_inputs(), **GREEDY)
-    inputs, bias = text_inputs(), torch.zeros(131)
+    inputs, processor = text_inputs(), Favours(torch.zeros(131))
     model = parallelize(decoder("Llama"), workers=group)
     before = torch.get_default_dtype()
     try:
@@ -158,7 +158,7 @@ def test_defaults_of_the_caller(setting: str, group: WorkerGroup) -> None:
             torch.set_default_device("meta")  # as any other device that is not the host
         else:
             torch.set_default_dtype(torch.float64)
-        assert torch.equal(model.generate(**inputs, logits_processor=[Favours(bias)], **GREEDY), want)
+        assert torch.equal(model.generate(**inputs, logits_processor=[processor], **GREEDY), want)
         assert model(**inputs, use_cache=True).logits.device.type == "cpu"
         state = model.state_dict()
         model.generate(**inputs, max_new_tokens=3, do_sample=True, seed=3)
@@ -176,18 +176,30 @@ def test_from_a_path_saved_and_restarted(tmp_path: Any) -> None:
     want = whole.generate(**text_inputs(), **GREEDY)
     with parallelize(tmp_path / "model", 2, workers={"device": "cuda"}) as model:
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)
-        deployment = remote_of(model).dispatcher.deployment
-        victim = deployment.pids[1]
-        os.kill(victim, signal.SIGKILL)
-        os.waitid(os.P_PIDFD, deployment.supervisor.group.watch_descriptors()[1], os.WEXITED | os.WNOWAIT) if False else None
-        for _ in range(3):
-            try:
-                got = model.generate(**text_inputs(), **GREEDY)
-                break
-            except Exception as error:  # the request that met the end of the worker
-                assert "died" in str(error)
-        assert torch.equal(got, want)
-        assert victim not in deployment.pids
+        kill(deployment_of(model).pids[1])
+        await_incarnation(model, 1)
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)
         model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_static_cache_is_no_wish_to_compile(group: WorkerGroup) -> None:
+    whole = decoder("Llama")
+    want = whole.generate(**text_inputs(), **GREEDY)
+    with parallelize(decoder("Llama"), workers=group) as model:
+        assert torch.equal(model.generate(**text_inputs(), cache_implementation="static", **GREEDY), want)
+        model.generation_config.cache_implementation = "static"
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)
+
+
+def test_memory_goes_back(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the caller, whose model was on a device, and that of the ranks, of a model that they hold no more."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    with parallelize(decoder("Llama"), workers=group) as model:
+        assert emptied
+        assert group.call("allocated") > 0
+        del model
+    assert group.call("emptied")[-1] == 0

@@ -9,7 +9,8 @@ import torch
 from transformers import LogitsProcessor
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.errors import PlacementError
+from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda.caller import TARGET, believe
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids
@@ -62,8 +63,22 @@ class LooksBeyond(LogitsProcessor):
 def test_a_device_that_failed_is_left_by_its_workers() -> None:
     whole = decoder("Llama").generate(**text_inputs(), **GREEDY)
     with parallelize(decoder("Llama"), 2, workers={"device": "cuda", "host_copy": True}) as model:
-        before = remote_of(model).dispatcher.deployment.pids
+        before = deployment_of(model).pids
         with pytest.raises(torch.AcceleratorError, match="device-side assert"):
             model.generate(**text_inputs(), logits_processor=[LooksBeyond()], **GREEDY)
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole)
-        assert not set(before) & set(remote_of(model).dispatcher.deployment.pids)
+        assert not set(before) & set(deployment_of(model).pids)
+
+
+def test_nccl_is_given_no_device_twice() -> None:
+    with pytest.raises(PlacementError, match=r"device_ids \[0, 0\] name a device twice"):
+        parallelize(decoder("Llama"), workers={"device": "cuda", "device_ids": [0, 0]})
+
+
+def test_ranks_that_share_a_device() -> None:
+    how = {"device": "cuda", "device_ids": [1, 1], "backend": "shared_memory"}
+    with parallelize(decoder("Llama"), workers=how) as model:
+        assert torch.equal(
+            model.generate(**text_inputs(), **GREEDY), decoder("Llama").generate(**text_inputs(), **GREEDY)
+        )
+        assert set(model.memory_allocated()) == {"cuda:1"}

@@ -229,7 +229,10 @@ def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
 
 
 def _trim() -> int:
-    """Hand freed heap pages back to the system; without it, glibc may keep what the model's small tensors leave."""
+    """Hand freed memory back: heap pages to the system, which glibc may keep after the model's small tensors, and
+    device memory to the ranks, of which torch keeps all for this process."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and needs none
         ctypes.CDLL(None).malloc_trim(0)
     return 0

@@ -53,7 +53,7 @@ class Communicator(ABC):
 
         Args:
             tensor: of one shape and dtype on all ranks. Summed in place where it is contiguous and needs no gradient.
-                16-bit floats are accumulated in fp32; bools are or-ed.
+                16-bit floats are accumulated in fp32, but over NCCL in their own type; bools are or-ed.
 
         Returns:
             `tensor` where it was summed in place, else, as always in a trace, a new contiguous tensor without gradient.

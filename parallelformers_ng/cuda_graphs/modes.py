@@ -87,6 +87,21 @@ def static_generation(
     return {"cache_implementation": "static", **steps.options, **given}, ""
 
 
+def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `generate` whose steps are to run as they are.
+
+    On accelerators transformers compiles steps over a static cache unasked, in a mode that records them as CUDA graphs;
+    of several ranks, each would record the others' exchanges. Where the caller says how to compile, that holds.
+    """
+    given = {**arguments}
+    config = given.get("generation_config") or model.generation_config
+    said = any(given.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
+    fixed = given.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if not said and (fixed is not None or any(given.get(name) is not None for name in _CACHES)):
+        given["disable_compile"] = True
+    return given
+
+
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], captured: bool) -> str:
     """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
     generation_config = arguments.get("generation_config") or model.generation_config

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.cuda_graphs.modes import StaticSteps, static_generation
+from parallelformers_ng.cuda_graphs.modes import StaticSteps, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
@@ -150,9 +150,7 @@ class Dispatcher:
             call.freed_caches = registry.take_freed()
         on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
         try:
-            answer: Answer = group.call(
-                "run", call, timeout=end - time.monotonic(), on_event=on_event, to_devices=True
-            )
+            answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event, to_devices=True)
             arrived()
             store_rng(None if answer.rng is None else answer.rng.clone())  # torch wants its own storage
             if state is not None:
@@ -209,7 +207,9 @@ class Dispatcher:
             return self._generate_here(module, original, merged, how)
         sent = {name: value for name, value in merged.items() if name != "streamer"}
         captured = False
-        if not path and self._steps is not None:
+        if self._steps is None:
+            sent = eager_generation(module, sent)
+        elif not path:
             static, reason = static_generation(module, sent, self._steps)
             reason = "its modules have forward hooks" if self.hooks.paths else reason
             if reason:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
-from parallelformers_ng.sharding.look_ups import in_range
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, cannot_cut
+from parallelformers_ng.sharding.look_ups import in_range
 from parallelformers_ng.sharding.partition import HeadShare, cut_width
 from parallelformers_ng.sharding.policy import Rule
 

@@ -177,6 +177,8 @@ class ModelRunner:
             gc.unfreeze()  # modules are held in cycles
             gc.collect()
             gc.freeze()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # other processes may want it
 
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""

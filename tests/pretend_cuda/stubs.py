@@ -116,6 +116,17 @@ def get_device_properties(device: Any = None) -> Any:
     )
 
 
+def empty_cache() -> None:
+    emptied.append(allocated(device_mode.current))
+
+
+def no_compiler(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the compiler was asked for; it has no code for a pretended device")
+
+
+emptied: list[int] = []
+"""How many bytes were allocated whenever `empty_cache` was called."""
+
 _stream = Stream(0)
 
 STUBS: dict[str, Any] = {
@@ -138,7 +149,7 @@ STUBS: dict[str, Any] = {
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": get_device_properties,
     "is_bf16_supported": lambda *_, **__: True,
-    "empty_cache": lambda: None,
+    "empty_cache": empty_cache,
     "ipc_collect": lambda: None,
     "mem_get_info": lambda device=None: (MEMORY - allocated(_index(device)), MEMORY),
     "memory_allocated": lambda device=None: allocated(_index(device)),
@@ -157,3 +168,4 @@ def install() -> None:
     """Have `torch.cuda` speak of the pretended devices, for as long as this process lives."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
+    torch.compile = no_compiler  # type: ignore[assignment]

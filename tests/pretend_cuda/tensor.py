@@ -72,6 +72,10 @@ class DeviceTensor(torch.Tensor):
 
     __array__ = numpy
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        ledger.note(TO_HOST, "pickle")
+        return _unpickled, (self.host.clone(), str(self.device))
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with device_mode:
@@ -104,7 +108,7 @@ class DeviceMode(TorchDispatchMode):
         devices = {value.device for value in flat if isinstance(value, DeviceTensor)}
         device = self._indexed(kwargs.get("device"))
         if not devices and (device is None or device.type != "cuda"):
-            return func(*args, **kwargs)
+            return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -175,6 +179,10 @@ def allocated(index: int) -> int:
 
 def _on(index: int) -> Iterator[DeviceTensor]:
     return (tensor for tensor in list(_alive.values()) if tensor.device.index == index)
+
+
+def _unpickled(host: torch.Tensor, device: str) -> DeviceTensor:
+    return DeviceTensor(host, torch.device(device))
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

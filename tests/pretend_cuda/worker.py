@@ -41,6 +41,10 @@ class PretendedRunner(ModelRunner):
         """See `Ledger.take`."""
         return ledger.take()
 
+    def emptied(self) -> list[int]:
+        """See `stubs.emptied`."""
+        return stubs.emptied
+
     def devices(self) -> set[str]:
         """Where the weights and buffers are."""
         return {str(tensor.device) for tensor in (*self.model.parameters(), *self.model.buffers())}
