@@ -48,7 +48,7 @@ def test_a_token_id_out_of_range_costs_its_request_alone(bad: int, group: Worker
 def test_a_position_out_of_range_costs_its_request_alone(group: WorkerGroup) -> None:
     """Of a table that every rank holds whole, and looks up without an exchange."""
     with parallelize(gpt2(), workers=group) as model:
-        with pytest.raises(IndexError, match="id 64, vocabulary of 64$"):
+        with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
             model(input_ids=token_ids(length=65))
         assert model(input_ids=token_ids(length=64)).logits.isfinite().all()
 

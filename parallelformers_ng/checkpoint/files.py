@@ -128,7 +128,7 @@ class SafetensorsFile(CheckpointFile):
         (shape, dtype), offset = self.entries[key], self._offsets[key]
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         mapping = self._map()
         if offset % dtype.itemsize:
             data = bytearray(mapping[offset : offset + count * dtype.itemsize])

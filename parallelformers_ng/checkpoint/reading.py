@@ -36,7 +36,7 @@ def read_shard(
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
-        return torch.zeros(shape, dtype=node.dtype)
+        return torch.zeros(shape, dtype=node.dtype, device="cpu")
     cut: Cut = {} if shard.dim is None else {shard.dim: shard.ranges}
     part = read(node, cut, rank)
     if not copy:
@@ -73,7 +73,7 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     """Part of a tensor in memory of its own."""
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
-    out = torch.empty(shape, dtype=node.dtype)
+    out = torch.empty(shape, dtype=node.dtype, device="cpu")
     write(node, cut, out, rank)
     return out
 

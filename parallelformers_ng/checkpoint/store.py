@@ -143,7 +143,7 @@ def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int)
     """A rank's part of a tensor, as a view of a mapping; of memory of its own where it has no bytes."""
     shape = tensor.shards[rank].shape(tensor.shape)
     if mapping is None or 0 in shape:
-        return torch.empty(shape, dtype=tensor.dtype)
+        return torch.empty(shape, dtype=tensor.dtype, device="cpu")
     return torch.frombuffer(mapping, dtype=tensor.dtype, count=math.prod(shape), offset=offset).view(shape)
 
 

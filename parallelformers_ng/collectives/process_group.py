@@ -147,9 +147,9 @@ class GlooCommunicator(ProcessGroupCommunicator):
 class NcclCommunicator(ProcessGroupCommunicator):
     """CUDA collectives. Never run on a GPU: unmeasured.
 
-    A collective is queued on the current stream and the host goes on. NCCL sums in an order and in a precision of its
-    own, 16-bit floats as such, but each element in one place, so that all ranks hold the same bits. What hangs on the device cannot see the abort word:
-    a thread watches it and aborts the process group, which ends the queued kernels.
+    A collective is queued on the current stream and the host goes on. NCCL sums in an order and a precision of its own
+    (16-bit floats as such), but each element in one place, so that all ranks hold the same bits. What hangs on the
+    device cannot see the abort word: a thread watches it and aborts the process group, which ends the queued kernels.
 
     Args:
         device: this rank's CUDA device. The others are those of ProcessGroupCommunicator.

@@ -35,7 +35,7 @@ def refuse_gradients(model: nn.Module, output: Any) -> Any:
     tensors that require gradients.
     """
     if torch.is_grad_enabled():
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (model.training or leaf.dim() == 0):
                 _NoGradients.apply(anchor, leaf, type(model).__name__)

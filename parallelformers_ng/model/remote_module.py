@@ -131,7 +131,7 @@ class RemoteModule(nn.Module):
     def _changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> bool:
         """Whether `fn` moves or casts any kind of tensor that the module has; on CPU, where its results are."""
         kinds = {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}
-        return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype) for dtype in kinds))
+        return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype, device="cpu") for dtype in kinds))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole weights, gathered on CPU; tied entries share their memory, as in any state dict. With

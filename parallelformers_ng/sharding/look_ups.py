@@ -57,14 +57,15 @@ def checked_look_ups() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _forget()
+        forget()
         raise
     for (_, rows), seen in _seen.items():
         low, high = seen.tolist()
         if low < 0 or high >= rows:
-            _forget()
+            forget()
             raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Let the notes go, and the memory that they take on the device."""
     _seen.clear()

@@ -157,7 +157,8 @@ class Channel:
             if flags & Flag.MEMFD:
                 blob = map_memfd(self._fds[count - 1], tensor_size)
             elif tensor_size:
-                blob = torch.empty(tensor_size, dtype=torch.uint8)  # torch's memory is aligned; some kernels rely on it
+                # torch's memory is aligned, on which some kernels rely; the caller's default device may be another.
+                blob = torch.empty(tensor_size, dtype=torch.uint8, device="cpu")
                 memoryview(blob.numpy())[:] = frame[header_end:]
             else:
                 blob = _NO_TENSORS
@@ -223,7 +224,7 @@ class Channel:
         self._fds = []
 
 
-_NO_TENSORS = torch.empty(0, dtype=torch.uint8)
+_NO_TENSORS = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:

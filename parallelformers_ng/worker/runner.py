@@ -36,8 +36,8 @@ from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
+from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.inject import inject, set_config
-from parallelformers_ng.sharding.look_ups import checked_look_ups, guard_look_ups
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.stored import StoredInParts
@@ -63,7 +63,7 @@ class ModelRunner:
             install_attention()
             append_in_place()
         else:
-            guard_look_ups()
+            look_ups.guard_look_ups()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
@@ -173,6 +173,7 @@ class ModelRunner:
         self._clear()
         if self.captured is not None:
             self.captured.forget()
+        look_ups.forget()
         if held:
             gc.unfreeze()  # modules are held in cycles
             gc.collect()
@@ -196,7 +197,7 @@ class ModelRunner:
         models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
-            checked_look_ups(),
+            look_ups.checked_look_ups(),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
