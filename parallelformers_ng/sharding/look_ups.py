@@ -38,7 +38,7 @@ def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
 def guard_look_ups() -> None:
     """Have every embedding of this process look up ids in range, from now on. What is compiled does so as it is: it
     sees no ids but those that the model chose."""
-    functional.embedding = _guarded  # type: ignore[assignment]
+    functional.embedding = _guarded
 
 
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
