@@ -239,10 +239,7 @@ def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked()
     done = run(script)
     child, *pids = map(int, done.stdout.split())
     assert done.returncode == -signal.SIGKILL
-    end = time.monotonic() + PROMPTLY
-    while left := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
+    _await_end(*pids)
     assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     os.kill(child, signal.SIGKILL)
 
@@ -252,7 +249,7 @@ def test_an_interpreter_that_ends_takes_its_server_along_without_a_word():
     caller, pid = map(int, done.stdout.split())
     assert done.returncode == 0
     assert "Warning" not in done.stderr, done.stderr
-    assert not _runs(pid)
+    _await_end(pid)
     assert workers_of(caller) == []
 
 
@@ -276,6 +273,13 @@ def test_importing_what_ranks_need_asks_for_no_device_and_runs_no_kernel():
         [sys.executable, "-c", textwrap.dedent(code)], env=environment() | variables, capture_output=True, text=True
     )
     assert done.stdout.strip() == "1", done.stderr
+
+
+def _await_end(*pids: int) -> None:
+    end = time.monotonic() + PROMPTLY
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
 
 
 def _runs(pid: int) -> bool:

@@ -192,8 +192,8 @@ def warm_up() -> None:
 
 
 def _end(process: Spawned, link: Link, forks: weakref.WeakSet[Fork]) -> None:
-    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request may be
-    in flight, in a thread that must not wake up to an error; then it ends with this process, as the ranks do."""
+    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request may
+    be in flight, in a thread that must not wake up to an error; then it ends with this process, as the ranks do."""
     if forks:
         return
     link.close()
