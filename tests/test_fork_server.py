@@ -173,7 +173,6 @@ def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(monkeypatch):
         assert server().pid != old
         assert group.call("echo", 1) == 1
         assert psutil.pid_exists(old)
-    del group
     assert not psutil.pid_exists(old)
 
 
@@ -216,7 +215,7 @@ def test_where_an_import_starts_a_thread_ranks_are_fresh_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading\n"
         "if any('fork_server' in argument for argument in sys.orig_argv):\n"
-        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n"
     )
     path = f"{environment()['PYTHONPATH']}{os.pathsep}{tmp_path}"
     done = run("print(group.call('sum_of_ranks', 1.0), forks.running())", PYTHONPATH=path)

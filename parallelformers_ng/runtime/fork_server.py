@@ -40,8 +40,8 @@ def main() -> None:
     gc.disable()
     importlib.import_module(_IMPORTS)
     if reason := _why_no_forks():
-        print(reason, file=sys.stderr)
-        sys.exit(1)
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(1)  # not by way of the interpreter's end, which waits for threads
     # What is there now stays for good. Unless the collector leaves it alone, its first pass in a rank writes to every
     # page of it, and nothing is shared any more.
     gc.collect()

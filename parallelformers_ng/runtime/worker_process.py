@@ -153,6 +153,7 @@ class WorkerProcess:
         self.channel.close()
         self._process.close()
         self.link.close()
+        self._server = None
 
 
 def manner_of_end(number: int | None, code: int | None) -> str:
