@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks import measure
-from parallelformers_ng.runtime.fork_server import SWITCH
+from parallelformers_ng.runtime.forks import SWITCH
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 
