@@ -135,33 +135,34 @@ def test_a_server_starts_ahead_of_need_and_only_once(monkeypatch):
         assert parents(group) == {pid}
 
 
-@pytest.mark.parametrize("change", ["variable", "path", "limit", "affinity"])
-def test_what_a_process_reads_at_its_start_takes_a_fresh_server(change, monkeypatch, tmp_path):
+def test_what_a_process_reads_at_its_start_takes_a_fresh_server(monkeypatch, tmp_path):
     """And what it reads later does not."""
-    first = server().pid
+    first, before = server().pid, forks._inheritance()
     monkeypatch.setenv("NO_LIBRARY_READS_THIS", "1")
     assert server().pid == first
-    limits, cpus = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
     monkeypatch.setattr(forks, "_newest", forks._newest)
+    limits, cpus = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
     try:
-        if change == "variable":
-            monkeypatch.setenv("HF_ANYTHING", "1")
-        elif change == "path":
-            monkeypatch.syspath_prepend(tmp_path)
-        elif change == "limit":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
-        else:
-            if len(cpus) == 1:
-                pytest.skip("there is one CPU")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+        assert forks._inheritance() != before
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if len(cpus) > 1:
             os.sched_setaffinity(0, {min(cpus)})
-        with WorkerGroup(1, target=TARGET, threads=1) as group:
-            assert parents(group) == {server().pid} != {first}
-            found = group.call("call_it", state_of_process)
-            assert found["limits"][0] == resource.getrlimit(resource.RLIMIT_NOFILE)
-            assert ("HF_ANYTHING" in found["environment"]) == (change == "variable")
+            assert forks._inheritance() != before
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.sched_setaffinity(0, cpus)
+    mask = os.umask(0o7)
+    assert forks._inheritance() != before
+    os.umask(mask)
+    assert forks._inheritance() == before
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert forks._inheritance() != before
+    monkeypatch.setenv("HF_ANYTHING", "1")
+    with WorkerGroup(1, target=TARGET, threads=1) as group:
+        assert parents(group) == {server().pid} != {first}
+        assert group.call("call_it", state_of_process)["environment"]["HF_ANYTHING"] == "1"
 
 
 def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(monkeypatch):
