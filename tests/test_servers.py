@@ -111,6 +111,7 @@ def check_answers(server: Server, expected: dict[str, str], clients: int, reques
     assert answers == [{"inputs": prompt, "outputs": expected[prompt]} for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_flask(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log") as server:
         family = server.family()
