@@ -74,7 +74,7 @@ def figures(count: int, seed: int) -> list[Figure]:
         Figure("hung", "sum", 0, [found.hung]),
         Figure("kill to error, p99, s", "p99", 0.5, found.latencies),
         Figure("kill to error, max, s", "max", 2.0, found.latencies),
-        Figure("kill to ready again, p95, s", "p95", 15.0, found.restarts),
+        Figure("kill to ready again, p95, s", "p95", 1.5, found.restarts),
     ]
 
 

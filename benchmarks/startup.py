@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks import measure
-from parallelformers_ng.runtime.fork_server import SWITCH
+from parallelformers_ng.runtime.forks import SWITCH
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 
@@ -64,7 +64,7 @@ def starts() -> dict[str, float]:
     import torch  # noqa: F401  what a caller has imported who has a model
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    from parallelformers_ng.runtime import fork_server
+    from parallelformers_ng.runtime import forks
     from parallelformers_ng.runtime.group import WorkerGroup
 
     found = {"first, 2 ranks": measure.seconds(lambda: _parallelize(2))}
@@ -72,7 +72,7 @@ def starts() -> dict[str, float]:
     before = _processor_seconds()
     found["second, 8 ranks"] = measure.seconds(lambda: _parallelize(8))
     found["processor, 8 ranks"] = _processor_seconds() - before
-    server = fork_server.running()
+    server = forks.running()
     with WorkerGroup(8, target=RUNNER) as group:
         pids = group.pids + ([server.pid] if server else [])
         found["PSS of 8 ranks and their server, MB"] = sum(_memory(pid, "Pss:") for pid in pids)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
-    from parallelformers_ng.runtime.fork_server import warm_up
+    from parallelformers_ng.runtime.forks import warm_up
     from parallelformers_ng.sharding.rules import *
 
 __all__ = [
@@ -38,7 +38,7 @@ _HOMES = {
     "plan": "api",
     "save_sharded": "model.saving",
     "start_group": "api",
-    "warm_up": "runtime.fork_server",
+    "warm_up": "runtime.forks",
     "WorkerOptions": "options",
 }
 

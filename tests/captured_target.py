@@ -10,7 +10,7 @@ from parallelformers_ng.worker.runner import ModelRunner
 from tests.operator_recorder import OperatorRecorder
 
 # The kernels in C are no operators, and no part of what runs on a GPU.
-runner_module.install = lambda model, left=(): None
+runner_module.installation.install = lambda model, left=(): None
 runner_module.install_attention = lambda: None  # type: ignore[assignment]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.model import deployment
-from parallelformers_ng.runtime import fork_server, startup
+from parallelformers_ng.runtime import forks, startup
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.processes import Processes
 from tests.patience import PROMPTLY
@@ -53,7 +53,7 @@ def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, m
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_fault_while_starting_is_named_in_time(number, pattern, limit, forked, monkeypatch):
     if not forked:
-        monkeypatch.setenv(fork_server.SWITCH, "0")
+        monkeypatch.setenv(forks.SWITCH, "0")
     await_ready, moments = startup.await_ready, []
 
     def strike_and_await(processes: Processes, *rest: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_start_that_fails_leaves_the_model_as_it_was(monkeypatch):
         parallelize(model, 2, workers={"device": "cpu"})
     del model.transformer.extra
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    monkeypatch.setenv(fork_server.SWITCH, "0")  # a fork may be ready in no time
+    monkeypatch.setenv(forks.SWITCH, "0")  # a fork may be ready in no time
     with pytest.raises(StartupError, match="not ready within"):
         parallelize(model, 2, workers={"device": "cpu", "start_timeout": 0.05})
     with torch.no_grad():

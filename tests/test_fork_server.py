@@ -23,7 +23,7 @@ from test_runtime_group import TARGET, environment
 import parallelformers_ng.worker.imports  # noqa: F401  as a server does
 from parallelformers_ng import parallelize, warm_up
 from parallelformers_ng.errors import WorkerDiedError
-from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.patience import PROMPTLY, await_incarnation, kill, workers_of
 from tests.zoo.case import text_inputs
@@ -34,8 +34,8 @@ class Imports(Target):
     """A target whose fresh process has imported what forks have."""
 
 
-def server() -> fork_server.ForkServer:
-    found = fork_server.running()
+def server() -> forks.ForkServer:
+    found = forks.running()
     assert found is not None
     return found
 
@@ -95,7 +95,7 @@ def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
     with WorkerGroup(2, target="test_fork_server:Imports") as group:
         assert parents(group) == {server().pid}
         forked = group.call_each("call_it", [(state_of_process,)] * 2)
-    monkeypatch.setenv(fork_server.SWITCH, "0")
+    monkeypatch.setenv(forks.SWITCH, "0")
     with WorkerGroup(2, target="test_fork_server:Imports") as group:
         assert parents(group) == {os.getpid()}
         fresh = group.call_each("call_it", [(state_of_process,)] * 2)
@@ -103,8 +103,8 @@ def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
     assert len(set(drawn)) == len(drawn), "two ranks draw alike"
     for rank in range(2):
         for state in (forked[rank], fresh[rank]):
-            state["environment"].pop(fork_server.SWITCH, None)
-            state["environment of C"] = re.sub(rf"{fork_server.SWITCH}=0\n", "", state["environment of C"])
+            state["environment"].pop(forks.SWITCH, None)
+            state["environment of C"] = re.sub(rf"{forks.SWITCH}=0\n", "", state["environment of C"])
         forked[rank]["descriptors"].remove("anon_inode:[pidfd]")  # of the server, which it watches, too
         assert forked[rank] == fresh[rank]
     assert forked[0]["environment"]["A_VARIABLE"] == "as of now"
@@ -125,7 +125,7 @@ def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
 
 
 def test_a_server_starts_ahead_of_need_and_only_once(monkeypatch):
-    monkeypatch.setattr(fork_server, "_newest", None)
+    monkeypatch.setattr(forks, "_newest", None)
     begun = time.monotonic()
     warm_up()
     warm_up()
@@ -135,37 +135,38 @@ def test_a_server_starts_ahead_of_need_and_only_once(monkeypatch):
         assert parents(group) == {pid}
 
 
-@pytest.mark.parametrize("change", ["variable", "path", "limit", "affinity"])
-def test_what_a_process_reads_at_its_start_takes_a_fresh_server(change, monkeypatch, tmp_path):
+def test_what_a_process_reads_at_its_start_takes_a_fresh_server(monkeypatch, tmp_path):
     """And what it reads later does not."""
-    first = server().pid
+    first, before = server().pid, forks._inheritance()
     monkeypatch.setenv("NO_LIBRARY_READS_THIS", "1")
     assert server().pid == first
+    monkeypatch.setattr(forks, "_newest", forks._newest)
     limits, cpus = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
-    monkeypatch.setattr(fork_server, "_newest", fork_server._newest)
     try:
-        if change == "variable":
-            monkeypatch.setenv("HF_ANYTHING", "1")
-        elif change == "path":
-            monkeypatch.syspath_prepend(tmp_path)
-        elif change == "limit":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
-        else:
-            if len(cpus) == 1:
-                pytest.skip("there is one CPU")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+        assert forks._inheritance() != before
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if len(cpus) > 1:
             os.sched_setaffinity(0, {min(cpus)})
-        with WorkerGroup(1, target=TARGET, threads=1) as group:
-            assert parents(group) == {server().pid} != {first}
-            found = group.call("call_it", state_of_process)
-            assert found["limits"][0] == resource.getrlimit(resource.RLIMIT_NOFILE)
-            assert ("HF_ANYTHING" in found["environment"]) == (change == "variable")
+            assert forks._inheritance() != before
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.sched_setaffinity(0, cpus)
+    mask = os.umask(0o7)
+    assert forks._inheritance() != before
+    os.umask(mask)
+    assert forks._inheritance() == before
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert forks._inheritance() != before
+    monkeypatch.setenv("HF_ANYTHING", "1")
+    with WorkerGroup(1, target=TARGET, threads=1) as group:
+        assert parents(group) == {server().pid} != {first}
+        assert group.call("call_it", state_of_process)["environment"]["HF_ANYTHING"] == "1"
 
 
 def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(monkeypatch):
-    monkeypatch.setattr(fork_server, "_newest", fork_server._newest)
+    monkeypatch.setattr(forks, "_newest", forks._newest)
     monkeypatch.setenv("HF_ANYTHING", "1")
     with WorkerGroup(1, target=TARGET, threads=1) as group:
         (old,) = parents(group)
@@ -173,7 +174,6 @@ def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(monkeypatch):
         assert server().pid != old
         assert group.call("echo", 1) == 1
         assert psutil.pid_exists(old)
-    del group
     assert not psutil.pid_exists(old)
 
 
@@ -201,7 +201,7 @@ def test_who_dies_with_the_server_is_told_so():
 SCRIPT = """
 import os, sys, logging, threading, time
 logging.basicConfig(level=logging.DEBUG)
-from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 group = WorkerGroup(2, target="runtime_target:Target", threads=1)
 """
@@ -216,10 +216,10 @@ def test_where_an_import_starts_a_thread_ranks_are_fresh_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading\n"
         "if any('fork_server' in argument for argument in sys.orig_argv):\n"
-        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n"
     )
     path = f"{environment()['PYTHONPATH']}{os.pathsep}{tmp_path}"
-    done = run("print(group.call('sum_of_ranks', 1.0), fork_server.running())", PYTHONPATH=path)
+    done = run("print(group.call('sum_of_ranks', 1.0), forks.running())", PYTHONPATH=path)
     assert done.stdout.strip() == "3.0 None", done.stderr
     why = "an import has started 1 threads, which a fork would lack"
     assert f"rank 0 is started as a fresh process; the fork server has ended: {why}" in done.stderr
@@ -229,30 +229,27 @@ def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked()
     script = """
     child = os.fork()
     if child == 0:
-        assert fork_server._newest is None
+        assert forks._newest is None
         os.closerange(0, 3)
         time.sleep(60)
         os._exit(0)
-    print(child, fork_server.running().pid, *group.pids, flush=True)
+    print(child, forks.running().pid, *group.pids, flush=True)
     os.kill(os.getpid(), 9)
     """
     done = run(script)
     child, *pids = map(int, done.stdout.split())
     assert done.returncode == -signal.SIGKILL
-    end = time.monotonic() + PROMPTLY
-    while left := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
+    _await_end(*pids)
     assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     os.kill(child, signal.SIGKILL)
 
 
 def test_an_interpreter_that_ends_takes_its_server_along_without_a_word():
-    done = run("print(os.getpid(), fork_server.running().pid)", PYTHONWARNINGS="always::ResourceWarning")
+    done = run("print(os.getpid(), forks.running().pid)", PYTHONWARNINGS="always::ResourceWarning")
     caller, pid = map(int, done.stdout.split())
     assert done.returncode == 0
     assert "Warning" not in done.stderr, done.stderr
-    assert not _runs(pid)
+    _await_end(pid)
     assert workers_of(caller) == []
 
 
@@ -276,6 +273,13 @@ def test_importing_what_ranks_need_asks_for_no_device_and_runs_no_kernel():
         [sys.executable, "-c", textwrap.dedent(code)], env=environment() | variables, capture_output=True, text=True
     )
     assert done.stdout.strip() == "1", done.stderr
+
+
+def _await_end(*pids: int) -> None:
+    end = time.monotonic() + PROMPTLY
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
 
 
 def _runs(pid: int) -> bool:

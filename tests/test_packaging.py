@@ -116,6 +116,7 @@ def with_kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_kernels_and_they_compute(with_kernels: Path, tmp_path: Path) -> None:
     program = NO_EDITABLE_INSTALL + (
         "import torch\n"

@@ -23,7 +23,7 @@ from parallelformers_ng.errors import (
     WorkerDiedError,
     WrongProcessError,
 )
-from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.encoder import Encoded, encode, pack
 from parallelformers_ng.wire.format import Kind
@@ -146,10 +146,10 @@ def test_a_worker_that_cannot_start_says_why(target, pattern):
 @pytest.mark.parametrize("forked", [True, False])
 def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(forked, monkeypatch):
     if forked:  # by the server that runs, whatever the limit of this process is
-        monkeypatch.setattr(fork_server, "_inheritance", lambda: None)
+        monkeypatch.setattr(forks, "_inheritance", lambda: None)
         WorkerGroup(1, target=TARGET, threads=1).close()
     else:
-        monkeypatch.setenv(fork_server.SWITCH, "0")
+        monkeypatch.setenv(forks.SWITCH, "0")
     me = psutil.Process()
     children, limits = set(me.children()), resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
@@ -171,7 +171,7 @@ def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(for
 
 
 def test_a_worker_that_is_never_ready_runs_into_the_deadline():
-    fork_server.running()
+    forks.running()
     children = set(psutil.Process().children())
     with pytest.raises(StartupError, match=r"rank . was not ready within 0.5 s; it was (importing|building)"):
         WorkerGroup(2, target="runtime_target:NeverReady", threads=1, start_timeout=0.5)
@@ -201,7 +201,7 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
 
 ORPHANING = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
-from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 
 def endless(rank):  # within native code, which never lets go of the interpreter lock
@@ -268,7 +268,7 @@ def running(pid):
 
 INTERRUPTED = """
 import os, signal, threading, time
-from parallelformers_ng.runtime import fork_server
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.

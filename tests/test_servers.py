@@ -111,10 +111,11 @@ def check_answers(server: Server, expected: dict[str, str], clients: int, reques
     assert answers == [{"inputs": prompt, "outputs": expected[prompt]} for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_flask(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log") as server:
         family = server.family()
-        assert len(family) == 3
+        assert len(family) == 4  # the server, what forks its workers, and two of these
         check_answers(server, expected, clients=16, requests=200)
         assert server.generate("w1//w2/ w3")["inputs"] == "w1//w2/ w3"
         assert server.client.get("/generate_text/%20").status_code == 400
@@ -127,7 +128,7 @@ def test_flask(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> 
 def test_flask_under_gunicorn(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(GUNICORN, model_folder, tmp_path / "log") as server:
         family = server.family()
-        assert len(family) == 4  # gunicorn's master and worker, and the model's two
+        assert len(family) == 5  # gunicorn's master and worker, what forks the workers, and the model's two
         check_answers(server, expected, clients=16, requests=32)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until_gone(family)

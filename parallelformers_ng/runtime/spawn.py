@@ -67,14 +67,15 @@ class Link:
 
 
 class Process(Protocol):
-    """A process that was started, or asked for.
+    """A process that was started, or asked for."""
 
-    Attributes:
-        pid, pidfd: None and -1 until `await_start`.
-    """
+    @property
+    def pid(self) -> int | None:
+        """None until `await_start`."""
 
-    pid: int | None
-    pidfd: int
+    @property
+    def pidfd(self) -> int:
+        """-1 until `await_start`."""
 
     def await_start(self, deadline: float) -> bool:
         """Whether there is a process, waiting for that until the deadline, on the clock of `time.monotonic`.
@@ -123,9 +124,9 @@ class Spawned:
             # keep the core.
             process_group=0,
         )
-        self.pid: int | None = self._popen.pid
+        self.pid = self._popen.pid
         try:
-            self.pidfd = os.pidfd_open(self._popen.pid)
+            self.pidfd = os.pidfd_open(self.pid)
         except OSError:
             self._popen.kill()
             self._popen.wait()

@@ -20,8 +20,8 @@ from parallelformers_ng.errors import (
     SharedMemoryError,
     StartupError,
 )
-from parallelformers_ng.runtime import cores, failures, fork_server
-from parallelformers_ng.runtime.fork_server import ForkServer
+from parallelformers_ng.runtime import cores, failures, forks
+from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
 from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_end
@@ -77,7 +77,7 @@ def launch(
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
     cpus = cores.cpus_of_ranks(world_size, threads) if device_names[0].startswith("cpu") else None
-    server = fork_server.running()
+    server = forks.running()
     for rank in range(world_size):
         processes.workers.append(WorkerProcess(rank, threads, server))
     common: dict[str, Any] = {
@@ -104,7 +104,7 @@ def launch(
                 "rank": rank,
                 "device": device_names[rank],
                 "spins": rank < spare_cpus,
-                "cpus": cpus and sorted(cpus[rank]),
+                "cpus": None if cpus is None else sorted(cpus[rank]),
             }
             worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:

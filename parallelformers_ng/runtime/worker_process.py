@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
-from parallelformers_ng.runtime.fork_server import Fork, ForkServer
+from parallelformers_ng.runtime.forks import Fork, ForkServer
 from parallelformers_ng.runtime.spawn import Link, Process, Spawned, environment_of_worker, is_readable, send_signal
 from parallelformers_ng.wire.transport import Channel
 
@@ -153,6 +153,7 @@ class WorkerProcess:
         self.channel.close()
         self._process.close()
         self.link.close()
+        self._server = None
 
 
 def manner_of_end(number: int | None, code: int | None) -> str:
