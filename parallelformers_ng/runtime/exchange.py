@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
@@ -159,6 +161,9 @@ class Exchange:
         failure = self._go_on(deadline, on_event)
         values, error = self._read()
         failure = failure or error
+        if error is not None and isinstance(error, torch.AcceleratorError):  # such a process fails at everything
+            text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
+            self._processes.end_because(GroupError(text))
         if failure is not None:
             try:
                 raise failure

@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import (
     ChannelClosedError,
@@ -23,7 +21,6 @@ from parallelformers_ng.errors import (
     PlacementError,
     ProtocolError,
     RequestTimeoutError,
-    WorkerError,
 )
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
@@ -193,8 +190,7 @@ class WorkerGroup:
             Rank 0's value.
 
         Raises:
-            WorkerError: the method raised; the exception is an instance of the original type as well. Where that is
-                torch.AcceleratorError, the group is of no further use.
+            WorkerError: the method raised; of the original type as well. After a torch.AcceleratorError the group is done.
             NotPortableError: an argument cannot be sent; its place is named. Nothing was run.
             WorkerDiedError: a worker ended. The group is of no further use.
             RequestTimeoutError: the time passed. Unless it passed in the queue, the group is of no further use.
@@ -317,11 +313,6 @@ class WorkerGroup:
             raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
         except (WorkerGoneError, ChannelClosedError, ProtocolError) as error:
             raise self._processes.end_because(error)() from None
-        except WorkerError as error:
-            if isinstance(error, torch.AcceleratorError):  # a process whose device failed fails at everything
-                text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
-                self._processes.end_because(GroupError(text))
-            raise
         finally:
             if self._exchange.unfinished and not self._is_over:
                 self._abandon()
