@@ -190,7 +190,7 @@ class WorkerGroup:
             Rank 0's value.
 
         Raises:
-            WorkerError: the method raised; of the original type as well. After torch.AcceleratorError the group is done.
+            WorkerError: the method raised; of the original type as well. After torch.AcceleratorError it is over.
             NotPortableError: an argument cannot be sent; its place is named. Nothing was run.
             WorkerDiedError: a worker ended. The group is of no further use.
             RequestTimeoutError: the time passed. Unless it passed in the queue, the group is of no further use.
