@@ -207,9 +207,9 @@ class Dispatcher:
             return self._generate_here(module, original, merged, how)
         sent = {name: value for name, value in merged.items() if name != "streamer"}
         captured = False
-        if self._steps is None:
+        if self._steps is None and self.deployment.supervisor.group.device_names[0].startswith("cuda"):
             sent = eager_generation(module, sent)
-        elif not path:
+        elif self._steps is not None and not path:
             static, reason = static_generation(module, sent, self._steps)
             reason = "its modules have forward hooks" if self.hooks.paths else reason
             if reason:

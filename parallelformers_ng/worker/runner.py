@@ -197,7 +197,7 @@ class ModelRunner:
         models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
-            look_ups.checked_look_ups(),
+            contextlib.nullcontext() if self.device.type == "cpu" else look_ups.checked_look_ups(),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
