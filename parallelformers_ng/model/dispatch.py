@@ -207,7 +207,7 @@ class Dispatcher:
             return self._generate_here(module, original, merged, how)
         sent = {name: value for name, value in merged.items() if name != "streamer"}
         captured = False
-        if self._steps is None and self.deployment.supervisor.group.device_names[0].startswith("cuda"):
+        if self._steps is None and self.deployment.supervisor.current[0].device_names[0].startswith("cuda"):
             sent = eager_generation(module, sent)
         elif self._steps is not None and not path:
             static, reason = static_generation(module, sent, self._steps)
