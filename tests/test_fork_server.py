@@ -121,7 +121,10 @@ def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
             assert len(set(process.children()) - others) == 3
             assert process.num_threads() == 1
     assert set(process.children()) <= others
-    assert process.num_fds() == before
+    end = time.monotonic() + PROMPTLY
+    while process.num_fds() != before:  # it closes what it reports through after the report
+        assert time.monotonic() < end, (process.num_fds(), before)
+        time.sleep(0.02)
 
 
 def test_a_server_starts_ahead_of_need_and_only_once(monkeypatch):
