@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import measure
+
 PROMPT = [[1, 17, 42, 99, 5, 23, 8, 64]]
 
 
@@ -37,10 +39,9 @@ class Memory:
     def now(self) -> dict[Any, int]:
         taken: dict[Any, int] = {"pss": 0}
         for pid in self.pids:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            fields = {line.split()[0]: int(line.split()[1]) * 1024 for line in text.splitlines()[1:]}
-            taken["pss"] += fields["Pss:"]
-            taken[pid] = fields["Anonymous:"]
+            fields = measure.memory(pid)
+            taken["pss"] += fields["Pss"]
+            taken[pid] = fields["Anonymous"]
         return taken
 
     def stop(self) -> dict[str, Any]:

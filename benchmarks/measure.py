@@ -48,6 +48,12 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def memory(pid: int) -> dict[str, int]:
+    """The fields of `/proc/PID/smaps_rollup`, in bytes: "Pss", "Anonymous", "Private_Dirty", …."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
 def report(
     title: str, unit: str, figures: dict[str, list[float]], against: str = "", higher_is_better: bool = False
 ) -> None:

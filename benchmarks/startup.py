@@ -2,8 +2,8 @@
 
 python -m benchmarks.startup [--rounds 5] [--kills 100] [--json OUT]
 
-Every round starts one interpreter of each kind. What a model costs is in all figures: a tiny Llama, from `parallelize`
-to its return. Processor time is that of all processes together, until the ranks are ready.
+Every round starts one interpreter of each kind. A start is `parallelize` of a tiny Llama and `deparallelize`, in
+seconds and in processor time of all its workers and of what forks them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -53,12 +52,6 @@ def _processor_seconds() -> float:
     return ended + sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
 
-def _memory(pid: int, field: str) -> float:
-    """MB of a field of `smaps_rollup`."""
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1000
-
-
 def starts() -> dict[str, float]:
     """In an interpreter of its own: a first start, later ones, and the memory of idle ranks."""
     import torch  # noqa: F401  what a caller has imported who has a model
@@ -75,10 +68,11 @@ def starts() -> dict[str, float]:
     server = forks.running()
     with WorkerGroup(8, target=RUNNER) as group:
         pids = group.pids + ([server.pid] if server else [])
-        found["PSS of 8 ranks and their server, MB"] = sum(_memory(pid, "Pss:") for pid in pids)
-        found["most Private_Dirty of a rank, MB"] = max(_memory(pid, "Private_Dirty:") for pid in group.pids)
+        found["PSS of 8 ranks and their server, MB"] = sum(measure.memory(pid)["Pss"] for pid in pids) / 1e6
+        dirty = max(measure.memory(pid)["Private_Dirty"] for pid in group.pids)
+        found["most Private_Dirty of a rank, MB"] = dirty / 1e6
     with WorkerGroup(1, target=RUNNER) as group:
-        found["PSS of one rank, MB"] = _memory(group.pids[0], "Pss:")
+        found["PSS of one rank, MB"] = measure.memory(group.pids[0])["Pss"] / 1e6
     return found
 
 
@@ -123,14 +117,11 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
-    kinds: dict[str, Callable[[], dict[str, float]]] = {
-        "fresh processes": lambda: _apart("starts()", "0"),
-        "forks": lambda: _apart("starts()", "1"),
-    }
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+    switches = {"fresh processes": "0", "forks": "1"}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in switches}
     for _ in range(options.rounds):
-        for name, measured in kinds.items():
-            runs[name].append(measured())
+        for name, switch in switches.items():
+            runs[name].append(_apart("starts()", switch))
     figures = {what: {name: [run[what] for run in found] for name, found in runs.items()} for what in runs["forks"][0]}
     figures["kill to ready again"] = {
         "fresh processes": _apart(f"restarts({max(1, options.kills // 10)})", "0"),

@@ -18,6 +18,25 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_LONGEST = (
+    "zoo",
+    "collectives",
+    "runtime_group",
+    "runtime_faults",
+    "fork_server",
+    "groups",
+    "twins",
+    "methods",
+    "docs",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest first, so that two processes that share the files end together."""
+    order = {f"test_{name}.py": number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Callable[[int], WorkerGroup]]:
     """`groups(world_size)`: a CPU group of that size that runs and serves no model, started where there is none."""

@@ -41,6 +41,22 @@ def await_incarnation(model: PreTrainedModel, number: int) -> None:
         time.sleep(0.05)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; one that only waits for its parent to notice has ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def await_end(*pids: int) -> None:
+    """Wait until none of these processes runs."""
+    end = time.monotonic() + PROMPTLY
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+
+
 def workers_of(parent: int) -> list[int]:
     """Workers that process `parent` started, and the server that forks them, by its id on their command line; zombies
     have none."""

@@ -25,7 +25,7 @@ from parallelformers_ng import parallelize, warm_up
 from parallelformers_ng.errors import WorkerDiedError
 from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-from tests.patience import PROMPTLY, await_incarnation, kill, workers_of
+from tests.patience import PROMPTLY, await_end, await_incarnation, kill, workers_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
@@ -121,7 +121,10 @@ def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
             assert len(set(process.children()) - others) == 3
             assert process.num_threads() == 1
     assert set(process.children()) <= others
-    assert process.num_fds() == before
+    end = time.monotonic() + PROMPTLY
+    while process.num_fds() > before:  # it closes what it reports through after the report
+        assert time.monotonic() < end, (process.num_fds(), before)
+        time.sleep(0.02)
 
 
 def test_a_server_starts_ahead_of_need_and_only_once(monkeypatch):
@@ -239,7 +242,7 @@ def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked()
     done = run(script)
     child, *pids = map(int, done.stdout.split())
     assert done.returncode == -signal.SIGKILL
-    _await_end(*pids)
+    await_end(*pids)
     assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
     os.kill(child, signal.SIGKILL)
 
@@ -249,14 +252,13 @@ def test_an_interpreter_that_ends_takes_its_server_along_without_a_word():
     caller, pid = map(int, done.stdout.split())
     assert done.returncode == 0
     assert "Warning" not in done.stderr, done.stderr
-    _await_end(pid)
+    await_end(pid)
     assert workers_of(caller) == []
 
 
 def test_importing_what_ranks_need_asks_for_no_device_and_runs_no_kernel():
     code = """
     import os, torch
-    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
     def refuse(*_, **__): raise AssertionError("a device was asked for")
     torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = refuse
@@ -273,17 +275,3 @@ def test_importing_what_ranks_need_asks_for_no_device_and_runs_no_kernel():
         [sys.executable, "-c", textwrap.dedent(code)], env=environment() | variables, capture_output=True, text=True
     )
     assert done.stdout.strip() == "1", done.stderr
-
-
-def _await_end(*pids: int) -> None:
-    end = time.monotonic() + PROMPTLY
-    while left := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -27,7 +27,7 @@ from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.encoder import Encoded, encode, pack
 from parallelformers_ng.wire.format import Kind
-from tests.patience import PROMPTLY, kill
+from tests.patience import PROMPTLY, await_end, is_running, kill
 
 
 @pytest.fixture
@@ -201,7 +201,6 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
 
 ORPHANING = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 
 def endless(rank):  # within native code, which never lets go of the interpreter lock
@@ -249,26 +248,15 @@ def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
         workers.update({int(pid): name for pid in pids})
     assert len(workers) == 6
     time.sleep(1.0)
-    assert not [name for pid, name in workers.items() if not running(pid)]
+    assert not [name for pid, name in workers.items() if not is_running(pid)]
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + PROMPTLY
-    while left := [name for pid, name in workers.items() if running(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
-
-
-def running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    await_end(*workers)
 
 
 INTERRUPTED = """
 import os, signal, threading, time
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.

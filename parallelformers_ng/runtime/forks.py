@@ -20,6 +20,7 @@ import weakref
 from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.runtime import fork_server
 from parallelformers_ng.runtime.spawn import (
+    REAP_SECONDS,
     Link,
     Spawned,
     environment_of_worker,
@@ -39,7 +40,6 @@ _READ_AT_START = (
     "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "SSL_", "TORCH", "TRANSFORMERS_", "TZ",
 )  # fmt: skip
 _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
-_REAP_SECONDS = 5.0
 
 
 class Fork:
@@ -197,7 +197,7 @@ def _end(process: Spawned, link: Link, forks: weakref.WeakSet[Fork]) -> None:
     if forks:
         return
     link.close()
-    process.exit_code(_REAP_SECONDS)
+    process.exit_code(REAP_SECONDS)
     process.close()
 
 

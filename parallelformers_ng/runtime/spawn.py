@@ -13,6 +13,7 @@ from typing import Protocol
 
 from parallelformers_ng.errors import StartupError
 
+REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver blocks it
 _TAIL_BYTES = 8192
 
 

@@ -77,9 +77,9 @@ def launch(
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
     cpus = cores.cpus_of_ranks(world_size, threads) if device_names[0].startswith("cpu") else None
-    server = forks.running()
+    server, environment = forks.running(), environment_of_worker(threads)
     for rank in range(world_size):
-        processes.workers.append(WorkerProcess(rank, threads, server))
+        processes.workers.append(WorkerProcess(rank, environment, server))
     common: dict[str, Any] = {
         "key": key,
         "target": target,
@@ -88,7 +88,7 @@ def launch(
         "timeout": timeout,
         "threads": threads,
         "path": module_path(),
-        "environment": environment_of_worker(threads),
+        "environment": environment,
         "rendezvous": None,
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(2),

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.runtime.forks import Fork, ForkServer
-from parallelformers_ng.runtime.spawn import Link, Process, Spawned, environment_of_worker, is_readable, send_signal
+from parallelformers_ng.runtime.spawn import REAP_SECONDS, Link, Process, Spawned, is_readable, send_signal
 from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
 
 _EXIT_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
-_REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver blocks it
 
 
 class WorkerGoneError(GroupError):
@@ -33,16 +32,16 @@ class WorkerProcess:
 
     Args:
         rank: its rank.
-        threads: for the OpenMP and BLAS libraries of the worker.
+        environment: of its process, where that is a fresh one.
         server: forks it. Where there is none, or it cannot, the worker is a fresh process.
 
     Raises:
         StartupError: the interpreter could not be started, or this process may open no more files.
     """
 
-    def __init__(self, rank: int, threads: int, server: ForkServer | None) -> None:
+    def __init__(self, rank: int, environment: dict[str, str], server: ForkServer | None) -> None:
         self.rank = rank
-        self._threads = threads
+        self._environment = environment
         self._server = server
         with self._start_errors():
             self.link = Link(f"rank-{rank}")
@@ -54,7 +53,7 @@ class WorkerProcess:
         self.channel = Channel(self.link.connection)
 
     def _spawn(self) -> Process:
-        return Spawned("parallelformers_ng.runtime.worker", self.link, environment_of_worker(self._threads))
+        return Spawned("parallelformers_ng.runtime.worker", self.link, self._environment)
 
     @contextlib.contextmanager
     def _start_errors(self) -> Iterator[None]:
@@ -131,7 +130,7 @@ class WorkerProcess:
 
     def reap(self) -> int | None:
         """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
-        return self._process.exit_code(_REAP_SECONDS) if self._has_process else None
+        return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
         """What to raise, once or often, about a worker that ended."""
