@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS, ledger
+from tests.pretend_cuda.operators import Operator, operator
 
 aten = torch.ops.aten
 
-_COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
-_LOOK_UPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
-_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-_ASSERTIONS = {aten._assert_async.default, aten._assert_async.msg}
-_TAKE_HOST_SCALARS = {
-    *(aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor),
-    *(aten.where.self, aten.where.self_out),
-}
 _MATH_ATTENTION = 0
 
 _numbers = itertools.count()
@@ -42,19 +34,26 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, device: torch.device) -> DeviceTensor:
-        with torch.inference_mode(host.is_inference()):  # a view is what its base is, whatever the mode
-            self = torch.Tensor._make_wrapper_subclass(
-                cls,
-                host.shape,
-                strides=host.stride(),
-                storage_offset=host.storage_offset(),
-                dtype=host.dtype,
-                device=device,
-                requires_grad=host.requires_grad,
-            )
-        self.host = host.detach()
+        if host.is_inference() == torch.is_inference_mode_enabled():
+            self = cls._wrapped(host, device)
+        else:
+            with torch.inference_mode(host.is_inference()):  # a view is what its base is, whatever the mode
+                self = cls._wrapped(host, device)
+        self.host = host.detach() if host.requires_grad else host
         _alive[next(_numbers)] = self
         return self
+
+    @classmethod
+    def _wrapped(cls, host: torch.Tensor, device: torch.device) -> DeviceTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=device,
+            requires_grad=host.requires_grad,
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{self.host!r} on {self.device}"
@@ -78,8 +77,7 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with device_mode:
-            return func(*args, **(kwargs or {}))
+        return device_mode.run(func, args, kwargs or {})
 
 
 class DeviceMode(TorchDispatchMode):
@@ -103,51 +101,57 @@ class DeviceMode(TorchDispatchMode):
         return self.generators[index]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        flat, spec = tree_flatten((args, kwargs))
-        devices = {value.device for value in flat if isinstance(value, DeviceTensor)}
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator, on the device of its tensors, or on the one that it is asked to make one on."""
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        there = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
         device = self._indexed(kwargs.get("device"))
-        if not devices and (device is None or device.type != "cuda"):
+        if not there and (device is None or device.type != "cuda"):
             return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        known = operator(func)
+        if known.is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
         if self.broken:
             raise torch.AcceleratorError(self.broken)
-        if func in _COPIES:
+        if known.is_copy:
             return self._copy(func, args, kwargs, device)
         if func is aten._fused_sdp_choice.default:
             return _MATH_ATTENTION
-        _check_places(func, flat, devices)
-        _count_waits(func, args, flat)
-        place = device or next(iter(devices))
-        hosts = [value.host if isinstance(value, DeviceTensor) else value for value in flat]
-        host_args, host_kwargs = tree_unflatten(hosts, spec)
-        host_kwargs = {name: value for name, value in host_kwargs.items() if name not in ("device", "pin_memory")}
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            host_kwargs["device"] = torch.device("cpu")
-        if any(argument.name == "generator" for argument in func._schema.arguments):
-            if host_kwargs.get("generator") is not None:
-                raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-            host_kwargs["generator"] = self.generator(place.index)
-        output = self._run(func, host_args, host_kwargs)
-        given = {id(value.host): value for value in flat if isinstance(value, DeviceTensor)}
+        _check_places(func, known, tensors, there, args)
+        if known.waits or (known.indexes and _waits_for_mask(func, args)):
+            ledger.note(WAITS, str(func))
+        place = device or there[0].device
+        output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs, place))
+        given = {id(tensor.host): tensor for tensor in there}
 
         def placed(part: torch.Tensor) -> torch.Tensor:
             return given[id(part)] if id(part) in given else _placed(part, place)
 
-        wrapped = tree_map_only(torch.Tensor, placed, output)
-        if torch.Tag.inplace_view in func.tags:
-            return return_and_correct_aliasing(func, args, kwargs, wrapped)
-        return wrapped
+        wrapped = placed(output) if isinstance(output, torch.Tensor) else _mapped_output(output, placed)
+        return return_and_correct_aliasing(func, args, kwargs, wrapped) if known.changes_view else wrapped
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _host_kwargs(self, known: Operator, kwargs: dict[str, Any], place: torch.device) -> dict[str, Any]:
+        if kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+            kwargs = dict(zip(kwargs, _mapped(kwargs.values(), _host), strict=True))
+        if known.has_device:
+            kwargs["device"] = torch.device("cpu")
+        if known.has_generator:
+            if kwargs.get("generator") is not None:
+                raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+            kwargs["generator"] = self.generator(place.index)
+        return kwargs
+
+    def _run(self, func: Any, known: Operator, args: Any, kwargs: Any) -> Any:
         if func is aten.histc.default and not args[0].is_floating_point():  # integers, which it takes on CUDA alone
             return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         try:
             return func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
-            if func in _ASSERTIONS or (func in _LOOK_UPS and "out of" in str(error)):
+            if known.asserts or (known.looks_up and "out of" in str(error)):
                 self.broken = "CUDA error: device-side assert triggered"
                 raise torch.AcceleratorError(self.broken) from error
             raise
@@ -186,32 +190,55 @@ def _unpickled(host: torch.Tensor, device: str) -> DeviceTensor:
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.host if isinstance(tensor, DeviceTensor) else tensor
+    return tensor.host if type(tensor) is DeviceTensor else tensor
 
 
 def _placed(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else DeviceTensor(host, device)
 
 
-def _check_places(func: Any, values: list[Any], devices: set[torch.device]) -> None:
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among the arguments of an operator, which may lie in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def _mapped(values: Iterable[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    return [
+        change(value)
+        if isinstance(value, torch.Tensor)
+        else _mapped(value, change)
+        if type(value) in (list, tuple)
+        else value
+        for value in values
+    ]
+
+
+def _mapped_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return type(output)(_mapped(output, change)) if type(output) in (list, tuple) else output
+
+
+def _check_places(
+    func: Any, known: Operator, tensors: list[torch.Tensor], there: list[DeviceTensor], args: Sequence[Any]
+) -> None:
     """Refuse tensors of host and device together where CUDA does: it takes numbers, and indices."""
+    devices = {tensor.device for tensor in there}
     if len(devices) > 1:
         first, second, *_ = sorted(map(str, devices))
         _refuse(func, first, second)
-    if not devices:
+    if not there or len(there) == len(tensors):
         return
-    scalars = torch.Tag.pointwise in func.tags or func in _TAKE_HOST_SCALARS
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
-    first_is_written = bool(written) and written[0]
-    for at, value in enumerate(values):
-        if not isinstance(value, torch.Tensor) or isinstance(value, DeviceTensor):
+    for tensor in tensors:
+        if type(tensor) is DeviceTensor:
             continue
-        is_index = func in _INDEXING and not value.is_floating_point() and at > 0
-        is_number = value.dim() == 0 and not (at == 0 and first_is_written)
-        if is_index and value.dim():
+        is_first = tensor is args[0]
+        if tensor.dim() and known.indexes and not is_first and not tensor.is_floating_point():
             ledger.note(TO_DEVICE, f"{func} of indices")
-        elif not (is_number and (scalars or func in _INDEXING)):
-            _refuse(func, str(next(iter(devices))), "cpu")
+        elif tensor.dim() or not known.takes_numbers or (is_first and known.writes_first):
+            _refuse(func, str(there[0].device), "cpu")
 
 
 def _refuse(func: Any, *devices: str) -> None:
@@ -230,15 +257,10 @@ def _count_copy(source: torch.device, target: torch.device, non_blocking: bool) 
             ledger.note(WAITS, "copy")
 
 
-def _count_waits(func: Any, args: Any, values: list[Any]) -> None:
-    """Operators whose result's shape, or whose result, the host has to know."""
-    if func in _INDEXING:
-        masks = any(isinstance(value, DeviceTensor) and value.dtype is torch.bool for value in args[1])
-        waits = masks and (func is aten.index.Tensor or args[2].numel() != 1)
-    else:
-        waits = bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags))
-    if waits:
-        ledger.note(WAITS, str(func))
+def _waits_for_mask(func: Any, args: Any) -> bool:
+    """Of an operator that indexes: whether the host has to know how many elements a mask has."""
+    masks = any(isinstance(value, DeviceTensor) and value.dtype is torch.bool for value in args[1])
+    return masks and (func is aten.index.Tensor or args[2].numel() != 1)
 
 
 device_mode = DeviceMode()

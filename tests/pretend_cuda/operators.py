@@ -1,0 +1,58 @@
+"""What CUDA does with an operator, as far as it can be told without running it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
+_LOOK_UPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+_ASSERTIONS = {aten._assert_async.default, aten._assert_async.msg}
+_TAKE_HOST_SCALARS = {
+    *(aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor),
+    *(aten.where.self, aten.where.self_out),
+}
+
+
+class Operator:
+    """What is asked of an operator each time that it runs.
+
+    Attributes:
+        is_composite: it is made of others, which are looked at in its place.
+        is_copy: it goes from one device to another.
+        indexes: it takes indices, also such as lie on the host.
+        looks_up, asserts: on the device it asserts, where the host raises: if an index is out of range; in any case.
+        takes_numbers: it takes tensors of the host that hold one number.
+        writes_first: its first argument is written to.
+        waits: the host has to know what it gives, or of what shape that is.
+        has_device, has_generator: it has an argument of this name.
+        changes_view: it changes the shape of its argument in place.
+    """
+
+    def __init__(self, func: Any) -> None:
+        arguments = func._schema.arguments
+        names = {argument.name for argument in arguments}
+        first = arguments[0].alias_info if arguments else None
+        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.is_copy = func in _COPIES
+        self.indexes = func in _INDEXING
+        self.looks_up = func in _LOOK_UPS
+        self.asserts = func in _ASSERTIONS
+        self.takes_numbers = torch.Tag.pointwise in func.tags or func in _TAKE_HOST_SCALARS or self.indexes
+        self.writes_first = first is not None and first.is_write
+        waiting = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+        self.waits = not self.indexes and bool(waiting & set(func.tags))
+        self.has_device = "device" in names
+        self.has_generator = "generator" in names
+        self.changes_view = torch.Tag.inplace_view in func.tags
+
+
+@functools.cache
+def operator(func: Any) -> Operator:
+    """See `Operator`."""
+    return Operator(func)
