@@ -54,6 +54,25 @@ def groups() -> Iterator[Callable[[int], WorkerGroup]]:
         group.close()
 
 
+@pytest.fixture(scope="session")
+def _pretended() -> Iterator[list[WorkerGroup]]:
+    running: list[WorkerGroup] = []
+    yield running
+    for group in running:
+        group.close()
+
+
+@pytest.fixture
+def pretended(_pretended: list[WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
+    """Two ranks on pretended CUDA devices, which serve one test after another."""
+    from tests.pretend_cuda.caller import TARGET, believe
+
+    believe(monkeypatch)
+    if not _pretended or not _pretended[-1].alive:
+        _pretended.append(WorkerGroup(2, "cuda", target=TARGET, timeout=60))
+    return _pretended[-1]
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a test has the parts of a decode step computed in C."""

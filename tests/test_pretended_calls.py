@@ -23,27 +23,14 @@ from tests.zoo.seq2seq import t5
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    believe(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    with pytest.MonkeyPatch.context() as patch:
-        believe(patch)
-        with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
-            yield group
-
-
 @pytest.mark.parametrize("kind", [tuple, BaseModelOutput], ids=["tuple", "output"])
-def test_encoder_outputs(kind: type, group: WorkerGroup) -> None:
+def test_encoder_outputs(kind: type, pretended: WorkerGroup) -> None:
     whole, inputs = t5(), seq2seq_inputs()
     with torch.no_grad():
         states = whole.encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
     given = {"encoder_outputs": kind((states,)) if kind is tuple else kind(states)}
     given |= {"attention_mask": inputs["attention_mask"]}
-    with parallelize(t5(), workers=group) as model:
+    with parallelize(t5(), workers=pretended) as model:
         decoded = {"decoder_input_ids": inputs["decoder_input_ids"]}
         assert largest_difference(model(**given, **decoded).logits, whole(**given, **decoded).logits) <= 1e-4
         if kind is BaseModelOutput:
@@ -77,13 +64,13 @@ class EndsAt(StoppingCriteria):
         return torch.isin(input_ids[:, -1], self.ids)
 
 
-def test_objects_that_hold_tensors(group: WorkerGroup) -> None:
+def test_objects_that_hold_tensors(pretended: WorkerGroup) -> None:
     bias = torch.randn(131, generator=torch.Generator().manual_seed(5)) * 3
     whole = decoder("Llama")
     mine, theirs = Favours(bias), Favours(bias)
     want = whole.generate(**text_inputs(), logits_processor=[mine], **GREEDY)
     ends = EndsAt(want[0, 9:10])
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         assert torch.equal(model.generate(**text_inputs(), logits_processor=[theirs], **GREEDY), want)
         assert len(theirs.sums) == len(mine.sums)
         assert {theirs.total.device.type, theirs.sums[0].device.type} == {"cpu"}
@@ -104,20 +91,20 @@ class Draws(LogitsProcessor):
         return scores + torch.randn(scores.shape[-1], generator=self.generator).to(scores.device)
 
 
-def test_an_object_with_a_generator(group: WorkerGroup) -> None:
+def test_an_object_with_a_generator(pretended: WorkerGroup) -> None:
     want = decoder("Llama").generate(**text_inputs(), logits_processor=[Draws()], **GREEDY)
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         assert torch.equal(model.generate(**text_inputs(), logits_processor=[Draws()], **GREEDY), want)
 
 
-def test_caches_of_the_caller(group: WorkerGroup) -> None:
+def test_caches_of_the_caller(pretended: WorkerGroup) -> None:
     whole, ids = decoder("Llama"), text_inputs()["input_ids"]
     filled, mine = DynamicCache(), DynamicCache()
     with torch.no_grad():
         whole(input_ids=ids, past_key_values=filled)
         whole(input_ids=ids, past_key_values=mine)
         want = whole(input_ids=ids[:, :1], past_key_values=filled).logits
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         output = model(input_ids=ids, use_cache=True)
         got = model(input_ids=ids[:, :1], past_key_values=output.past_key_values).logits
         assert largest_difference(got, want) <= 1e-4
@@ -126,8 +113,8 @@ def test_caches_of_the_caller(group: WorkerGroup) -> None:
         assert swapped.isfinite().all()
 
 
-def test_sampling_follows_the_callers_stream(group: WorkerGroup) -> None:
-    with parallelize(decoder("Llama"), workers=group) as model:
+def test_sampling_follows_the_callers_stream(pretended: WorkerGroup) -> None:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         drawn = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
@@ -136,11 +123,11 @@ def test_sampling_follows_the_callers_stream(group: WorkerGroup) -> None:
         assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_autocast_is_that_of_the_devices(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_is_that_of_the_devices(pretended: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         with torch.autocast("cuda", torch.bfloat16):
             assert model(**text_inputs()).logits.dtype == torch.bfloat16
         with torch.autocast("cpu", torch.bfloat16):
@@ -148,10 +135,10 @@ def test_autocast_is_that_of_the_devices(group: WorkerGroup, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("setting", ["device", "dtype"])
-def test_defaults_of_the_caller(setting: str, group: WorkerGroup) -> None:
+def test_defaults_of_the_caller(setting: str, pretended: WorkerGroup) -> None:
     want = decoder("Llama").generate(**text_inputs(), **GREEDY)
     inputs, processor = text_inputs(), Favours(torch.zeros(131))
-    model = parallelize(decoder("Llama"), workers=group)
+    model = parallelize(decoder("Llama"), workers=pretended)
     before = torch.get_default_dtype()
     try:
         if setting == "device":
@@ -184,22 +171,22 @@ def test_from_a_path_saved_and_restarted(tmp_path: Any) -> None:
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in again.state_dict().items())
 
 
-def test_a_static_cache_is_no_wish_to_compile(group: WorkerGroup) -> None:
+def test_a_static_cache_is_no_wish_to_compile(pretended: WorkerGroup) -> None:
     whole = decoder("Llama")
     want = whole.generate(**text_inputs(), **GREEDY)
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         assert torch.equal(model.generate(**text_inputs(), cache_implementation="static", **GREEDY), want)
         model.generation_config.cache_implementation = "static"
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)
 
 
-def test_memory_goes_back(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_goes_back(pretended: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the caller, whose model was on a device, and that of the ranks, of a model that they hold no more."""
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         assert emptied
-        assert group.call("allocated") > 0
+        assert pretended.call("allocated") > 0
         del model
-    assert group.call("emptied")[-1] == 0
+    assert pretended.call("emptied")[-1] == 0

@@ -19,24 +19,11 @@ from tests.zoo.decoders import decoder, gpt2
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    believe(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    with pytest.MonkeyPatch.context() as patch:
-        believe(patch)
-        with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
-            yield group
-
-
 @pytest.mark.parametrize("bad", [VOCABULARY, -1, 1 << 40])
-def test_a_token_id_out_of_range_costs_its_request_alone(bad: int, group: WorkerGroup) -> None:
+def test_a_token_id_out_of_range_costs_its_request_alone(bad: int, pretended: WorkerGroup) -> None:
     ids = token_ids()
     ids[1, 3] = bad
-    with parallelize(decoder("Llama"), workers=group) as model:
+    with parallelize(decoder("Llama"), workers=pretended) as model:
         for call in (model, model.generate):
             with pytest.raises(IndexError, match=f"id {bad}, vocabulary of {VOCABULARY}$"):
                 call(input_ids=ids)
@@ -45,9 +32,9 @@ def test_a_token_id_out_of_range_costs_its_request_alone(bad: int, group: Worker
         )
 
 
-def test_a_position_out_of_range_costs_its_request_alone(group: WorkerGroup) -> None:
+def test_a_position_out_of_range_costs_its_request_alone(pretended: WorkerGroup) -> None:
     """Of a table that every rank holds whole, and looks up without an exchange."""
-    with parallelize(gpt2(), workers=group) as model:
+    with parallelize(gpt2(), workers=pretended) as model:
         with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
             model(input_ids=token_ids(length=65))
         assert model(input_ids=token_ids(length=64)).logits.isfinite().all()

@@ -19,9 +19,11 @@ from parallelformers_ng.errors import DivergedError, RequestCancelledError
 class AgreedCriteria(StoppingCriteriaList):
     """All criteria of one generation: its limits of length and time, its end tokens, the caller's own.
 
-    After every token the ranks tell each other a fingerprint of the tokens just chosen, whether they saw a
+    After every token the ranks tell each other a fingerprint of the tokens chosen so far, whether they saw a
     cancellation, and which sequences they would end. A rank may see a cancellation later than another, so all go by
     what any of them saw; and its clock may run ahead of another's, so all end the sequences that rank 0 ends.
+
+    On devices none of this is waited for. There all sequences end where something is amiss, and `check` says what.
 
     Args:
         criteria: what ends a sequence on this rank.
@@ -34,35 +36,61 @@ class AgreedCriteria(StoppingCriteriaList):
         self._communicator = communicator
         self._sequence = sequence
         self._weights: torch.Tensor | None = None
+        self._fingerprint: torch.Tensor | int = 0
+        self._seen: torch.Tensor | None = None
+        self._length = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Which sequences end with the tokens just chosen, bool `[rows]`, the same on every rank.
 
         Raises:
+            RequestCancelledError, DivergedError: as `check`; on CPU ranks, at once.
+        """
+        ended = super().__call__(input_ids, scores, **kwargs)
+        cancelled = self._communicator.cancel_sequence() == self._sequence
+        if self._communicator.world_size == 1:
+            if cancelled:
+                raise _cancelled()
+            return ended
+        mine = torch.empty(2 + len(ended), dtype=torch.long, device=input_ids.device)
+        mine[:1] = cancelled  # a slice is filled with it; a single element would be copied from the host
+        mine[1] = self._take_in(input_ids)
+        mine[2:] = ended
+        self._seen = self._communicator.all_gather(mine).view(-1, len(mine))
+        self._length = input_ids.shape[-1]
+        if mine.device.type == "cpu":
+            self.check()
+            return self._seen[0, 2:].bool()
+        amiss = (self._seen[:, 0] | (self._seen[:, 1] ^ self._seen[0, 1])).any()
+        return self._seen[0, 2:].bool() | amiss
+
+    def check(self) -> None:
+        """See that nothing was amiss with the last tokens.
+
+        Raises:
             RequestCancelledError: the caller wishes no answer.
             DivergedError: the ranks chose different tokens.
         """
-        ended = super().__call__(input_ids, scores, **kwargs)
-        mine = torch.empty(2 + len(ended), dtype=torch.long, device=input_ids.device)
-        mine[0] = self._communicator.cancel_sequence() == self._sequence
-        mine[1] = self._fingerprint(input_ids)
-        mine[2:] = ended
-        seen = self._communicator.all_gather(mine).view(-1, len(mine)).tolist()
-        if any(rank[0] for rank in seen):
-            raise RequestCancelledError("the request was cancelled by its caller")
-        if any(rank[1] != seen[0][1] for rank in seen):
-            raise DivergedError(
-                f"the ranks chose different tokens at length {input_ids.shape[-1]}; the answer was discarded"
-            )
-        return torch.tensor(seen[0][2:], dtype=torch.bool, device=input_ids.device)
+        if self._seen is None:
+            return
+        seen = self._seen[:, :2].tolist()
+        if any(cancelled for cancelled, _ in seen):
+            raise _cancelled()
+        if any(fingerprint != seen[0][1] for _, fingerprint in seen):
+            raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
 
-    def _fingerprint(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """A number that differs, but for chance, where the newest tokens differ: Σ (row + 1) · 1000003 · token mod
-        2⁶³."""
+    def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """A number that differs, but for chance, where tokens differ, the newest or earlier ones: at each step 31 times
+        what it was + Σ (row + 1) · 1000003 · token mod 2⁶³."""
         newest = input_ids[:, -1]
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
-        return (newest * self._weights).sum()
+        self._fingerprint = (newest * self._weights).sum() + 31 * self._fingerprint
+        return self._fingerprint
+
+
+def _cancelled() -> RequestCancelledError:
+    return RequestCancelledError("the request was cancelled by its caller")
 
 
 @contextlib.contextmanager
@@ -72,15 +100,27 @@ def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence:
     Args:
         models: those that have one, a model and what generates within it.
         communicator, sequence: as in `AgreedCriteria`.
+
+    Raises:
+        RequestCancelledError, DivergedError: as `AgreedCriteria.check`.
     """
+    unchecked: list[AgreedCriteria] = []
+
+    def check() -> None:
+        while unchecked:
+            unchecked.pop().check()
 
     def join(model: Any, *args: Any, **kwargs: Any) -> AgreedCriteria:
-        return AgreedCriteria(type(model)._get_stopping_criteria(model, *args, **kwargs), communicator, sequence)
+        check()  # of a generation before this one
+        made = AgreedCriteria(type(model)._get_stopping_criteria(model, *args, **kwargs), communicator, sequence)
+        unchecked.append(made)
+        return made
 
     for model in models:
         model._get_stopping_criteria = functools.partial(join, model)
     try:
         yield
+        check()
     finally:
         for model in models:
             del model._get_stopping_criteria

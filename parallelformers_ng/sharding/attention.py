@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel
+from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel, of_heads
 
 
 class NgramAttentionParallel(NarrowedHeadParallel):
@@ -40,7 +40,7 @@ class NgramAttentionParallel(NarrowedHeadParallel):
         sizes = [self.head_count if d == dim else size for d, size in enumerate(weights.shape)]
         whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)
         self.num_attn_heads = own
-        return whole.index_select(dim, torch.tensor(self.head_indices, device=whole.device))
+        return of_heads(self.head_indices, whole, dim)
 
 
 _GENERATOR = threading.Lock()
@@ -70,7 +70,7 @@ class _WholeDraws(TorchFunctionMode):
     def __init__(self, head_count: int, head_indices: Sequence[int]) -> None:
         super().__init__()
         self.head_count = head_count
-        self.head_indices = list(head_indices)
+        self.head_indices = head_indices
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class _WholeDraws(TorchFunctionMode):
         if func is not torch.randn:
             return func(*args, **(kwargs or {}))
         (shape,) = args
-        return func((self.head_count, *shape[1:]), **(kwargs or {}))[self.head_indices]
+        return of_heads(self.head_indices, func((self.head_count, *shape[1:]), **(kwargs or {})), 0)
 
 
 class XLNetAttentionParallel(HeadParallel):
@@ -132,7 +132,7 @@ class WavLMAttentionParallel(HeadParallel):
         length = hidden_states.shape[1]
         if position_bias is None:
             position_bias = self.compute_bias(length, length)  # [own heads, length, length], for all layers
-        own_columns = self._by_heads(hidden_states)[:, list(self.head_indices)]
+        own_columns = of_heads(self.head_indices, self._by_heads(hidden_states), 1)
         sums = self.gru_rel_pos_linear(own_columns).unflatten(-1, (2, 4)).sum(-1)
         gate_a, gate_b = torch.sigmoid(sums).chunk(2, dim=-1)
         bias = (gate_a * (gate_b * self.gru_rel_pos_const - 1.0) + 2.0) * position_bias

@@ -68,13 +68,18 @@ class HeadParallel(ParallelLayer):
         return self.communicator.all_gather(own, dim, self.head_sizes)
 
 
+def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """These heads, consecutive, of what there is for all along a dimension: a view, which no device has to be told."""
+    return whole.narrow(dim, indices[0], len(indices))
+
+
 class BiasedHeadParallel(HeadParallel):
     """Attention over this rank's heads where the model makes a bias for all heads outside: b ↦ b[heads of this rank].
 
     Attributes:
         bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or
             more dimensions, or `[batch · heads, …, keys]` of three.
-        head_indices: this rank's heads.
+        head_indices: this rank's heads, consecutive.
         head_count: heads of the whole model.
     """
 
@@ -91,10 +96,9 @@ class BiasedHeadParallel(HeadParallel):
         return super().forward(*args, **kwargs)
 
     def _own_part(self, bias: torch.Tensor) -> torch.Tensor:
-        heads = torch.tensor(self.head_indices, device=bias.device)
         if bias.ndim >= 4:
-            return bias if bias.shape[1] == 1 else bias.index_select(1, heads)
-        return bias.unflatten(0, (-1, self.head_count)).index_select(1, heads).flatten(0, 1)
+            return bias if bias.shape[1] == 1 else of_heads(self.head_indices, bias, 1)
+        return of_heads(self.head_indices, bias.unflatten(0, (-1, self.head_count)), 1).flatten(0, 1)
 
 
 class NarrowedHeadParallel(BiasedHeadParallel):

@@ -31,6 +31,7 @@ from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_hand
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
+from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
@@ -64,6 +65,7 @@ class ModelRunner:
             append_in_place()
         else:
             look_ups.guard_look_ups()
+            answer_for_steps()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
@@ -201,6 +203,7 @@ class ModelRunner:
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
+            known_masks(models if self.device.type == "cuda" else ()),
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)

@@ -1,0 +1,112 @@
+"""Attention masks of decode steps on a device, of which it is known whether they hide anything.
+
+Where a mask hides no token, transformers computes without one. To find out, it looks at the mask at every step, and the
+host waits for the device meanwhile. But the tokens that are chosen are never hidden, so what holds of the prompt holds
+of every step: either the step is given no mask, which says the same as one that hides nothing, or it needs the mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from transformers import masking_utils
+
+_NAMES = ("attention_mask", "decoder_attention_mask")
+_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+def answer_for_steps() -> None:
+    """Have no decode step of this process ask the device about its mask, from now on, within `known_masks`."""
+    for name in _QUESTIONS:
+        setattr(masking_utils, name, _answered(getattr(masking_utils, name)))
+
+
+@contextlib.contextmanager
+def known_masks(models: Sequence[Any]) -> Iterator[None]:
+    """Within it, what a `generate` of any of these models knows of its masks counts for its steps.
+
+    Args:
+        models: those that have one.
+    """
+    changed = [(model, {name: vars(model)[name] for name in _METHODS if name in vars(model)}) for model in models]
+    for model in models:
+        loop = _Loop()
+        _loops.append(loop)
+        model.prepare_inputs_for_generation = loop.prepared(model.prepare_inputs_for_generation)
+        model._update_model_kwargs_for_generation = loop.lengthened(model._update_model_kwargs_for_generation)
+    try:
+        yield
+    finally:
+        _loops.clear()
+        for model, before in changed:
+            for name in _METHODS:
+                delattr(model, name)
+            vars(model).update(before)
+
+
+class _Loop:
+    """The masks of a model's `generate`, by name, of which it is known whether they hide nothing. Each is known as an
+    object, so that nothing is taken for granted of loops and models that make others.
+
+    Attributes:
+        in_step: the model computes a token after the prompt.
+    """
+
+    def __init__(self) -> None:
+        self.in_step = False
+        self._known: dict[str, tuple[torch.Tensor, bool]] = {}
+
+    def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """What makes the arguments of a step, and, the first time, those of the prompt."""
+
+        @functools.wraps(prepare)
+        def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            masks = {name: kwargs[name] for name in _NAMES if getattr(kwargs.get(name), "ndim", 0) == 2}
+            self.in_step = all(self._knows(name, mask) for name, mask in masks.items())
+            inputs = prepare(*args, **kwargs)
+            for name, mask in masks.items():
+                if not self._knows(name, mask):
+                    self._known[name] = mask, bool(mask.all())
+                elif self._known[name][1] and inputs.get(name) is mask:
+                    inputs[name] = None
+            return inputs
+
+        return prepare_known
+
+    def lengthened(self, update: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """What has the masks go on with the tokens that were chosen."""
+
+        @functools.wraps(update)
+        def update_known(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+            known = [name for name in _NAMES if self._knows(name, model_kwargs.get(name))]
+            updated = update(outputs, model_kwargs, *args, **kwargs)
+            for name in known:
+                self._known[name] = updated[name], self._known[name][1]
+            return updated
+
+        return update_known
+
+    def _knows(self, name: str, mask: Any) -> bool:
+        return name in self._known and self._known[name][0] is mask
+
+
+_loops: list[_Loop] = []
+"""Those of the request that runs."""
+
+
+def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether the model may compute without a mask: never in a step that is given one."""
+
+    @functools.wraps(question)
+    def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:
+        if not is_compiling() and padding_mask is not None and any(loop.in_step for loop in _loops):
+            return False
+        return question(padding_mask, *args)
+
+    return answer
