@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,13 +13,12 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.patience import await_incarnation, kill
-from tests.pretend_cuda.caller import TARGET, believe
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import decoder
 from tests.zoo.seq2seq import t5
 
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
 @pytest.mark.parametrize("kind", [tuple, BaseModelOutput], ids=["tuple", "output"])
@@ -118,7 +116,7 @@ def test_sampling_follows_the_callers_stream(pretended: WorkerGroup) -> None:
         drawn = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            drawn.append(model.generate(**text_inputs(), max_new_tokens=12, do_sample=True))
+            drawn.append(model.generate(**text_inputs(), max_new_tokens=5, do_sample=True))
         assert torch.equal(drawn[0], drawn[1])
         assert not torch.equal(drawn[0], drawn[2])
 
@@ -157,7 +155,7 @@ def test_defaults_of_the_caller(setting: str, pretended: WorkerGroup) -> None:
     assert torch.equal(model.generate(**inputs, **GREEDY), want)
 
 
-def test_from_a_path_saved_and_restarted(tmp_path: Any) -> None:
+def test_from_a_path_saved_and_restarted(tmp_path: Any, pretended: WorkerGroup) -> None:
     whole = decoder("Llama")
     whole.save_pretrained(tmp_path / "model")
     want = whole.generate(**text_inputs(), **GREEDY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ ASKED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each time that transformers looks at a mask: whether that was in a step."""
     seen: list[bool] = []
     for name in ASKED:
@@ -33,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
         monkeypatch.setattr(masking_utils, name, noted)
     step_masks.answer_for_steps()
-    yield seen
+    return seen
 
 
 def masks_given(model: Any) -> list[bool]:

@@ -171,17 +171,15 @@ class ModelRunner:
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
-        held = self.model is not None
+        modules = [] if self.model is None else list(self.model.modules())
         self._clear()
         if self.captured is not None:
             self.captured.forget()
         look_ups.forget()
-        if held:
-            gc.unfreeze()  # modules are held in cycles
-            gc.collect()
-            gc.freeze()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # other processes may want it
+        for module in modules:
+            vars(module).clear()  # they hold each other; a collection would have to look at all that was ever imported
+        if modules and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may want it
 
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths
 
 _SOURCE = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -31,6 +30,8 @@ def _built() -> Path:
     library = Path(tempfile.gettempdir()) / f"parallelformers_ng-pretend-cuda-{os.getuid()}" / f"{version}.so"
     if library.exists():
         return library
+    from torch.utils.cpp_extension import include_paths  # seconds, which a library that is there need not wait
+
     library.parent.mkdir(mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder, "guard.cpp"), Path(folder, "guard.so")
