@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.errors import PlacementError
+from parallelformers_ng.errors import PlacementError, StartupError, WorkerDiedError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.pretend_cuda import process_group
+from tests.pretend_cuda.caller import TARGET
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids
 from tests.zoo.decoders import decoder, gpt2
 
@@ -66,3 +70,56 @@ def test_ranks_that_share_a_device(pretended: WorkerGroup) -> None:
             model.generate(**text_inputs(), **GREEDY), decoder("Llama").generate(**text_inputs(), **GREEDY)
         )
         assert set(model.memory_allocated()) == {"cuda:1"}
+
+
+class RaisesOn(StoppingCriteria):
+    """Raises on one rank, which has its peers wait for it in an exchange."""
+
+    def __init__(self, pid: int, length: int) -> None:
+        self.pid, self.length = pid, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if os.getpid() == self.pid and input_ids.shape[1] == self.length:
+            raise ValueError("only here")
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_cause_is_that_of_the_rank_that_raised(rank: int, pretended: WorkerGroup) -> None:
+    """What an aborted exchange leaves on the device would have its peer say that the ranks diverged."""
+    with parallelize(decoder("Llama"), workers=pretended) as model:
+        criteria = [RaisesOn(pretended.pids[rank], 9)]
+        with pytest.raises(ValueError, match="only here") as caught:
+            model.generate(**text_inputs(), stopping_criteria=criteria, **GREEDY)
+        assert isinstance(caught.value, WorkerError)
+        assert caught.value.rank == rank
+        whole = decoder("Llama").generate(**text_inputs(), **GREEDY)
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole)
+
+
+@pytest.mark.parametrize(("mishap", "cause"), [("raise", "unhandled system error"), ("sum", "sums to 1.5 on cuda:")])
+def test_nccl_is_tried_at_the_start(mishap: str, cause: str, pretended: WorkerGroup, monkeypatch: Any) -> None:
+    monkeypatch.setenv(process_group.MISHAP, mishap)
+    with pytest.raises(StartupError, match=f"connecting to its peers: .*{cause}.*NCCL_DEBUG=INFO.*--shm-size"):
+        WorkerGroup(2, "cuda", target=TARGET, start_timeout=60)
+
+
+def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
+    """Where it fails then, the rank leaves, and does not keep its peers waiting."""
+    with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
+        with pytest.raises(ValueError, match="for once"):
+            group.call("fail_once", "for once")
+        assert group.call("connections") == 2
+        with pytest.raises(ValueError, match="for once"):
+            group.call("fail_once", "for once", mishap=True)
+        with pytest.raises(WorkerDiedError):
+            group.call("connections")
+
+
+def test_nccl_stays_on_this_machine_unless_told_otherwise(pretended: WorkerGroup, monkeypatch: Any) -> None:
+    names = ["NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"]
+    assert pretended.call("environment", names) == ["=lo", "0", "0", None]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "20")
+    with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
+        assert group.call("environment", names) == ["eth1", "0", None, "20"]

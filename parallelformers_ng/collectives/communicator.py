@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from parallelformers_ng.collectives.arena import CANCEL_WORD, Arena
+from parallelformers_ng.errors import CollectiveAbortedError
 
 YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
 
@@ -109,6 +111,20 @@ class Communicator(ABC):
         part = tensor.detach().reshape(-1)[: sizes[self.rank]]
         tensor.detach().copy_(self.all_gather(part, 0, sizes).view(tensor.shape))
         return tensor
+
+    def why_void(self) -> CollectiveAbortedError | None:
+        """Who aborted, where this rank's collectives end without an error then: on a device. What was computed since
+        means nothing, and an error that was raised since may come of that."""
+        return None
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around the launch of recorded collectives: meanwhile their connections stay.
+
+        Raises:
+            CollectiveAbortedError: they do not.
+        """
+        yield
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:

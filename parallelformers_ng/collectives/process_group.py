@@ -6,16 +6,19 @@ for the program. The ranks meet through a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from abc import abstractmethod
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import (
@@ -24,7 +27,7 @@ from parallelformers_ng.collectives.communicator import (
     sum_in_rank_order,
     summable_in_place,
 )
-from parallelformers_ng.errors import CollectiveAbortedError
+from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
 
@@ -62,19 +65,22 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         """A process group whose ranks meet at `store`."""
 
     @abstractmethod
-    def _finish(self, work: Any, operation: str) -> None:
-        """Waits for a work object as far as the backend needs it; raises CollectiveAbortedError."""
+    def _gather_into(self, parts: list[Tensor], data: Tensor) -> None:
+        """Writes every rank's `data`, bytes, into `parts`; as far as the backend waits for it."""
+
+    def _abort_group(self) -> None:
+        self._group.abort()
 
     def _connect(self) -> Any:
         return self._new_group(dist.PrefixStore(str(self._generation), self._store))
 
-    def _gather(self, tensor: Tensor, operation: str) -> list[Tensor]:
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors, equal in shape and dtype, which travel as bytes: no backend knows every dtype."""
         self._check_aborted()
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         parts = [torch.empty_like(data) for _ in range(self.world_size)]
         if data.numel():
-            self._finish(self._group.allgather([parts], [data]), operation)
+            self._gather_into(parts, data)
         return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
@@ -85,19 +91,19 @@ class ProcessGroupCommunicator(ArenaCommunicator):
             padded = tensor.new_zeros(shape)
             padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.detach())
             tensor = padded
-        parts = self._gather(tensor, "all_gather")
+        parts = self._gather(tensor)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def reset(self) -> None:
         self._forget_recorded()
-        self._group.abort()
+        self._abort_group()
         self._generation += 1
         self._group = self._connect()
 
     def close(self) -> None:
         if self._group is not None:
             self._forget_recorded()
-            self._group.abort()
+            self._abort_group()
             self._group = None
         super().close()
 
@@ -109,10 +115,6 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         if self._arena.aborted:
             raise self._arena.abort_error()
 
-    def _give_up(self, reason: str, cause: Exception | None = None) -> None:
-        self.abort(reason)
-        raise CollectiveAbortedError(reason) from cause
-
 
 class GlooCommunicator(ProcessGroupCommunicator):
     """CPU collectives over loopback sockets. Slow on small tensors (10 to 50 times shared memory)."""
@@ -120,7 +122,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
     def sum(self, tensor: Tensor) -> Tensor:
         # Gloo sums in an order of its own; gathered parts are summed in rank order, with the bits of shared memory.
         out = summable_in_place(tensor)
-        return sum_in_rank_order(self._gather(out, "all_reduce"), out=out)
+        return sum_in_rank_order(self._gather(out), out=out)
 
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from the stub
@@ -129,19 +131,37 @@ class GlooCommunicator(ProcessGroupCommunicator):
         options._timeout = timedelta(seconds=self._timeout)
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
 
-    def _finish(self, work: Any, operation: str) -> None:
+    def _gather_into(self, parts: list[Tensor], data: Tensor) -> None:
         """Waits on the host, with an eye on the abort word."""
-        start = time.monotonic()
+        work, start = self._group.allgather([parts], [data]), time.monotonic()
         while not work.is_completed():
             self._check_aborted()
             waited = time.monotonic() - start
             if waited > self._timeout:
-                self._give_up(f"rank {self.rank}: {operation} did not end within {self._timeout:g} s")
+                self._give_up(f"rank {self.rank}: a gather over gloo did not end within {self._timeout:g} s")
             give_way(waited)
         try:
             work.wait()
         except RuntimeError as error:  # a peer's connection broke
-            self._give_up(f"rank {self.rank}: {operation} failed: {error}", error)
+            self._give_up(f"rank {self.rank}: a gather over gloo failed: {error}", error)
+
+    def _give_up(self, reason: str, cause: Exception | None = None) -> None:
+        self.abort(reason)
+        raise CollectiveAbortedError(reason) from cause
+
+
+NCCL_ENVIRONMENT = {
+    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, and nobody outside it need reach them
+    ("NCCL_RAS_ENABLE",): "0",  # a service that tells of the ranks, on a port of its own
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # else a traceback is kept of every collective
+}
+"""Names of one variable each, the present one first → what it is set to where the user has set none of them."""
+
+_REMEDY = (
+    "NCCL_DEBUG=INFO in the environment has it say more. It needs a device for each rank, the loopback interface"
+    " (NCCL_SOCKET_IFNAME names another) and room in /dev/shm (docker run --shm-size=1g); workers={'backend':"
+    " 'shared_memory'} does without NCCL"
+)
 
 
 class NcclCommunicator(ProcessGroupCommunicator):
@@ -150,9 +170,15 @@ class NcclCommunicator(ProcessGroupCommunicator):
     A collective is queued on the current stream and the host goes on. NCCL sums in an order and a precision of its own
     (16-bit floats as such), but each element in one place, so that all ranks hold the same bits. What hangs on the
     device cannot see the abort word: a thread watches it and aborts the process group, which ends the queued kernels.
+    They end without an error, and what they leave means nothing: `why_void` says so.
+
+    The ranks connect, and see that a sum is right, when the communicator is made and after each reset.
 
     Args:
         device: this rank's CUDA device. The others are those of ProcessGroupCommunicator.
+
+    Raises:
+        StartupError: NCCL cannot connect the ranks, or does not sum.
     """
 
     capturable = True
@@ -162,6 +188,10 @@ class NcclCommunicator(ProcessGroupCommunicator):
     ) -> None:
         self._device = device
         self._closed = threading.Event()
+        self._alive = threading.Lock()  # held while the group must not be aborted
+        for names, value in NCCL_ENVIRONMENT.items():
+            if not any(name in os.environ for name in names):
+                os.environ[names[0]] = value
         super().__init__(rank, world_size, store, timeout, arena)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
         self._watcher.start()
@@ -170,8 +200,17 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._check_aborted()
         out = summable_in_place(tensor)
         if out.numel():
-            self._finish(self._group.allreduce([out.view(-1)], dist.AllreduceOptions()), "all_reduce")
+            self._sum_in_place(self._group, out.view(-1))
         return out
+
+    def why_void(self) -> CollectiveAbortedError | None:
+        return self._arena.abort_error() if self._arena.aborted else None
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        with self._alive:
+            self._check_aborted()
+            yield
 
     def close(self) -> None:
         self._closed.set()
@@ -181,15 +220,37 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._timeout)
-        with torch.cuda.device(self._device):
-            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        total = torch.full((1,), self.rank + 1.0, device=self._device)
+        try:
+            with torch.cuda.device(self._device):
+                group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+            self._sum_in_place(group, total)
+            found = total.item()
+        except RuntimeError as error:
+            raise StartupError(f"NCCL cannot connect rank {self.rank} on {self._device}: {error}. {_REMEDY}") from error
+        due = self.world_size * (self.world_size + 1) / 2
+        if found != due:
+            raise StartupError(f"NCCL sums to {found:g} on {self._device} where {due:g} is due. {_REMEDY}")
+        return group
 
-    def _finish(self, work: Any, operation: str) -> None:
-        work.wait()  # the current stream waits, not the host
+    def _sum_in_place(self, group: Any, tensor: Tensor) -> None:
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # on the current stream, to which it need not come back from another
+        group.allreduce([tensor], options).wait()
+
+    def _gather_into(self, parts: list[Tensor], data: Tensor) -> None:
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._group.allgather([parts], [data], options).wait()
+
+    def _abort_group(self) -> None:
+        with self._alive:
+            super()._abort_group()
 
     def _watch(self) -> None:
         aborted: Any = None
         while not self._closed.wait(WATCH_SECONDS):
-            if self._arena.aborted and self._group is not aborted:
-                aborted = self._group
-                aborted.abort()
+            with self._alive:
+                if self._arena.aborted and self._group is not aborted:
+                    aborted = self._group
+                    aborted.abort()

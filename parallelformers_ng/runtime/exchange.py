@@ -161,9 +161,6 @@ class Exchange:
         failure = self._go_on(deadline, on_event)
         values, error = self._read()
         failure = failure or error
-        if error is not None and isinstance(error, torch.AcceleratorError):  # such a process fails at everything
-            text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
-            self._processes.end_because(GroupError(text))
         if failure is not None:
             try:
                 raise failure
@@ -287,5 +284,9 @@ class Exchange:
                 raised[rank] = frame.decode(self._key)
         if not raised:
             return values, None
-        rank = failures.most_informative(raised)
-        return values, failures.rebuild(rank, raised[rank])
+        errors = {rank: failures.rebuild(rank, description) for rank, description in raised.items()}
+        for rank, error in errors.items():
+            if isinstance(error, torch.AcceleratorError):  # its process fails at everything from now on
+                text = f"the worker group was ended, because the device of rank {rank} failed: {error}"
+                self._processes.end_because(GroupError(text))
+        return values, errors[failures.most_informative(raised)]

@@ -16,8 +16,8 @@ _ARGUMENT_TYPES = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Description:
-    """An exception in words. `args` is None where they are not all plain values; `aborted` says that a collective was
-    given up, usually for what another rank raised."""
+    """An exception in words. `args` is None where they are not all plain values; `aborted` says that it came of a
+    collective that was given up, usually for what another rank raised."""
 
     module: str
     qualname: str
@@ -27,15 +27,17 @@ class Description:
     aborted: bool
 
 
-def describe(error: BaseException) -> Description:
+def describe(error: BaseException, is_consequence: bool = False) -> Description:
     """What a worker sends about an exception.
 
     Args:
         error: the exception, with its traceback.
+        is_consequence: a collective had been given up before.
     """
     cls = type(error)
     plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
-    text, aborted = "".join(traceback.format_exception(error)), isinstance(error, CollectiveAbortedError)
+    text = "".join(traceback.format_exception(error))
+    aborted = is_consequence or isinstance(error, CollectiveAbortedError)
     return Description(
         cls.__module__, cls.__qualname__, list(error.args) if plain else None, _message(error), text, aborted
     )

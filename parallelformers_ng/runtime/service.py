@@ -65,15 +65,20 @@ class Service:
     def serve(self) -> None:
         """The loop of a worker."""
         while frame := self._next():
+            if frame.flags & Flag.RESET:
+                self.communicator.reset()  # if it fails, the process ends: the peers wait for it where nothing else helps
             try:
                 value = self._run(frame)
+                if void := self.communicator.why_void():
+                    raise void
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(Kind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, _NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
+                is_consequence = self.communicator.why_void() is not None
                 self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
-                self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error))
+                self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error, is_consequence))
 
     def _next(self) -> Frame | None:
         """The next request; None where the parent says goodbye."""
@@ -88,8 +93,6 @@ class Service:
         raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
 
     def _run(self, frame: Frame) -> Any:
-        if frame.flags & Flag.RESET:
-            self.communicator.reset()
         request = frame.decode(self.channel.key, self.device if frame.flags & Flag.TO_DEVICE else None)
         if type(request) is str:
             request = {"method": request, "args": (), "kwargs": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,12 @@ import torch.distributed as dist
 from tests.pretend_cuda.tensor import DeviceTensor
 
 _POLL_SECONDS = 0.0005
+
+MISHAP = "PRETENDED_NCCL_MISHAP"
+"""The environment variable by which a group cannot connect ("raise"), or sums wrongly ("sum")."""
+
+made = 0
+"""How many groups this process has made."""
 
 
 class PretendedWork:
@@ -40,25 +47,32 @@ class ProcessGroupNCCL:
             self._timeout = timedelta(seconds=600)
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        global made
+        made += 1
         self._store, self._rank, self._size, self._timeout = store, rank, size, options._timeout
         self._gloo: Any = None
+        self._mishap = os.environ.get(MISHAP, "")
         self.aborted = False
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> PretendedWork:
-        return PretendedWork(self, self._connected().allreduce(_hosts(tensors), options or dist.AllreduceOptions()))
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> PretendedWork:
+        work = PretendedWork(self, self._connected(options).allreduce(_hosts(tensors), options))
+        if self._mishap == "sum":
+            work.wait()
+            tensors[0].mul_(0.5)
+        return work
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> PretendedWork:
-        return PretendedWork(self, self._connected().allgather(list(map(_hosts, outputs)), _hosts(inputs)))
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self._connected()
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> PretendedWork:
+        return PretendedWork(self, self._connected(options).allgather(list(map(_hosts, outputs)), _hosts(inputs)))
 
     def abort(self) -> None:
         self.aborted = True
 
-    def _connected(self) -> Any:
+    def _connected(self, options: Any) -> Any:
         if self.aborted:
             raise dist.DistBackendError("NCCL communicator was aborted")
+        if self._mishap == "raise":
+            raise dist.DistBackendError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+        assert not options.asyncOp, "a collective goes through a stream of its own"
         if self._gloo is None:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -52,3 +53,18 @@ class PretendedRunner(ModelRunner):
     def allocated(self) -> int:
         """Bytes on the device."""
         return torch.cuda.memory_allocated(self.device)
+
+    def environment(self, names: list[str]) -> list[str | None]:
+        """Variables of the process."""
+        return [os.environ.get(name) for name in names]
+
+    def connections(self) -> int:
+        """How many NCCL groups this rank has made."""
+        return process_group.made
+
+    def fail_once(self, message: str, mishap: bool = False) -> None:
+        """Raise on rank 1; the group that is connected next may have a mishap there."""
+        if self.rank == 1:
+            if mishap:
+                os.environ[process_group.MISHAP] = "raise"
+            raise ValueError(message)
