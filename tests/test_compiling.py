@@ -107,3 +107,14 @@ def test_how() -> None:
     assert config(TRACED, "cpu", 2).fullgraph
     with pytest.raises(ParallelError, match="decode is 'max'; it takes 'auto', 'eager'"):
         parallelize(decoder("Llama"), 2, workers={"device": "cpu"}, decode="max")
+
+
+def test_several_ranks_do_not_make_graphs_of_what_they_compile() -> None:
+    for config in (
+        CompileConfig(mode="reduce-overhead"),
+        CompileConfig(mode=None, options={"triton.cudagraphs": True}),
+    ):
+        with pytest.raises(ParallelError, match=r"that works on one rank, and there are 2\. Pass mode='default', or"):
+            static_steps(config, "cuda", 2)
+        assert static_steps(config, "cuda", 1)[0]
+        assert static_steps(config, "cpu", 2)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
@@ -36,3 +37,16 @@ def test_what_weights_take_is_known_without_looking_at_the_process(monkeypatch: 
     rank = RankMemory(torch.device("cpu"), 3, 2_720_000_000)
     assert rank.allocated() == 2_720_000_000
     assert rank.line() == "CPU:3 => 2.72GB"
+
+
+@pytest.mark.parametrize("silent", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo"])
+def test_devices_of_which_nvml_tells_nothing(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of a device, or one that somebody else's rights keep closed, is no error of a table."""
+
+    def refuse(*_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+
+    for name, value in (("Init", None), ("Shutdown", None), ("DeviceGetCount", 1), ("DeviceGetHandleByIndex", 0)):
+        monkeypatch.setattr(pynvml, f"nvml{name}", lambda *_, value=value: value)
+    monkeypatch.setattr(pynvml, silent, refuse)
+    assert memory.device_totals() == ""

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.patience import await_incarnation, kill
@@ -174,6 +175,8 @@ def test_a_static_cache_is_no_wish_to_compile(pretended: WorkerGroup) -> None:
     want = whole.generate(**text_inputs(), **GREEDY)
     with parallelize(decoder("Llama"), workers=pretended) as model:
         assert torch.equal(model.generate(**text_inputs(), cache_implementation="static", **GREEDY), want)
+        with pytest.raises(ParallelError, match="mode 'reduce-overhead', which makes CUDA graphs"):
+            model.generate(**text_inputs(), compile_config=CompileConfig(mode="reduce-overhead"), **GREEDY)
         model.generation_config.cache_implementation = "static"
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)
 

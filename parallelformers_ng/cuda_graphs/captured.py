@@ -47,16 +47,24 @@ class CapturedStep:
         arguments: what the step was given, the cache among it.
         reusable: that cache.
         width: rows that the recording computes.
+        communicator: the ranks, whose exchanges are in the recording.
 
     Raises:
         Exception: something in the step cannot be recorded.
     """
 
     def __init__(
-        self, run: Forward, arguments: StepArguments, reusable: ReusableCache, width: int, recorder: CudaRecorder
+        self,
+        run: Forward,
+        arguments: StepArguments,
+        reusable: ReusableCache,
+        width: int,
+        recorder: CudaRecorder,
+        communicator: Communicator,
     ) -> None:
         self.proofs_left = PROOFS
         self._cache = reusable
+        self._communicator = communicator
         self._buffers = arguments.buffers(width)
         self._feed(arguments)
         given = arguments.with_tensors(self._buffers)
@@ -89,7 +97,8 @@ class CapturedStep:
 
     def _compute(self, arguments: StepArguments) -> Tensor:
         self._feed(arguments)
-        self._replay()
+        with self._communicator.launching():
+            self._replay()
         return self._logits[: arguments.rows].clone()  # the next run writes over them
 
     def _feed(self, arguments: StepArguments) -> None:
@@ -210,7 +219,7 @@ class CapturedSteps:
     ) -> CapturedStep | str:
         step, failure = None, ""
         try:
-            step = CapturedStep(forward, arguments, reusable, width, self._recorder)
+            step = CapturedStep(forward, arguments, reusable, width, self._recorder, self._communicator)
         except GroupError:
             raise
         except Exception as last:  # whatever a device says about what it cannot record

@@ -19,6 +19,7 @@ from parallelformers_ng.errors import ParallelError
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
 _CACHES = ("past_key_values", "cache_params")
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
 
@@ -50,13 +51,15 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
         How decode steps run, None for as they are; and why that is not as asked, "" where it is.
 
     Raises:
-        ParallelError: `decode` is something else.
+        ParallelError: `decode` is something else, or has each of several ranks make CUDA graphs of what it compiles.
     """
     if decode in ("auto", "eager"):
         return None, ""
     if decode == "cuda_graphs":
         return (CAPTURED, "") if device == "cuda" else (None, NO_DEVICE)
     if isinstance(decode, CompileConfig):
+        if device == "cuda":
+            _refuse_graphs(decode, world_size)
         config = copy.deepcopy(decode)
     elif decode == "compile":
         config = CompileConfig(mode="reduce-overhead" if device == "cuda" and world_size == 1 else "default")
@@ -66,6 +69,18 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
         )
     config._compile_all_devices = True  # transformers by itself compiles on accelerators alone
     return StaticSteps({"compile_config": config}, "generate runs without compiled steps"), ""
+
+
+def _refuse_graphs(config: Any, world_size: int) -> None:
+    """A compiler that makes CUDA graphs of a step takes the exchanges between ranks in it for nothing of its own."""
+    options = getattr(config, "options", None) or {}
+    makes_graphs = getattr(config, "mode", None) in _WITH_GRAPHS or options.get("triton.cudagraphs")
+    if world_size > 1 and makes_graphs:
+        raise ParallelError(
+            f"the compiler is asked for mode {config.mode!r}, which makes CUDA graphs of compiled steps; that works on"
+            f" one rank, and there are {world_size}. Pass mode='default', or decode='cuda_graphs', whose graphs have"
+            " NCCL's exchanges in them"
+        )
 
 
 CAPTURED = StaticSteps({"disable_compile": True}, "generate runs without CUDA graphs", captured=True)
@@ -87,8 +102,18 @@ def static_generation(
     return {"cache_implementation": "static", **steps.options, **given}, ""
 
 
+def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
+    """See that a call of `generate` on CUDA devices may be compiled as its caller says, if he does.
+
+    Raises:
+        ParallelError: each of several ranks would make CUDA graphs of what it compiles.
+    """
+    config = arguments.get("generation_config") or model.generation_config
+    _refuse_graphs(arguments.get("compile_config", getattr(config, "compile_config", None)), world_size)
+
+
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `generate` whose steps are to run as they are.
+    """The arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
 
     On accelerators transformers compiles steps over a static cache unasked, in a mode that records them as CUDA graphs;
     of several ranks, each would record the others' exchanges. Where the caller says how to compile, that holds.

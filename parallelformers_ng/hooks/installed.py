@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
@@ -25,13 +24,11 @@ class InstalledHooks:
 
     Args:
         model: the rank's model.
-        device: where its tensors are.
         hand_out: what the caller gets for a cache.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, hand_out: Callable[[Cache], Handle]) -> None:
+    def __init__(self, model: nn.Module, hand_out: Callable[[Cache], Handle]) -> None:
         self._model = model
-        self._device = device
         self._hand_out = hand_out
         self._installed: dict[Place, Hook] = {}
         self._state: ObjectState | None = None
@@ -40,7 +37,7 @@ class InstalledHooks:
 
     def install(self, sent: PackedHooks | None, number: int) -> None:
         """Have the modules call these hooks, and no others of the caller's, in the call of that number."""
-        hooks = [] if sent is None else unpack(sent, self._model, self._device)
+        hooks = [] if sent is None else unpack(sent, self._model)
         wanted = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in [place for place in self._installed if place not in wanted]:
             self._remove(place)

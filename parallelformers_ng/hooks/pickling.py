@@ -107,11 +107,10 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     return PackedHooks(buffer.getvalue(), tensors)
 
 
-def unpack(sent: PackedHooks, model: nn.Module, device: torch.device) -> list[Hook]:
-    """The hooks on a worker."""
-    tensors = [tensor.to(device) for tensor in sent.tensors]
+def unpack(sent: PackedHooks, model: nn.Module) -> list[Hook]:
+    """The hooks on a worker, where their tensors have arrived."""
     find: dict[str, Callable[[Any], Any]] = {
-        "module": model.get_submodule, "tensor": tensors.__getitem__, "placeholder": Placeholder
+        "module": model.get_submodule, "tensor": sent.tensors.__getitem__, "placeholder": Placeholder
     }  # fmt: skip
     return ReferenceUnpickler(sent.data, lambda reference: find[reference[0]](reference[1])).load()
 

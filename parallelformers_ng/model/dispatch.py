@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.cuda_graphs.modes import StaticSteps, eager_generation, static_generation
+from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
@@ -207,7 +207,10 @@ class Dispatcher:
             return self._generate_here(module, original, merged, how)
         sent = {name: value for name, value in merged.items() if name != "streamer"}
         captured = False
-        if self._steps is None and self.deployment.supervisor.current[0].device_names[0].startswith("cuda"):
+        on_cuda = self.deployment.supervisor.current[0].device_names[0].startswith("cuda")
+        if on_cuda:
+            check_compiler(module, sent, self.deployment.plan.world_size)
+        if self._steps is None and on_cuda:
             sent = eager_generation(module, sent)
         elif self._steps is not None and not path:
             static, reason = static_generation(module, sent, self._steps)

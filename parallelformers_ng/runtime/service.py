@@ -66,7 +66,7 @@ class Service:
         """The loop of a worker."""
         while frame := self._next():
             if frame.flags & Flag.RESET:
-                self.communicator.reset()  # if it fails, the process ends: the peers wait for it where nothing else helps
+                self.communicator.reset()  # where it fails the process ends, which frees the peers that wait for it
             try:
                 value = self._run(frame)
                 if void := self.communicator.why_void():

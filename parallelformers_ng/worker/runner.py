@@ -269,7 +269,7 @@ class ModelRunner:
             self.caches.free(call.freed_caches)
         self.caches.last_number = call.cache_block
         if call.hooks is not None or self.hooks is not None:
-            self.hooks = self.hooks or InstalledHooks(self.model, self.device, self._handle)
+            self.hooks = self.hooks or InstalledHooks(self.model, self._handle)
             self.hooks.install(call.hooks, call.cache_block)
             self.hooks = None if call.hooks is None else self.hooks
         if call.attributes or call.configs:
