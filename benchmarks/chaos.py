@@ -4,9 +4,9 @@
     python -m benchmarks.chaos storm --count 200 --seed 3      a part of one, to be added to others by --results
     python -m benchmarks.chaos --report                        the page of all results so far
 
-Everything runs on two CPU ranks with a tiny random model. Each suite prints its figures beside its bars, and the
-program fails where one is missed. The same seed gives the same faults in the same order; their moments depend on the
-machine.
+Everything runs on two CPU ranks with a tiny random model (`devices` on pretended CUDA devices). Each suite prints its
+figures beside its bars, and the program fails where one is missed. The same seed gives the same faults in the same
+order; their moments depend on the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chaos_frames, chaos_inputs, chaos_interrupts, chaos_processes, chaos_requests, chaos_storm
+from benchmarks import (
+    chaos_devices,
+    chaos_frames,
+    chaos_inputs,
+    chaos_interrupts,
+    chaos_processes,
+    chaos_requests,
+    chaos_storm,
+)
 from benchmarks.chaos_figures import Run, lines, page, recall, remember
 from benchmarks.measure import machine
 
@@ -34,6 +42,11 @@ SUITES = {
     "raises": (chaos_requests.raises, 100, "one rank raises in a block, in the middle of a forward"),
     "stops": (chaos_requests.stops, 20, "a rank is stopped (SIGSTOP) and runs into the deadline"),
     "memory": (chaos_requests.memory, 20, "a worker reaches its memory limit in the middle of a request"),
+    "devices": (
+        chaos_devices.figures,
+        200,
+        "on a pretended CUDA device: memory, a sticky error, NCCL, a kill, a late rank",
+    ),
     "inputs": (chaos_inputs.figures, 1000, "invalid requests; the whole model says what each should give"),
     "threads": (chaos_requests.threads, 3200, "greedy and seeded calls of 32 threads"),
     "cycles": (chaos_processes.cycles, 100, "parallelize and deparallelize, with workers of their own each time"),

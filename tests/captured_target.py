@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import parallelformers_ng.worker.runner as runner_module
@@ -20,6 +22,16 @@ class RecordedRunner(ModelRunner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.operators = OperatorRecorder()
+        self.operators.may_replay = False
+        self._launching = self.communicator.launching
+        self.communicator.launching = self._noted_launching  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _noted_launching(self) -> Iterator[None]:
+        with self._launching():
+            self.operators.may_replay = True
+            yield
+            self.operators.may_replay = False
 
     def recorder(self) -> Any:
         return self.operators

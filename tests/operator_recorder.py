@@ -53,6 +53,7 @@ class OperatorRecorder:
         recordings: how many were made.
         replays: how often they ran.
         fails: whether they fail.
+        may_replay: whether one may run now.
     """
 
     fails = False
@@ -60,6 +61,7 @@ class OperatorRecorder:
     def __init__(self) -> None:
         self.recordings = 0
         self.replays = 0
+        self.may_replay = True
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
         with operators_alone():
@@ -77,6 +79,7 @@ class OperatorRecorder:
         self.recordings += 1
 
         def replay() -> None:
+            assert self.may_replay, "a recording runs while its connections may be going"
             self.replays += 1
             tape.run()
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from benchmarks.chaos_devices import KINDS, faults
 from parallelformers_ng import parallelize
-from parallelformers_ng.errors import PlacementError, StartupError, WorkerDiedError, WorkerError
+from parallelformers_ng.collectives.process_group import nccl_defaults
+from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda import process_group
@@ -117,9 +119,19 @@ def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
 
 
 def test_nccl_stays_on_this_machine_unless_told_otherwise(pretended: WorkerGroup, monkeypatch: Any) -> None:
-    names = ["NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"]
-    assert pretended.call("environment", names) == ["=lo", "0", "0", None]
+    names = ["NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE", "TORCH_FR_BUFFER_SIZE"]
+    assert pretended.call("environment", names) == ["=lo", "0", "0"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "20")
     with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
-        assert group.call("environment", names) == ["eth1", "0", None, "20"]
+        assert group.call("environment", names) == ["eth1", "0", "0"]
+    assert list(nccl_defaults({"TORCH_NCCL_TRACE_BUFFER_SIZE": "20"})) == names[:2]
+
+
+def test_nothing_recorded_runs_once_a_peer_gave_up(pretended: WorkerGroup) -> None:
+    with pytest.raises(CollectiveAbortedError, match="a peer gave up"):
+        pretended.call("launch_after_abort")
+
+
+def test_one_fault_of_each_kind(pretended: WorkerGroup) -> None:
+    found = faults(len(KINDS), seed=1)
+    assert (found.untrue, found.unrecovered, found.hung, found.needless) == ([], [], 0, 0)

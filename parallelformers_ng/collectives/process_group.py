@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -150,12 +150,20 @@ class GlooCommunicator(ProcessGroupCommunicator):
         raise CollectiveAbortedError(reason) from cause
 
 
-NCCL_ENVIRONMENT = {
+_NCCL_DEFAULTS = {
     ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, and nobody outside it need reach them
     ("NCCL_RAS_ENABLE",): "0",  # a service that tells of the ranks, on a port of its own
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # else a traceback is kept of every collective
 }
-"""Names of one variable each, the present one first → what it is set to where the user has set none of them."""
+"""Names of one variable, the present one first → what it is where the user sets none of them."""
+
+
+def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL and torch are to find in the environment besides what is there."""
+    return {
+        names[0]: value for names, value in _NCCL_DEFAULTS.items() if not any(name in environment for name in names)
+    }
+
 
 _REMEDY = (
     "NCCL_DEBUG=INFO in the environment has it say more. It needs a device for each rank, the loopback interface"
@@ -189,9 +197,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._device = device
         self._closed = threading.Event()
         self._alive = threading.Lock()  # held while the group must not be aborted
-        for names, value in NCCL_ENVIRONMENT.items():
-            if not any(name in os.environ for name in names):
-                os.environ[names[0]] = value
+        os.environ.update(nccl_defaults(os.environ))
         super().__init__(rank, world_size, store, timeout, arena)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
         self._watcher.start()

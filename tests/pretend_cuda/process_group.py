@@ -17,6 +17,9 @@ _POLL_SECONDS = 0.0005
 MISHAP = "PRETENDED_NCCL_MISHAP"
 """The environment variable by which a group cannot connect ("raise"), or sums wrongly ("sum")."""
 
+fail_next = False
+"""Whether the next collective of this process fails."""
+
 made = 0
 """How many groups this process has made."""
 
@@ -68,10 +71,14 @@ class ProcessGroupNCCL:
         self.aborted = True
 
     def _connected(self, options: Any) -> Any:
+        global fail_next
         if self.aborted:
             raise dist.DistBackendError("NCCL communicator was aborted")
         if self._mishap == "raise":
             raise dist.DistBackendError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+        if fail_next:
+            fail_next = False
+            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
         assert not options.asyncOp, "a collective goes through a stream of its own"
         if self._gloo is None:
             options = dist.ProcessGroupGloo._Options()

@@ -68,3 +68,9 @@ class PretendedRunner(ModelRunner):
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
+
+    def launch_after_abort(self) -> None:
+        """What a recorded step does where a peer has given up."""
+        self.communicator.abort("a peer gave up")
+        with self.communicator.launching():
+            raise AssertionError("it would run on connections that are gone")
