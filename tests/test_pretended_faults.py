@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,7 @@ class RaisesOn(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if os.getpid() == self.pid and input_ids.shape[1] == self.length:
+            time.sleep(0.2)  # by now the peer waits in the exchange
             raise ValueError("only here")
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 

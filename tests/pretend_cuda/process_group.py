@@ -25,11 +25,12 @@ made = 0
 
 
 class PretendedWork:
-    """A collective. As NCCL's, one whose group was aborted ends like any other, with whatever is in its tensors."""
+    """A collective. As NCCL's, one whose group was aborted ends like any other, with anything in its tensors."""
 
-    def __init__(self, group: ProcessGroupNCCL, work: Any) -> None:
+    def __init__(self, group: ProcessGroupNCCL, work: Any, outputs: list[torch.Tensor]) -> None:
         self._group = group
         self._work = work
+        self._outputs = outputs
 
     def is_completed(self) -> bool:
         return self._group.aborted or self._work.is_completed()
@@ -39,6 +40,9 @@ class PretendedWork:
             time.sleep(_POLL_SECONDS)
         if not self._group.aborted:
             self._work.wait()
+            return True
+        for number, output in enumerate(self._outputs):
+            output.fill_(17 * (number + 1))
         return True
 
 
@@ -58,14 +62,16 @@ class ProcessGroupNCCL:
         self.aborted = False
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> PretendedWork:
-        work = PretendedWork(self, self._connected(options).allreduce(_hosts(tensors), options))
+        hosts = _hosts(tensors)
+        work = PretendedWork(self, self._connected(options).allreduce(hosts, options), hosts)
         if self._mishap == "sum":
             work.wait()
             tensors[0].mul_(0.5)
         return work
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> PretendedWork:
-        return PretendedWork(self, self._connected(options).allgather(list(map(_hosts, outputs)), _hosts(inputs)))
+        hosts = [_hosts(parts) for parts in outputs]
+        return PretendedWork(self, self._connected(options).allgather(hosts, _hosts(inputs)), hosts[0])
 
     def abort(self) -> None:
         self.aborted = True
