@@ -1,17 +1,53 @@
 #!/usr/bin/env bash
-# All that needs a CUDA device, in one call: the GPU tests, then the GPU benchmark. Leaves one report.
-#   PYTHON=python3 bash benchmarks/gpu.sh [OUT]
+# All that needs a CUDA device, in one sitting of nine minutes. Leaves a report of what was said, gpu.txt, and the
+# figures as they come, gpu.json and gpu.md. Each step has a time limit of its own. Installs nothing but what lies in
+# $WHEELS, if that is set, and that beside the interpreter's own packages.
+#   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 bash benchmarks/gpu.sh [OUT]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 python="${PYTHON:-python3}"
 out="${1:-benchmarks/results/gpu.txt}"
-mkdir -p "$(dirname "$out")"
+results="${out%.txt}.json"
+end=$((SECONDS + ${SECONDS_IN_ALL:-540}))
 status=0
+mkdir -p "$(dirname "$out")"
+
+step() { # NAME SECONDS COMMAND…
+  local name="$1" limit="$2" left=$((end - SECONDS)) code
+  shift 2
+  [ "$left" -lt "$limit" ] && limit="$left"
+  if [ "$limit" -le 0 ]; then
+    echo "== $name: not begun, the time is up"
+    status=1
+    return
+  fi
+  echo "== $name"
+  timeout --kill-after=5 "$limit" "$@"
+  code=$?
+  case "$code" in
+    0) ;;
+    124 | 137) echo "== $name: ended after its $limit s" ;;
+    *) echo "== $name: failed with status $code" ;;
+  esac
+  [ "$code" -eq 0 ] || status=1
+}
+
 {
-  nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || status=1
-  "$python" -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)' \
-    || status=1
-  "$python" -m pytest -q -m gpu tests || status=1
-  "$python" -m benchmarks.gpu --json "${out%.txt}.json" || status=1
-  exit "$status"  # of the braces, which run in a process of their own
+  step "the device" 20 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+  if [ -n "${WHEELS:-}" ]; then
+    site="$(mktemp -d)"
+    trap 'rm -rf "$site"' EXIT
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+    step "wheels" 60 "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$WHEELS"/*.whl
+    # The tree comes first where both have the package, and what was compiled is in the wheel alone.
+    (cd "$site" && find parallelformers_ng -name '*.so' 2>/dev/null) | while read -r built; do cp "$site/$built" "$built"; done
+  fi
+  step "versions" 40 "$python" -c 'import torch, transformers
+print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)'
+  step "tests" 150 "$python" -m pytest -q -m gpu tests
+  step "7-8B" 200 "$python" -m benchmarks.gpu speed --shape 8B --seconds 190 --json "$results"
+  step "1B" 90 "$python" -m benchmarks.gpu speed --shape 1B --seconds 80 --json "$results"
+  step "restart" 60 "$python" -m benchmarks.gpu restart --shape 1B --json "$results"
+  step "a step" 60 "$python" -m benchmarks.gpu profile --shape 1B --json "$results"
+  exit "$status" # of the braces, which run in a process of their own
 } 2>&1 | tee "$out"
