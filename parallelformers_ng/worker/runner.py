@@ -133,7 +133,6 @@ class ModelRunner:
         self.checkpoint = Checkpoint({})
         self.staging = None
         gc.collect()
-        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them either
 
     def _streams(self, name: str) -> bool:
         """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
@@ -173,9 +172,7 @@ class ModelRunner:
         if self.captured is not None:
             self.captured.forget()
         if held:
-            gc.unfreeze()  # modules are held in cycles
-            gc.collect()
-            gc.freeze()
+            gc.collect()  # modules are held in cycles
 
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""
