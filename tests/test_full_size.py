@@ -11,11 +11,11 @@ from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.sharding.structure import places
 from tests.zoo.full_size import measure
 
-MIXTURES = ["jetmoe", "step3p7", "switch_transformers"]
+MIXTURES = ["jetmoe", "switch_transformers"]
 LATER_LAYERS = ["granite_speech5_ctc", "sam3_lite_text_text_model", "lfm2_moe"]
 TOWERS = ["janus", "qwen2_audio", "cohere_asr", "lfm2_vl", "bridgetower", "granite_speech"]
-LONG = ["nllb-moe", "ernie4_5_vl_moe", "evolla"]
-"""A mixture of each kind and a model with later layers, whose plans take up to ten seconds."""
+LONG = ["nllb-moe", "step3p7", "ernie4_5_vl_moe", "evolla"]
+"""Three mixtures and a model with later layers, whose plans take five to ten seconds."""
 RUN = [*MIXTURES, *LATER_LAYERS, *TOWERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 
 
