@@ -26,7 +26,6 @@ _LONGEST = (
     "fork_server",
     "groups",
     "twins",
-    "docs",
     "chaos",
     "methods",
 )
