@@ -61,7 +61,7 @@ train-demo: setup ## train the demo's model anew, a quarter of an hour (TRAIN_AR
 test: setup ## run the tests but the slow ones, two files at a time (PYTEST_ARGS='-k plan -x')
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(PYTEST_ARGS)
 
-test-all: setup ## run all tests: also servers, scripts that are killed, installations, every document
+test-all: setup ## run all tests: also servers, scripts that are killed, installations
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 quality: setup ## lint, formatting, types, the order of imports

@@ -20,14 +20,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONGEST = (
     "zoo",
-    "collectives",
+    "servers",
     "runtime_group",
     "runtime_faults",
     "fork_server",
     "groups",
     "twins",
+    "chaos",
     "methods",
-    "docs",
 )
 
 

@@ -11,11 +11,12 @@ import re
 import select
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import psutil
-from transformers import PreTrainedModel
 
-from parallelformers_ng.model.parallelized import deployment_of
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPTLY = 20.0  # seconds; well below the minute that groups in the tests give a request
 RESTART_SECONDS = 90.0  # far above what it takes, for machines that are busy with other tests
@@ -35,6 +36,8 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def await_incarnation(model: PreTrainedModel, number: int) -> None:
     """Wait until the group of a model was restarted so many times in all, without calling the model."""
+    from parallelformers_ng.model.parallelized import deployment_of  # takes seconds, which ranks of collectives save
+
     end = time.monotonic() + RESTART_SECONDS
     while deployment_of(model).incarnation < number:
         assert time.monotonic() < end
@@ -67,6 +70,6 @@ def workers_of(parent: int) -> list[int]:
                 line = file.read()
         except OSError:  # it ended meanwhile
             continue
-        if re.search(rb"parallelformers_ng\.runtime\.(worker|fork_server)\x00.*\x00%d\x00$" % parent, line):
+        if re.search(rb"parallelformers_ng\.runtime\.(worker|fork_server)\x00\d+\x00\d+\x00%d\x00" % parent, line):
             found.append(pid)
     return found

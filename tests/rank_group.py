@@ -19,6 +19,9 @@ SLOT_BYTES, ONE_SHOT_BYTES = 4096, 1024
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 
+PRELOAD = ["pytest", "parallelformers_ng.collectives.connect", "parallelformers_ng.sharding.linear", "tests.patience"]
+"""What the modules of the functions that ranks run import: else each rank would, for seconds."""
+
 
 def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
     """A rank: receive a function, call it with a communicator, answer."""
@@ -44,7 +47,7 @@ class RankGroup:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "parallelformers_ng.collectives.connect"])
+        context.set_forkserver_preload(PRELOAD)
         self.world_size = world_size
         self.arena = Arena.create(world_size, SLOT_BYTES, ONE_SHOT_BYTES)
         self.pipes, self.processes = [], []

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,10 +40,8 @@ def blocks(document: Path, language: str, marked: bool = False) -> list[str]:
     return [textwrap.dedent(code) for mark, _, kind, code in found if kind == language and bool(mark) == marked]
 
 
-def slow_but_readme(language: str) -> list[Any]:
-    """The documents with code in a language; all but the README's is left to `make test-all`."""
-    found = [path for path in DOCUMENTS if blocks(path, language)]
-    return [path if path.name == "README.md" else pytest.param(path, marks=pytest.mark.slow) for path in found]
+def documents_with(language: str) -> list[Path]:
+    return [path for path in DOCUMENTS if blocks(path, language)]
 
 
 @pytest.fixture
@@ -55,16 +51,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(1200)  # a document starts workers several times, which a busy machine does slowly
-@pytest.mark.parametrize("document", slow_but_readme("python"), ids=named)
-def test_the_python_of_a_document_runs_from_top_to_bottom(document: Path, folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", "\n".join(blocks(document, "python"))]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1100)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("document", documents_with("python"), ids=named)
+def test_the_python_of_a_document_runs_from_top_to_bottom(
+    document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script, in this process, which has imported everything and has a fork server."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = folder / "document.py"
+    script.write_text("\n".join(blocks(document, "python")))
+    runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.parametrize("document", slow_but_readme("sh"), ids=named)
+@pytest.mark.parametrize("document", documents_with("sh"), ids=named)
 def test_the_commands_of_a_document_run(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for line in filter(None, "\n".join(blocks(document, "sh")).splitlines()):
@@ -124,9 +123,8 @@ def test_subcommands_that_are_named_exist() -> None:
     }
     assert named
     for name in sorted(named):
-        command = [sys.executable, "-m", "parallelformers_ng.cli.commands", name, "--help"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([name, "--help"])
 
 
 def test_the_error_that_policy_md_shows_is_the_real_one() -> None:
@@ -158,7 +156,9 @@ def test_what_the_dockerfile_copies_and_runs_exists() -> None:
 
 
 @pytest.mark.parametrize("server", ["flask", "fastapi"])
-def test_the_compose_files_name_what_exists(server: str) -> None:
+def test_the_compose_files_name_what_exists(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     yaml = pytest.importorskip("yaml")
     composed = yaml.safe_load((ROOT / f"docker/compose.{server}.yml").read_text())
     service = composed["services"][server]
@@ -169,9 +169,11 @@ def test_the_compose_files_name_what_exists(server: str) -> None:
     stage = re.search(rf"^FROM base AS {service['build']['target']}\n(?:CMD (\[.*\])\n)", text, flags=re.MULTILINE)
     assert stage
     _python, script, *options = json.loads(stage.group(1))
-    help_text = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert help_text.returncode == 0, help_text.stderr
-    assert {option for option in options if option.startswith("--")} <= set(re.findall(r"--[a-z-]+", help_text.stdout))
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert {option for option in options if option.startswith("--")} <= known
 
 
 def test_the_map_has_the_rooms_in_the_order_of_imports_and_names_files_that_exist() -> None:

@@ -25,6 +25,7 @@ from parallelformers_ng.errors import (
     WorkerError,
 )
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.runtime import forks
 from tests.patience import PROMPTLY, await_incarnation, kill
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
@@ -93,9 +94,15 @@ def test_a_worker_that_dies_idle_is_replaced_before_anyone_calls(model, want):
     before = deployment_of(model).incarnation
     cache = model(**text_inputs()).past_key_values
     model.generation_config.max_new_tokens = 8
-    kill(deployment_of(model).pids[0])
-    with raises_promptly(RequestTimeoutError), deadline(0.2):
-        model(**text_inputs())
+    server = forks.running()
+    assert server is not None
+    os.kill(server.pid, signal.SIGSTOP)  # a restart would be over before the deadline
+    try:
+        kill(deployment_of(model).pids[0])
+        with raises_promptly(RequestTimeoutError), deadline(0.2):
+            model(**text_inputs())
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
     await_incarnation(model, before + 1)
     # What the workers were told of the configuration before, the new ones know as well.
     assert torch.equal(model.generate(**text_inputs(), do_sample=False), want)

@@ -34,9 +34,10 @@ def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, m
         original(*args)
         os.kill(group.pids[1], number)
         moments.append(time.monotonic())
+        group.timeout = 1.0
 
     monkeypatch.setattr(deployment, "hand_over", hand_over_and_strike)
-    with start_group(2, device="cpu", timeout=10) as group, pytest.raises(kind):
+    with start_group(2, device="cpu", timeout=60) as group, pytest.raises(kind):
         parallelize(model, workers=group)
     assert time.monotonic() - moments[0] < PROMPTLY
     with torch.no_grad():

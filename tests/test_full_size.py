@@ -11,12 +11,15 @@ from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.sharding.structure import places
 from tests.zoo.full_size import measure
 
-MIXTURES = ["nllb-moe", "jetmoe", "step3p7", "ernie4_5_vl_moe", "switch_transformers"]
-LATER_LAYERS = ["granite_speech5_ctc", "sam3_lite_text_text_model", "evolla", "lfm2_moe"]
+MIXTURES = ["jetmoe", "switch_transformers"]
+LATER_LAYERS = ["granite_speech5_ctc", "sam3_lite_text_text_model", "lfm2_moe"]
 TOWERS = ["janus", "qwen2_audio", "cohere_asr", "lfm2_vl", "bridgetower", "granite_speech"]
+LONG = ["nllb-moe", "step3p7", "ernie4_5_vl_moe", "evolla"]
+"""Three mixtures and a model with later layers, whose plans take five to ten seconds."""
+RUN = [*MIXTURES, *LATER_LAYERS, *TOWERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 
 
-@pytest.mark.parametrize("model_type", MIXTURES + LATER_LAYERS + TOWERS)
+@pytest.mark.parametrize("model_type", RUN)
 def test_nearly_all_of_a_real_configuration_is_cut_and_evenly(model_type: str) -> None:
     found = measure(model_type, (2, 8))
     assert found["status"] == "planned", found

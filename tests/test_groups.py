@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -57,47 +59,39 @@ def test_a_backend_that_cannot_serve_is_refused_before_anything_starts(options, 
 
 
 def test_who_takes_too_long_to_start_says_where_it_is():
+    WorkerGroup(1, target="tests.runtime_target:Target", threads=1).close()  # its imports are not what is waited for
     with pytest.raises(StartupError) as caught:
-        WorkerGroup(2, target="tests.runtime_target:NeverReady", threads=1, start_timeout=15)
+        WorkerGroup(2, target="tests.runtime_target:NeverReady", threads=1, start_timeout=3)
     text = str(caught.value)
     # On a slow machine it is not even there.
     place = r"(building NeverReady \(\S+runtime_target\.py|importing \S+ \(\S+\.py), line \d+\)"
     assert re.search(
-        rf"rank \d was not ready within 15 s; it was {place}\. Allow more time with start_timeout=", text
+        rf"rank \d was not ready within 3 s; it was {place}\. Allow more time with start_timeout=", text
     ), text
 
 
-WARNS = """
-import logging, warnings
-import torch
-from parallelformers_ng import parallelize
-from tests.zoo.decoders import gpt2
-from tests.zoo.case import text_inputs
+def test_what_every_rank_would_warn_of_is_printed_once(capfd):
+    def warn_twice(input_ids, scores):
+        logging.getLogger("somebody").warning("logged: %s", "take care")
+        warnings.warn("warned: take care", stacklevel=1)
+        return scores
 
-def warn_twice(input_ids, scores):
-    logging.getLogger("somebody").warning("logged: %s", "take care")
-    warnings.warn("warned: take care")
-    return scores
+    def fail(input_ids, scores):
+        raise LookupError("no way")
 
-model = parallelize(gpt2(), 2, workers={"device": "cpu"})
-print("begin", flush=True)
-model.generate(**text_inputs(), max_new_tokens=1, do_sample=False, logits_processor=[warn_twice])
-model.generate(**text_inputs(), max_new_tokens=2, max_length=9, do_sample=False)
-def fail(input_ids, scores): raise LookupError("no way")
-try:
-    model.generate(**text_inputs(), max_new_tokens=1, do_sample=False, logits_processor=[fail])
-except LookupError as error:
-    print(error.remote_traceback.count("LookupError: no way"))
-"""
-
-
-def test_what_every_rank_would_warn_of_is_printed_once():
-    done = subprocess.run([sys.executable, "-c", WARNS], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("logged: take care") == 1
-    assert done.stderr.count("warned: take care") == 1
-    assert done.stderr.count("Both `max_new_tokens`") == 1
-    assert done.stdout == "begin\n1\n"
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"})  # of its own: their standard error is of their start
+    options = {**text_inputs(), "do_sample": False}
+    model.generate(**options, max_new_tokens=1, logits_processor=[warn_twice])
+    model.generate(**options, max_new_tokens=2, max_length=9)
+    with pytest.raises(LookupError) as caught:
+        model.generate(**options, max_new_tokens=1, logits_processor=[fail])
+    assert caught.value.remote_traceback.count("LookupError: no way") == 1
+    model.deparallelize()
+    printed, logged = capfd.readouterr()
+    assert logged.count("logged: take care") == 1
+    assert logged.count("UserWarning: warned: take care") == 1
+    assert logged.count("Both `max_new_tokens`") == 1
+    assert printed == ""
 
 
 @pytest.mark.parametrize("module", ["parallelformers_ng", "parallelformers_ng.cli.commands"])

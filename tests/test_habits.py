@@ -137,6 +137,7 @@ def test_the_committed_table_can_be_compared_and_one_that_was_cut_short_cannot()
         zoo_changes.rows("| name |\n| --- |\n")
 
 
+@pytest.mark.slow  # it compiles them anew; as they are installed, other tests compare them with torch
 @pytest.mark.parametrize("machine", ["native", "arm64"])
 def test_the_c_kernels_agree_with_plain_loops(machine: str) -> None:
     compiler, *runner = ["cc"]

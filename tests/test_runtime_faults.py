@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -140,7 +141,7 @@ def test_a_worker_that_cannot_start_says_why(target, pattern):
     with pytest.raises(StartupError, match=pattern):
         WorkerGroup(2, target=target, threads=1, start_timeout=60)
     assert set(me.children()) <= children
-    assert me.num_fds() == before
+    assert me.num_fds() <= before
 
 
 @pytest.mark.parametrize("forked", [True, False])
@@ -150,6 +151,7 @@ def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(for
         WorkerGroup(1, target=TARGET, threads=1).close()
     else:
         monkeypatch.setenv(forks.SWITCH, "0")
+    gc.collect()  # what earlier tests left must not go in between and free numbers
     me = psutil.Process()
     children, limits = set(me.children()), resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
@@ -164,7 +166,7 @@ def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(for
                 WorkerGroup(2, target=TARGET, threads=1, start_timeout=60)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert me.num_fds() == before, more
+        assert me.num_fds() <= before, more
     for fd in fillers:
         os.close(fd)
     assert set(me.children()) <= children
@@ -201,7 +203,9 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
 
 ORPHANING = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
+forks.IMPORTS = "torch"
 
 def endless(rank):  # within native code, which never lets go of the interpreter lock
     re.match("(a+)+$", "a" * 60 + "b")
@@ -257,10 +261,13 @@ def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
 
 INTERRUPTED = """
 import os, signal, threading, time
+from parallelformers_ng.runtime import forks, group as groups
 from parallelformers_ng.runtime.group import WorkerGroup
+forks.IMPORTS = "torch"
+groups.STRAGGLER_SECONDS = 4.0
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.
-    for method, arguments in [("wait_for_cancel", ()), ("sleep", (3, [1]))]:
+    for method, arguments in [("wait_for_cancel", ()), ("sleep", (1.5, [1]))]:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             print(group.call(method, *arguments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"
 SCRIPT = """
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
+forks.IMPORTS = "torch"
 class Local:
     def __init__(self, value): self.value = value
     def __call__(self, rank): return self.value + rank
@@ -70,7 +73,7 @@ def test_a_rank_that_writes_into_its_arguments_disturbs_nobody(group):
 def test_received_results_do_not_use_up_descriptors(group):
     before = psutil.Process().num_fds()
     results = [group.call("zeros", 1 << 15) for _ in range(20)]
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
     del results
 
 
@@ -234,7 +237,8 @@ def test_groups_leave_no_process_thread_descriptor_or_name_behind():
     del dropped, group
     gc.collect()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert (me.num_fds(), threading.active_count(), len(me.children())) == before
+    after = (me.num_fds(), threading.active_count(), len(me.children()))
+    assert all(map(operator.le, after, before)), (before, after)
 
 
 def test_close_from_another_thread_ends_a_call_in_flight():
@@ -287,7 +291,9 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
 
 def test_what_workers_print_reaches_the_user(tmp_path):
     script = (
+        "from parallelformers_ng.runtime import forks\n"
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
+        "forks.IMPORTS = 'torch'\n"
         "WorkerGroup(2, target='runtime_target:Target', threads=1).call('say', 'hello')\n"
     )
     result = subprocess.run(

@@ -166,7 +166,7 @@ def test_flask_when_a_worker_is_killed_and_at_sigterm(model_folder: Path, tmp_pa
 def test_fastapi(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(FASTAPI, model_folder, tmp_path / "log") as server:
         family = server.family()
-        check_answers(server, expected, clients=16, requests=200)
+        check_answers(server, expected, clients=16, requests=64)
         assert server.client.get("/generate_text/w1", params={"max_new_tokens": 0}).status_code == 422
         assert server.client.get("/generate_text/%20").status_code == 400
         server.process.send_signal(signal.SIGTERM)

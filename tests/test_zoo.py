@@ -12,10 +12,14 @@ WRITTEN = [
     "rt_detr", "d_fine", "deimv2", "longcat_flash",
 ]  # fmt: skip
 OTHERS = ["codegen", "beit", "convnext", "levit", "imagegpt", "dia"]
+LONG = {"timesfm2_5", "deepseek_ocr2", "dia"}
+"""These take five to ten seconds each."""
 DECODING = {"llama", "t5", "gpt2", "bart", "granite", "mpt"}
 
 
-@pytest.mark.parametrize("model_type", WRITTEN + OTHERS)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in WRITTEN + OTHERS]
+)
 def test_a_model_type_cut_on_two_ranks_gives_what_it_gives_whole(model_type: str) -> None:
     (verdict,) = judge(model_type, (2,))
     assert verdict["status"] == "equal", verdict

@@ -1,9 +1,9 @@
 """A process that has imported all that ranks need, and forks them: N ranks import once, and later ones not at all.
 
 It has one thread, runs no kernel and touches no device, so a fork of it is as good as a fresh process, and is there in
-milliseconds. It is started as `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT`: REQUESTS is
-the descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends, of which
-`forks.py` tells.
+milliseconds. It is started as `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT MODULE`:
+REQUESTS is the descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends,
+of which `forks.py` tells, and MODULE what it imports.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from parallelformers_ng.runtime import worker
 NUMBER = struct.Struct("<i")
 """What is reported of a rank: first its process id, or minus the system's error number, then its exit code."""
 
-_IMPORTS = "parallelformers_ng.worker.imports"
 _DESCRIPTORS = 6  # of a request: socket, lifeline, standard error and output of the rank, its folder, where to report
 
 
 def main() -> None:
     """Import what ranks need, then fork on request until the caller is gone."""
-    control, lifeline, caller = (int(argument) for argument in sys.argv[1:])
+    *numbers, imports = sys.argv[1:]
+    control, lifeline, caller = map(int, numbers)
     worker.end_with_lifeline(lifeline)
     watched = worker.open_parent(caller), os.pidfd_open(os.getpid())
     worker.set_signals()
     gc.disable()
-    importlib.import_module(_IMPORTS)
+    importlib.import_module(imports)
     if reason := _why_no_forks():
         print(reason, file=sys.stderr, flush=True)
         os._exit(1)  # not by way of the interpreter's end, which waits for threads

@@ -34,6 +34,9 @@ log = logging.getLogger("parallelformers_ng")
 SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"
 """The environment variable that, set to 0, has every rank started as a fresh process."""
 
+IMPORTS = "parallelformers_ng.worker.imports"
+"""The module that a server imports before it forks."""
+
 # Read when Python starts or a library is imported, so that a fork has what they were then.
 _READ_AT_START = (
     "ATEN_", "BLIS_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_",
@@ -124,7 +127,7 @@ class ForkServer:
         try:
             # Whether there are devices, an import may ask; it is then told by NVML, after which a fork may use them.
             environment = environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            self._process = Spawned(fork_server.__name__, self.link, environment)
+            self._process = Spawned(fork_server.__name__, self.link, environment, IMPORTS)
         except BaseException:
             self.link.close()
             raise

@@ -96,25 +96,27 @@ class Process(Protocol):
 class Spawned:
     """A fresh interpreter, a `Process` that is there at once.
 
-    It runs a module as `python -m module SOCKET LIFELINE PARENT`, where the first two are descriptors of the link.
+    It runs a module as `python -m module SOCKET LIFELINE PARENT ARGUMENTS`, where the first two are descriptors of the
+    link.
 
     Args:
         module: its full name.
         link: joins it to this process.
         environment: its environment.
+        arguments: more of what the module takes.
 
     Raises:
         OSError: the system starts no more processes, or this one may open no more files.
         StartupError: it is not known which interpreter to start.
     """
 
-    def __init__(self, module: str, link: Link, environment: dict[str, str]) -> None:
+    def __init__(self, module: str, link: Link, environment: dict[str, str], *arguments: str) -> None:
         if not sys.executable:
             raise StartupError("sys.executable is empty, so there is no interpreter to start the workers with")
         self._popen = subprocess.Popen(
             # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker
             # prints is seen even if it is killed right after.
-            [sys.executable, "-P", "-u", "-m", module, *map(str, link.theirs), str(os.getpid())],
+            [sys.executable, "-P", "-u", "-m", module, *map(str, link.theirs), str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stderr=link.log,
             pass_fds=link.theirs,

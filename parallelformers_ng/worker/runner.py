@@ -136,7 +136,6 @@ class ModelRunner:
         self.checkpoint = Checkpoint({})
         self.staging = None
         gc.collect()
-        gc.freeze()  # the modules live as long as the model; a collection in a decode step need not walk them either
 
     def _streams(self, name: str) -> bool:
         """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
@@ -171,15 +170,15 @@ class ModelRunner:
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
-        modules = [] if self.model is None else list(self.model.modules())
+        held = self.model is not None
         self._clear()
         if self.captured is not None:
             self.captured.forget()
         look_ups.forget()
-        for module in modules:
-            vars(module).clear()  # they hold each other; a collection would have to look at all that was ever imported
-        if modules and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may want it
+        if held:
+            gc.collect()  # modules are held in cycles
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # other processes may want it
 
     def run(self, call: Call) -> Answer:
         """Call a method of the model as its caller would have, with the caller's random state and configuration."""
