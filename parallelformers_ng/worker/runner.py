@@ -200,7 +200,7 @@ class ModelRunner:
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
-            known_masks(models if self.device.type == "cuda" else ()),
+            contextlib.nullcontext() if self.device.type == "cpu" else known_masks(models),
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)
