@@ -37,8 +37,8 @@ def test_forward_and_generate(family: str, pretended: WorkerGroup) -> None:
             return
         beams = {"max_new_tokens": 3, "num_beams": 2, "do_sample": False}
         assert torch.equal(model.generate(**inputs_of(case), **beams), whole.generate(**inputs_of(case), **beams))
-        per_step = {kind: -count for kind, count in counted_greedy(model, whole, case, 3, pretended).items()}
-        for kind, count in counted_greedy(model, whole, case, 4, pretended).items():
+        per_step = {kind: -count for kind, count in counted_greedy(model, whole, case, 2, pretended).items()}
+        for kind, count in counted_greedy(model, whole, case, 3, pretended).items():
             per_step[kind] += count
     assert per_step[TO_DEVICE] == OF_TRANSFORMERS.get(family, 0)
     assert (per_step[TO_HOST], per_step[WAITS]) == (0, 1)

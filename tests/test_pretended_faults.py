@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import StoppingCriteria
 
 from benchmarks.chaos_devices import KINDS, faults
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.process_group import nccl_defaults
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
-from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda import process_group
 from tests.pretend_cuda.caller import TARGET
@@ -42,23 +41,6 @@ def test_a_position_out_of_range_costs_its_request_alone(pretended: WorkerGroup)
         with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
             model(input_ids=token_ids(length=65))
         assert model(input_ids=token_ids(length=64)).logits.isfinite().all()
-
-
-class LooksBeyond(LogitsProcessor):
-    """Fails on the device, as code of the caller's may."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.gather(1, input_ids[:, -1:] + 1000)
-
-
-def test_a_device_that_failed_is_left_by_its_workers(pretended: WorkerGroup) -> None:
-    whole = decoder("Llama").generate(**text_inputs(), **GREEDY)
-    with parallelize(decoder("Llama"), 2, workers={"device": "cuda", "host_copy": True}) as model:
-        before = deployment_of(model).pids
-        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-            model.generate(**text_inputs(), logits_processor=[LooksBeyond()], **GREEDY)
-        assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole)
-        assert not set(before) & set(deployment_of(model).pids)
 
 
 def test_nccl_is_given_no_device_twice(pretended: WorkerGroup) -> None:
