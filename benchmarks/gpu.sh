@@ -38,16 +38,16 @@ step() { # NAME SECONDS COMMAND…
     site="$(mktemp -d)"
     trap 'rm -rf "$site"' EXIT
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
-    step "wheels" 60 "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$WHEELS"/*.whl
+    step "wheels" 45 "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$WHEELS"/*.whl
     # The tree comes first where both have the package, and what was compiled is in the wheel alone.
     (cd "$site" && find parallelformers_ng -name '*.so' 2>/dev/null) | while read -r built; do cp "$site/$built" "$built"; done
   fi
-  step "versions" 40 "$python" -c 'import torch, transformers
+  step "versions" 30 "$python" -c 'import torch, transformers
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)'
-  step "tests" 150 "$python" -m pytest -q -m gpu tests
-  step "7-8B" 200 "$python" -m benchmarks.gpu speed --shape 8B --seconds 190 --json "$results"
-  step "1B" 90 "$python" -m benchmarks.gpu speed --shape 1B --seconds 80 --json "$results"
-  step "restart" 60 "$python" -m benchmarks.gpu restart --shape 1B --json "$results"
-  step "a step" 60 "$python" -m benchmarks.gpu profile --shape 1B --json "$results"
+  step "tests" 120 "$python" -m pytest -q -m gpu tests
+  step "7-8B" 160 "$python" -m benchmarks.gpu speed --shape 8B --seconds 110 --json "$results"
+  step "1B" 80 "$python" -m benchmarks.gpu speed --shape 1B --seconds 45 --json "$results"
+  step "restart" 40 "$python" -m benchmarks.gpu restart --shape 1B --json "$results"
+  step "a step" 40 "$python" -m benchmarks.gpu profile --shape 1B --json "$results"
   exit "$status" # of the braces, which run in a process of their own
 } 2>&1 | tee "$out"
