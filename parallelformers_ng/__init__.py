@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from parallelformers_ng.sharding.rules import *
 
 __all__ = [
-    "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError", "CollectiveAbortedError", "Column",
+    "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError",
+    "CollectiveAbortedError", "Column",
     "DivergedError", "Experts", "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
     "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
     "PolicyError", "ProtocolError", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError",

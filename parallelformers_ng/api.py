@@ -84,9 +84,10 @@ def parallelize(
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
             once; never run on a GPU, unmeasured. "auto" is "eager".
-        batching: decode calls of `generate` from many threads together, True or `BatchingOptions`, or a dict of the same
-            words (`{"rows": 8}`). On CPU ranks. Calls that cannot share a batch (beams, streams of random numbers
-            without `seed=`, caches, several prompts, models that give other tokens so) run alone, in turn.
+        batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
+            words (`{"rows": 8}`). On CPU ranks so far. A call that cannot share a batch (beams, several prompts,
+            sampling without `seed=`, a cache of the caller's, a model that would give other tokens) runs alone, in
+            its turn.
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
             whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.

@@ -14,7 +14,7 @@ from parallelformers_ng import BatchingError, ParallelError, RequestTimeoutError
 from parallelformers_ng.batching import proof
 from parallelformers_ng.batching.sharing import shared_arguments
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.patience import kill
+from tests.patience import await_end, kill
 from tests.zoo.decoders import bloom, decoder, gpt2
 from tests.zoo.families import CASES
 
@@ -69,11 +69,11 @@ def rows_at_once(model: Any) -> list[int]:
     queue, found = remote_of(model).dispatcher._queue, [0]
     send = queue._send
 
-    def counting(asked: Any) -> Any:
+    def counting(model: Any, asked: Any) -> Any:
         found.append(len(queue._running))
-        return send(asked)
+        return send()(model, asked)
 
-    queue._send = counting
+    queue._send = lambda: counting
     return found
 
 
@@ -137,11 +137,11 @@ def test_why_a_call_runs_alone(given, why):
 
 def test_a_call_that_is_refused_ends_alone(groups):
     prompt = torch.tensor([[5, 6, 7]])
-    with pytest.raises(ValueError) as whole:
+    with pytest.raises(ValueError, match="temperature") as whole:
         gpt2().generate(prompt, do_sample=True, temperature=-1.0)
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(2) as pool:
         running = pool.submit(model.generate, prompt, max_new_tokens=40, do_sample=False)
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="temperature") as caught:
             model.generate(prompt, do_sample=True, temperature=-1.0, seed=1)
         assert str(caught.value) == str(whole.value)
         assert running.result().shape == (1, 43)
@@ -192,10 +192,29 @@ def test_a_dead_worker_ends_what_runs_and_the_queue_goes_on():
         assert error.rank == 1
 
 
+def test_an_end_of_the_parallelization_ends_what_runs():
+    prompt = torch.tensor([[5, 6, 7]])
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False) for _ in range(4)]
+        model.deparallelize()
+        want = model.generate(prompt, max_new_tokens=55, do_sample=False)
+        for future in asked:
+            assert isinstance(future.exception(), ParallelError) or torch.equal(future.result(), want)
+
+
+def test_a_model_that_nobody_holds_goes_with_its_workers():
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    pids = deployment_of(model).pids
+    del model
+    await_end(*pids)
+
+
 def test_bad_options_are_named(groups):
     with pytest.raises(ParallelError, match="rows is 0"):
         parallelize(gpt2(), workers=groups(2), batching={"rows": 0})
-    with pytest.raises(ParallelError, match="batching has no option 'row'.*did you mean"):
+    with pytest.raises(ParallelError, match=r"batching has no option 'row'.*did you mean"):
         parallelize(gpt2(), workers=groups(2), batching={"row": 3})
     with pytest.raises(ParallelError, match="decode is 'compile'"):
         parallelize(gpt2(), workers=groups(2), batching=True, decode="compile")

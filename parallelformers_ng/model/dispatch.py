@@ -8,6 +8,7 @@ import inspect
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,7 +84,7 @@ class Dispatcher:
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
-        self._queue = None if batching is None else Queue(functools.partial(self._decode_rows, model), batching)
+        self._queue = None if batching is None else Queue(weakref.WeakMethod(self._decode_rows), batching)
         self._why_alone: str | None = None
         self._proof = threading.Lock()
 
@@ -220,7 +221,7 @@ class Dispatcher:
         if self._queue is not None and not path:
             alone = self._reason_to_run_alone(module) or shared_arguments(module, sent, how.seed)
             if isinstance(alone, dict):
-                return self._generate_in_batch(alone, how, merged.get("streamer"))
+                return self._generate_in_batch(module, alone, how, merged.get("streamer"))
             log.debug("generate runs alone: %s", alone)
         captured = False
         if not path and self._steps is not None:
@@ -247,18 +248,18 @@ class Dispatcher:
                     log.info("calls of %s are decoded one after another: %s", type(model).__name__, self._why_alone)
         return self._why_alone
 
-    def _generate_in_batch(self, kwargs: dict[str, Any], how: CallOptions, streamer: Any) -> torch.Tensor:
+    def _generate_in_batch(self, model: Any, kwargs: dict[str, Any], how: CallOptions, streamer: Any) -> torch.Tensor:
         assert self._queue is not None
         end = self.deployment.supervisor.current[0].deadline(how.timeout)
         if streamer is None:
-            return self._queue.generate(kwargs, how.seed, end)
+            return self._queue.generate(model, kwargs, how.seed, end)
 
         def put(tokens: list[int]) -> None:
             for token in tokens:
                 streamer.put(torch.tensor([token]))
 
         streamer.put(kwargs["input_ids"])
-        sequence = self._queue.generate(kwargs, how.seed, end, put)
+        sequence = self._queue.generate(model, kwargs, how.seed, end, put)
         streamer.end()
         return sequence
 
