@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from parallelformers_ng.api import parallelize, plan, start_group
     from parallelformers_ng.errors import *
     from parallelformers_ng.model.saving import save_sharded
-    from parallelformers_ng.options import WorkerOptions
+    from parallelformers_ng.options import BatchingOptions, WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.runtime.forks import warm_up
     from parallelformers_ng.sharding.rules import *
 
 __all__ = [
-    "AlreadyParallelizedError", "ChannelClosedError", "CheckpointError", "CollectiveAbortedError", "Column",
+    "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError",
+    "CollectiveAbortedError", "Column",
     "DivergedError", "Experts", "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
     "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
     "PolicyError", "ProtocolError", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError",
@@ -39,6 +40,7 @@ _HOMES = {
     "save_sharded": "model.saving",
     "start_group": "api",
     "warm_up": "runtime.forks",
+    "BatchingOptions": "options",
     "WorkerOptions": "options",
 }
 

@@ -26,7 +26,7 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.model.deployment import RUNNER, Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
-from parallelformers_ng.options import OF_A_MODEL, WorkerOptions, read_options
+from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, WorkerOptions, read_options
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
@@ -55,6 +55,7 @@ def parallelize(
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
     decode: Decode = "auto",
+    batching: BatchingOptions | Mapping[str, int] | bool = False,
     seed: int | None = None,
     prove: bool = True,
     verbose: Literal["simple", "detail"] | None = None,
@@ -83,6 +84,10 @@ def parallelize(
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
             once; never run on a GPU, unmeasured. "auto" is "eager".
+        batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
+            words (`{"rows": 8}`). On CPU ranks so far. A call that cannot share a batch (beams, several prompts,
+            sampling without `seed=`, a cache of the caller's, a model that would give other tokens) runs alone, in
+            its turn.
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
             whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
@@ -120,6 +125,7 @@ def parallelize(
     steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
+    batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
     loaded: Any = model
     # They import torch while this process plans.
@@ -151,7 +157,7 @@ def parallelize(
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
         loaded.hf_quantizer.remove_quantization_config(loaded)
-    enter(loaded, deployment, seed, steps)
+    enter(loaded, deployment, seed, steps, batch)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
     return loaded
@@ -237,6 +243,19 @@ def _source(
             refuse_options(given, "the model given is loaded already")
         return None
     return read_source(os.fspath(weights), given, of_its_own=False)
+
+
+def _batching(
+    batching: BatchingOptions | Mapping[str, int] | bool, kind: str, decode: Decode
+) -> BatchingOptions | None:
+    if batching is False:
+        return None
+    options = read_options(BatchingOptions, None if batching is True else batching, "batching")
+    if kind != "cpu":
+        raise ParallelError("batching is for CPU ranks so far; leave it out on CUDA devices")
+    if decode not in ("auto", "eager"):
+        raise ParallelError(f"batching decodes plain steps, and decode is {decode!r}; leave one of them out")
+    return options
 
 
 def _group_maker(num_gpus: int | None, options: WorkerOptions) -> functools.partial[WorkerGroup]:

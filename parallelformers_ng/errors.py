@@ -121,6 +121,10 @@ class WorkerError(GroupError):
     remote_traceback: str = ""
 
 
+class BatchingError(ParallelError):
+    """A call cannot share a batch with others, or there are more than may wait."""
+
+
 class StaleCacheError(ParallelError):
     """A key/value cache was used after its workers were gone, or after a request failed while it was writing to it."""
 

@@ -50,6 +50,24 @@ class WorkerOptions:
             raise ParallelError(f"max_restarts is {self.max_restarts}; it takes a number, at least 0")
 
 
+@dataclass(frozen=True)
+class BatchingOptions:
+    """How many calls of `generate` are decoded together.
+
+    Attributes:
+        rows: sequences that are decoded at a time.
+        waiting: calls that may wait for a row; a further one raises BatchingError.
+    """
+
+    rows: int = 16
+    waiting: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "waiting"):
+            if getattr(self, name) < 1:
+                raise ParallelError(f"batching: {name} is {getattr(self, name)}; it takes a number, at least 1")
+
+
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
 

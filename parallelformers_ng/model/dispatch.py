@@ -8,6 +8,7 @@ import inspect
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,10 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching.proof import prove
+from parallelformers_ng.batching.queue import Queue
+from parallelformers_ng.batching.rounds import News, Round
+from parallelformers_ng.batching.sharing import shared_arguments
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
@@ -25,7 +30,7 @@ from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
 from parallelformers_ng.model.marks import has_own_loop, own_loop
-from parallelformers_ng.options import checked_seconds
+from parallelformers_ng.options import BatchingOptions, checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.tensors import is_within
@@ -61,10 +66,16 @@ class Dispatcher:
         deployment: its workers.
         seed: seeds a stream of its own for the model; None follows the caller's generator.
         steps: how the decode steps are compiled or captured, None where they are not.
+        batching: how many calls of `generate` are decoded together, None where each runs alone.
     """
 
     def __init__(
-        self, model: Any, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None
+        self,
+        model: Any,
+        deployment: Deployment,
+        seed: int | None = None,
+        steps: StaticSteps | None = None,
+        batching: BatchingOptions | None = None,
     ) -> None:
         self.deployment = deployment
         self._edits = Edits(model)
@@ -73,6 +84,9 @@ class Dispatcher:
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
+        self._queue = None if batching is None else Queue(weakref.WeakMethod(self._decode_rows), batching)
+        self._why_alone: str | None = None
+        self._proof = threading.Lock()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
@@ -206,6 +220,11 @@ class Dispatcher:
         if merged.get("assistant_model") is not None:
             return self._generate_here(module, original, merged, how)
         sent = {name: value for name, value in merged.items() if name != "streamer"}
+        if self._queue is not None and not path:
+            alone = self._reason_to_run_alone(module) or shared_arguments(module, sent, how.seed)
+            if isinstance(alone, dict):
+                return self._generate_in_batch(module, alone, how, merged.get("streamer"))
+            log.debug("generate runs alone: %s", alone)
         captured = False
         on_cuda = self.deployment.supervisor.current[0].device_names[0].startswith("cuda")
         if on_cuda:
@@ -224,6 +243,45 @@ class Dispatcher:
         except NotPortableError as error:
             self._say_once("generate runs its loop in this process, a request per token, which is slower", str(error))
             return self._generate_here(module, original, merged, how)
+
+    def _reason_to_run_alone(self, model: Any) -> str:
+        """Why no call of the model may share a batch at the moment, "" where some may."""
+        if self._may_be_hooked() or has_own_loop() or torch.is_autocast_enabled("cpu"):
+            return "hooks, a loop or a type cast of its own are around it"
+        with self._proof:
+            if self._why_alone is None:
+                self._why_alone = prove(type(model), model.config)
+                if self._why_alone:
+                    log.info("calls of %s are decoded one after another: %s", type(model).__name__, self._why_alone)
+        return self._why_alone
+
+    def _generate_in_batch(self, model: Any, kwargs: dict[str, Any], how: CallOptions, streamer: Any) -> torch.Tensor:
+        assert self._queue is not None
+        end = self.deployment.supervisor.current[0].deadline(how.timeout)
+        if streamer is None:
+            return self._queue.generate(model, kwargs, how.seed, end)
+
+        def put(tokens: list[int]) -> None:
+            for token in tokens:
+                streamer.put(torch.tensor([token]))
+
+        streamer.put(kwargs["input_ids"])
+        sequence = self._queue.generate(model, kwargs, how.seed, end, put)
+        streamer.end()
+        return sequence
+
+    def _decode_rows(self, model: Any, asked: Round) -> News:
+        """Have the ranks run a round, with what they do not know yet of the model's settings."""
+        supervisor = self.deployment.supervisor
+        workers = supervisor.current
+        if not workers[0].ready:
+            workers = supervisor.ready(workers[0].deadline())
+        group, incarnation = workers
+        call = Call("", "decode_rows", (), {})
+        call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
+        news: News = group.call("decode_rows", call, asked)
+        arrived()
+        return news
 
     def _generate_here(self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions) -> Any:
         # The time is that of the whole loop, not of each of its requests.

@@ -20,6 +20,7 @@ from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.dispatch import Dispatcher
 from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
+from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.worker.memory import device_totals
@@ -103,13 +104,19 @@ class Parallelized(RemoteModule):
         )
 
 
-def enter(model: nn.Module, deployment: Deployment, seed: int | None = None, steps: StaticSteps | None = None) -> None:
+def enter(
+    model: nn.Module,
+    deployment: Deployment,
+    seed: int | None = None,
+    steps: StaticSteps | None = None,
+    batching: BatchingOptions | None = None,
+) -> None:
     """Make `model` a parallelized one, in place."""
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, _Fetch(model, deployment, names[0]), names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
-    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps), Parallelized)
+    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps, batching), Parallelized)
 
 
 class _Fetch:

@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching.rounds import News, RankBatch, Round
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
@@ -77,6 +78,7 @@ class ModelRunner:
         self.hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
         self.staging: Staging | None = None
+        self.batch: RankBatch | None = None
 
     def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here.
@@ -216,6 +218,18 @@ class ModelRunner:
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hook_changes(call.cache_block),
         )
+
+    def decode_rows(self, call: Call, asked: Round) -> News:
+        """Run a round of the calls that are decoded together.
+
+        Args:
+            call: what the ranks do not know yet of the model's settings.
+        """
+        self._prepare(call)
+        if self.batch is None:
+            self.batch = RankBatch(self.model, self.communicator)
+        with torch.inference_mode():
+            return self.batch.run(asked)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""

@@ -1,0 +1,51 @@
+"""A call of `generate`, taken as far as its loop: transformers checks and prepares it, and a batch goes on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+
+@dataclass
+class Prepared:
+    """What `generate` hands to its loop.
+
+    Attributes:
+        input_ids: the prompt, int64 `[1, tokens]`.
+        processors, criteria: of this call alone; they see its row as they would see a batch of one.
+        config: its settings, with what the model's own say.
+        model_kwargs: what the model is called with besides: attention mask, positions, cache.
+    """
+
+    input_ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+
+
+def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
+    """Have `model.generate(**kwargs)` prepare itself, and stop before the first forward.
+
+    Raises what `generate` raises of arguments that it refuses.
+    """
+    found: list[Prepared] = []
+
+    def take(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        model_kwargs.pop("synced_gpus", None)
+        model_kwargs.pop("streamer", None)
+        found.append(Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
+        return input_ids
+
+    model.generate(**kwargs, custom_generate=take)
+    return found.pop()
