@@ -146,6 +146,22 @@ def test_a_state_space_mixer_shrinks_with_its_heads() -> None:
     assert small.mamba_chunk_size == 4
 
 
+NAMED_LIKE_LAYERS = [
+    (tf.BigBirdModel, tf.BigBirdConfig(), "num_random_blocks", 3),  # beside each block of keys
+    (tf.MobileNetV1Model, tf.MobileNetV1Config(), "min_depth", 8),  # channels
+    (tf.AlbertModel, tf.AlbertConfig(), "num_hidden_layers", 2),  # which share their weights: no list has twelve
+]
+
+
+@pytest.mark.parametrize(("cls", "config", "name", "value"), NAMED_LIKE_LAYERS, ids=["blocks", "channels", "shared"])
+def test_what_is_named_like_a_count_of_layers_is_one_where_the_model_has_as_many(
+    cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, name: str, value: int
+) -> None:
+    twin = make_twin(cls, config)
+    assert twin.runs_whole
+    assert getattr(twin.model.config, name) == value
+
+
 TRIED = {
     "perceiver": (tf.PerceiverForMaskedLM, tf.PerceiverConfig()),  # the heads of 1280 latent channels must divide them
     "cvt": (tf.CvtModel, tf.CvtConfig(num_heads=[6, 6, 6])),  # widths by stage
