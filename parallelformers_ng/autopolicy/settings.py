@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
-
-_HEADS = re.compile(r"(^|_)(heads|n_head)$")
 
 
 def setting(config: Any, name: str) -> Any:
@@ -40,7 +37,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 def counts_heads(name: str) -> bool:
     """Whether an attribute counts heads."""
-    return bool(_HEADS.search(name))
+    return name.endswith(("heads", "n_head"))
 
 
 def is_id(name: str) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
 
-_LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
+_LAYERS = ("layers", "layer", "depth", "blocks")
+"""How the names of settings end that count layers."""
 _LAYER_NUMBERS = re.compile(r"(layer|block|attn|out|visual).*_(indices|indexes|ids|idxs)$")
 _SHARED = "num_kv_shared_layers"
 """How many of the last layers take keys and values from those before."""
@@ -29,7 +30,7 @@ def shrink_layers(config: Any, fewest: int, lengths: Container[int]) -> None:
     for name, count in list(own_settings(config)):
         if not isinstance(count, int) or count <= 2 or name == _SHARED:
             continue
-        if name == main or (_LAYERS.search(name) and count in lengths):
+        if name == main or (name.endswith(_LAYERS) and count in lengths):
             _shrink_count(config, name, count, fewest)
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
