@@ -10,6 +10,7 @@ import transformers as tf
 from torch import nn
 
 from parallelformers_ng import plan
+from parallelformers_ng.autopolicy.observation import observe
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
@@ -145,6 +146,22 @@ def test_a_state_space_mixer_shrinks_with_its_heads() -> None:
     assert small.mamba_chunk_size == 4
 
 
+NAMED_LIKE_LAYERS = [
+    (tf.BigBirdModel, tf.BigBirdConfig(), "num_random_blocks", 3),  # beside each block of keys
+    (tf.MobileNetV1Model, tf.MobileNetV1Config(), "min_depth", 8),  # channels
+    (tf.AlbertModel, tf.AlbertConfig(), "num_hidden_layers", 2),  # which share their weights: no list has twelve
+]
+
+
+@pytest.mark.parametrize(("cls", "config", "name", "value"), NAMED_LIKE_LAYERS, ids=["blocks", "channels", "shared"])
+def test_what_is_named_like_a_count_of_layers_is_one_where_the_model_has_as_many(
+    cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, name: str, value: int
+) -> None:
+    twin = make_twin(cls, config)
+    assert twin.runs_whole
+    assert getattr(twin.model.config, name) == value
+
+
 TRIED = {
     "perceiver": (tf.PerceiverForMaskedLM, tf.PerceiverConfig()),  # the heads of 1280 latent channels must divide them
     "cvt": (tf.CvtModel, tf.CvtConfig(num_heads=[6, 6, 6])),  # widths by stage
@@ -229,3 +246,45 @@ def test_what_generating_leaves_on_a_twin_does_not_get_into_its_cut_copies() -> 
     assert trials.prompt() is not None, trials.failure
     assert twin.model.offset is None
     assert trials.match([], True), trials.failure
+
+
+class Trembling(tf.LlamaForCausalLM):
+    """Knows no float64, and no two runs of it have the same outputs."""
+
+    step, runs = 0.0, 0
+
+    def forward(self, input_ids=None, **kwargs):
+        if self.dtype == torch.float64:
+            raise RuntimeError("float32 only")
+        self.runs += 1
+        outputs = super().forward(input_ids, **kwargs)
+        outputs.logits = outputs.logits * (1 + self.step * self.runs)
+        return outputs
+
+
+@pytest.mark.parametrize(("step", "same"), [(2e-7, True), (1e-3, False)])
+def test_runs_that_differ_by_rounding_draw_no_random_numbers(
+    step: float, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trembling, "step", step)
+    twin = make_twin(Trembling, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
+    assert twin.runs_whole is same
+    assert ("draws random numbers" in twin.unreached) is not same
+
+
+REFUSING = [(tf.ViTModel, tf.ViTConfig, "pixel_values"), (tf.BertModel, tf.BertConfig, "input_ids")]
+
+
+@pytest.mark.parametrize(("cls", "kind", "name"), REFUSING, ids=["image", "text"])
+def test_inputs_of_the_same_shapes_are_tried_once(cls: type, kind: type, name: str) -> None:
+    tried = []
+
+    def refuse(module: nn.Module, args: tuple, given: dict) -> None:
+        tried.append({key: value.shape for key, value in given.items()} | {"dtype": module.dtype})
+        raise ValueError("not these")
+
+    model = cls(kind(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=37))
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    observe(model, seed=0)
+    assert len([given for given in tried if name in given]) > 2
+    assert all(tried.count(given) == 1 for given in tried)

@@ -73,9 +73,12 @@ class _Observer:
     def _probe(self, part: nn.Module, path: str) -> str:
         """Add a probe of one part with the first inputs that it accepts; returns why there is none, or ""."""
         refusal = ""
+        tried: list[dict[str, Any]] = []
         for inputs in candidate_inputs(part, self.seed):
-            if not inputs:
+            shapes = {name: getattr(value, "shape", value) for name, value in inputs.items()}
+            if not inputs or shapes in tried:
                 continue
+            tried.append(shapes)
             problem = self._run(part, path, inputs)
             if not problem:
                 return ""
@@ -97,7 +100,7 @@ class _Observer:
         floats = [o for o in outputs if o.is_floating_point()]
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
             return "its outputs are not numbers"
-        if not equal(again, [o.detach() for o in outputs], 1e-9):
+        if not equal(again, [o.detach() for o in outputs], self.twin.tolerance / 10):
             return "its forward draws random numbers: two runs differ"
         with contextlib.suppress(RuntimeError, AssertionError):  # it has no gradient
             _differentiate(part, path, floats, self.twin.gradients)

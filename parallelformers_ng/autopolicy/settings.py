@@ -10,12 +10,12 @@ from transformers import PreTrainedConfig
 
 def setting(config: Any, name: str) -> Any:
     """An attribute of a configuration under its own or its standard name, None where it has none or one per layer."""
-    return vars(config).get(_stored_name(config, name))
+    return vars(config).get(stored_name(config, name))
 
 
 def put(config: Any, name: str, value: Any) -> None:
     """Set an attribute, by its own or its standard name, also where a configuration refuses to have it changed."""
-    config.__dict__[_stored_name(config, name)] = value
+    config.__dict__[stored_name(config, name)] = value
 
 
 def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
@@ -35,6 +35,17 @@ def parts_of(config: Any) -> Iterator[Any]:
             yield from parts_of(value)
 
 
-def _stored_name(config: Any, name: str) -> str:
+def counts_heads(name: str) -> bool:
+    """Whether an attribute counts heads."""
+    return name.endswith(("heads", "n_head"))
+
+
+def is_id(name: str) -> bool:
+    """Whether an attribute holds ids of tokens."""
+    return name.endswith(("_id", "_ids", "token_index"))
+
+
+def stored_name(config: Any, name: str) -> str:
+    """Under which name a configuration keeps what has this standard name."""
     names = getattr(type(config), "attribute_map", None) or {}
     return str(names.get(name, name))

@@ -9,17 +9,18 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from parallelformers_ng.autopolicy.settings import own_settings, parts_of, put, setting
+from parallelformers_ng.autopolicy.settings import counts_heads, is_id, own_settings, parts_of, put, setting
 from parallelformers_ng.autopolicy.shrink_layers import shrink_layers
 
 _WIDTH = re.compile(
     r"_(dim|dims|size|sizes|width|channel|channels|inner|rank|filters|features)$|^(n_embd|d_model|d_ff|dim|channels)$"
-    r"|^dim_|^hidden_size_global$"
+    r"|^dim_|^hidden_size_global$|^d_kv$|head_?dim|d_head"
 )
 _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|position|crop|frame|mel|grid|tubelet|num_channels|codebook_size|cache"
@@ -28,14 +29,11 @@ _NOT_WIDTH = re.compile(
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|n_ctx)$")
 _WINDOW = re.compile(r"^(sliding_window|attention_window|attention_chunk_size|(mamba_)?chunk_size)$")
 _BLOCK = re.compile(r"^(window_size|block_size)$")
-_EXPERTS = re.compile(r"^(?!.*(shared|top_k)).*experts$")
 _BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
 """What is counted beside 8 experts, at most."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
-_HEAD_COUNT = re.compile(r"(^|_)(heads|n_head)$")
-_HEAD_WIDTH = re.compile(r"head_?dim|d_head|^d_kv$|head_size")
 _TINY = 128
 _SCALED_FROM = 16
 """Widths below are left alone."""
@@ -57,6 +55,7 @@ class Shrinking:
             with so many heads that they cannot be made tiny otherwise.
         filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
         layers: the fewest layers to keep.
+        lengths: how many modules the lists of the whole model have: a setting that counts layers has one of these.
     """
 
     spare: int = 0
@@ -65,6 +64,7 @@ class Shrinking:
     heads: int = 0
     filters: bool = False
     layers: int = 2
+    lengths: Container[int] = range(1000)
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
@@ -75,7 +75,7 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
     fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
     ids: dict[int, int] = {}
     for part in parts:
-        shrink_layers(part, shrinking.layers)
+        shrink_layers(part, shrinking.layers, shrinking.lengths)
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)
@@ -87,8 +87,8 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
             if by_coefficient and name.endswith("_channels"):
                 continue
             if factor < 1 and _is_width(name, value, mains):
-                put(part, name, _scale(value, factor if _HEAD_WIDTH.search(name) else factor * fewer))
-            elif fewer < 1 and _HEAD_COUNT.search(name) and isinstance(value, int):
+                put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
+            elif fewer < 1 and counts_heads(name) and isinstance(value, int):
                 put(part, name, max(1, int(value * fewer)))
             elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
                 put(part, name, 256)
@@ -112,7 +112,7 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
         return False
     if name.endswith("_groups"):
         return isinstance(value, int) and value > 64 and value in mains
-    return bool(_WIDTH.search(name) or _HEAD_WIDTH.search(name))
+    return bool(_WIDTH.search(name))
 
 
 def _shrink_coefficients(config: Any, factor: float) -> bool:
@@ -158,7 +158,7 @@ def _width_factor(parts: list[Any]) -> float:
 def _stage_widths(part: Any) -> list[int]:
     """The widths of a model in stages that names no other, unless stages have heads of their own."""
     widths = setting(part, "hidden_sizes")
-    if not isinstance(widths, (list, tuple)) or any(_HEAD_COUNT.search(name) for name, _ in own_settings(part)):
+    if not isinstance(widths, (list, tuple)) or any(counts_heads(name) for name, _ in own_settings(part)):
         return []
     return [width for width in widths if isinstance(width, int)]
 
@@ -167,7 +167,7 @@ def _fewer_heads(parts: list[Any], most: int) -> float:
     """The smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
     counts = [
         value for part in parts for name, value in own_settings(part)
-        if _HEAD_COUNT.search(name) and isinstance(value, int) and value > 1
+        if counts_heads(name) and isinstance(value, int) and value > 1
     ]  # fmt: skip
     factor = 1.0
     while factor > 2**-most and all(count * factor / 2 >= 2 and count * factor / 2 % 1 == 0 for count in counts):
@@ -226,7 +226,7 @@ def _shrink_images(config: Any) -> None:
 
 def _shrink_experts(config: Any) -> None:
     for name, count in list(own_settings(config)):
-        if _EXPERTS.match(name) and isinstance(count, int) and count > 8:
+        if name.endswith("experts") and isinstance(count, int) and count > 8:
             put(config, name, 8)
             for groups, most in _BESIDE_EXPERTS.items():
                 if isinstance(value := setting(config, groups), int):
@@ -241,7 +241,7 @@ def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
             put(config, name, VOCABULARY)
             shrunk = True
     for name, value in list(own_settings(config)):
-        if re.search(r"(token_id|token_index|token_ids|_id|_ids)$", name):
+        if is_id(name):
             put(config, name, _small_id(value, ids))
     if shrunk and isinstance(setting(config, "pad_token_id"), int):
         put(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))

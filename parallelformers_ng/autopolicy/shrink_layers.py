@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import Any
 
-from parallelformers_ng.autopolicy.settings import own_settings, put, setting
+from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
 
-_LAYERS = re.compile(r"(^|_)(layers|layer|depth|blocks)$")
-_NOT_LAYERS = re.compile(r"feature_layer|first|last|max_window|shared_layers")
+_LAYERS = ("layers", "layer", "depth", "blocks")
+"""How the names of settings end that count layers."""
 _LAYER_NUMBERS = re.compile(r"(layer|block|attn|out|visual).*_(indices|indexes|ids|idxs)$")
+_SHARED = "num_kv_shared_layers"
+"""How many of the last layers take keys and values from those before."""
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
 _KINDS = 6
 """A list that names more is no list of kinds."""
 
 
-def shrink_layers(config: Any, fewest: int) -> None:
-    """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow."""
+def shrink_layers(config: Any, fewest: int, lengths: Container[int]) -> None:
+    """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow.
+
+    Args:
+        config: one part of a configuration.
+        fewest: how many layers are left, at least.
+        lengths: how many modules the lists of the model have. Layers that share their weights are in none.
+    """
+    main = stored_name(config, "num_hidden_layers")
     for name, count in list(own_settings(config)):
-        if _LAYERS.search(name) and not _NOT_LAYERS.search(name) and isinstance(count, int) and count > 2:
+        if not isinstance(count, int) or count <= 2 or name == _SHARED:
+            continue
+        if name == main or (name.endswith(_LAYERS) and count in lengths):
             _shrink_count(config, name, count, fewest)
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
@@ -28,14 +40,14 @@ def shrink_layers(config: Any, fewest: int) -> None:
 def _shrink_count(config: Any, name: str, count: int, fewest: int) -> None:
     """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
     stages, outputs = _stages(config, count), _output_lists(config)
-    shared = setting(config, "num_kv_shared_layers") or 0  # the last ones take keys and values from those before
+    shared = setting(config, _SHARED) or 0
     kept = max(fewest, _layers_of_all_kinds(config, count), _longest_period(config, count))
     if 0 < shared < count:
         kept *= 2
     kept = min(max(kept, len(stages), *(len(setting(config, key)) for key in outputs)), count)
     put(config, name, kept)
     if shared:
-        put(config, "num_kv_shared_layers", kept // 2 if shared < count else kept)
+        put(config, _SHARED, kept // 2 if shared < count else kept)
     if stages:
         put(config, "stage_names", config.stage_names[: kept + 1])
         put(config, "_out_indices", list(range(kept + 1 - len(stages), kept + 1)))

@@ -4,16 +4,13 @@ and run with what that gives, and weighs less."""
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from parallelformers_ng.autopolicy.settings import own_settings, parts_of, put
+from parallelformers_ng.autopolicy.settings import is_id, own_settings, parts_of, put
 
-_KEPT = re.compile(r"head|vocab|token|_id$|_ids$")
-"""Counts of heads are what a proof is about, and vocabularies go with the ids in them."""
 _WIDTH = 16
 """Numbers from here on are taken for widths at first."""
 _GAIN = 0.98
@@ -63,10 +60,14 @@ def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """The numbers that a setting has, also in lists within lists; none where none of them is to be halved."""
+    """The numbers that a setting has, also in lists within lists; none where none of them is to be halved.
+
+    Counts of heads are what a proof is about, and vocabularies go with the ids in them.
+    """
+    kept = is_id(name) or any(word in name for word in ("head", "vocab", "token"))
     numbers = tuple(_flat(value))
     counts = all(number >= 0 for number in numbers) and max(numbers, default=1) > 1
-    return numbers if counts and not _KEPT.search(name) else ()
+    return numbers if counts and not kept else ()
 
 
 def _flat(value: Any) -> Iterator[int]:

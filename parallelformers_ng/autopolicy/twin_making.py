@@ -59,8 +59,8 @@ def make_twin(
     failures: list[str] = []
     best: Twin | None = None
     end = time.thread_time() + _SECONDS
-    layers = _fewest_layers(cls, config)
-    for model in _models(cls, config, attention, seed, layers, failures):
+    least = _least(cls, config)
+    for model in _models(cls, config, attention, seed, least, failures):
         twin = observe(model, seed + 1)
         if twin.runs_whole:
             best = twin
@@ -77,21 +77,25 @@ def make_twin(
     return best
 
 
-def _fewest_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> int:
-    """With how many layers a small copy has as many of the model's kinds of layers as it can have."""
+def _least(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Shrinking:
+    """The first choice, with as few layers as show as many of the model's kinds of layers as a small copy can have."""
     whole = _skeleton(cls, config)
+    if whole is None:
+        return Shrinking()
+    lengths = {len(module) for module in whole.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
+    least = Shrinking(lengths=lengths)
     found = {}
-    layers = Shrinking.layers
-    while whole is not None and layers <= _DEEPEST:
-        small = _skeleton(cls, shrink(config, Shrinking(layers=layers)))
+    while least.layers <= _DEEPEST:
+        small = _skeleton(cls, shrink(config, least))
         if small is None:
             break
         absent = absent_kinds(whole, small)
-        found[layers] = len(absent)
+        found[least.layers] = len(absent)
         if not absent:
             break
-        layers = max(layers + 1, min(absent.values()) + 1)
-    return min(found, key=lambda layers: (found[layers], layers), default=Shrinking.layers)
+        least = replace(least, layers=max(least.layers + 1, min(absent.values()) + 1))
+    layers = min(found, key=lambda layers: (found[layers], layers), default=Shrinking.layers)
+    return replace(least, layers=layers)
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
@@ -108,7 +112,7 @@ def _models(
     config: PreTrainedConfig,
     attention: str | None,
     seed: int,
-    layers: int,
+    least: Shrinking,
     failures: list[str],
 ) -> Iterator[PreTrainedModel]:
     """Smaller and larger copies, the most welcome first; `failures` takes down why others could not be built."""
@@ -118,7 +122,7 @@ def _models(
         too_large = []
         for shrinking in waiting:
             try:
-                small = shrink(config, replace(shrinking, layers=layers))
+                small = shrink(config, replace(shrinking, layers=least.layers, lengths=least.lengths))
                 shape = json.dumps(small.to_dict(), sort_keys=True, default=str)
                 if shape in seen:
                     continue
@@ -132,13 +136,13 @@ def _models(
             seen.add(shape)
             yield model
         waiting = too_large
-        if not seen and (tried := _by_trial(cls, config, layers)) is not None:
+        if not seen and (tried := _by_trial(cls, config, least)) is not None:
             model = build_tiny(cls, tried, attention, seed, largest)
             if model is not None:
                 yield model
 
 
-def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int) -> PreTrainedConfig | None:
+def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> PreTrainedConfig | None:
     """A small copy of a configuration whose settings say in no known words how large the model is, or of which less
     can be changed than is usual."""
 
@@ -153,7 +157,7 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int)
         skeleton = _skeleton(cls, tried)
         return taken is None or (skeleton is not None and _taken_on_meta(skeleton, taken) is not None)
 
-    for shrinking in (Shrinking(layers=layers), _SHRINKS[-1]):
+    for shrinking in (least, _SHRINKS[-1]):
         small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2, runs)
         if small is not None:
             return small
