@@ -188,6 +188,7 @@ def test_nothing_is_exchanged_where_nobody_asks(make: Callable[[], Any], use: Ca
     assert collectives(model, use) == collectives(model, without)
 
 
+@pytest.mark.slow  # the compiler takes its time
 def test_a_compiled_step_gives_the_weights_of_all_heads(groups: Groups) -> None:
     whole, how = eager(decoder("Llama")), {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     want = whole.generate(**text_inputs(), **how, output_attentions=True, cache_implementation="static")

@@ -77,7 +77,17 @@ def rows_at_once(model: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.generates], ids=lambda case: case.name)
+TRIED = ALONE | {"mistral", "gemma2", "qwen3", "mixtral", "falcon", "mpt", "opt"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case.name not in TRIED), id=case.name)
+        for case in CASES
+        if case.generates
+    ],
+)
 def test_the_proof_tells_which_models_may_share(case):
     model = case.make()
     if model.config.is_encoder_decoder or "input_ids" not in case.inputs():

@@ -49,7 +49,7 @@ def test_a_step_that_hangs_does_not_take_the_others_along(tmp_path: Path) -> Non
     assert "== 1B: not begun, the time is up" in report
 
 
-@pytest.mark.parametrize("what", ["speed", "restart", "profile"])
+@pytest.mark.parametrize("what", [pytest.param("speed", marks=pytest.mark.slow), "restart", "profile"])
 def test_what_is_measured(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PROMPT", 8), ("TOKENS", 3), ("ROUNDS", 1)):
         monkeypatch.setattr(gpu, name, value)

@@ -197,7 +197,10 @@ def test_a_class_that_refuses_every_smaller_size_is_left_alone() -> None:
     assert shrink_by_trial(config, lambda tried: None, 10**6) is None
 
 
-@pytest.mark.parametrize("name", ["perceiver", "cvt", "pp_ocrv5_server_rec"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cvt", "pp_ocrv5_server_rec")]
+
+
+@pytest.mark.parametrize("name", ["perceiver", *SLOW])
 def test_a_large_model_of_such_settings_is_planned(name: str) -> None:
     cls, config = TRIED[name]
     with torch.device("meta"):

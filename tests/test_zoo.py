@@ -36,7 +36,9 @@ def test_and_on_four(model_type: str) -> None:
     assert verdict["share"] >= 0.8, verdict
 
 
-@pytest.mark.parametrize("model_type", ["llama", "t5", "opt", "speech_to_text", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "t5", "opt", "speech_to_text", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
+)
 def test_and_in_other_sizes_than_those_of_the_proof(model_type: str) -> None:
     """Six heads on three and five ranks, odd widths, a layer more."""
     for verdict in judge(model_type, (3, 5), varied=True):
