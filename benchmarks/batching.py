@@ -6,7 +6,6 @@ python -m benchmarks.batching [--rounds 3] [--dtype float32] [--json OUT]
 from __future__ import annotations
 
 import argparse
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,18 +13,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
+from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 
-WORDS = 49_152
+SHAPE = SHAPES["135M"]
 
 
 def model(dtype: torch.dtype, batching: bool) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True,
-    )  # fmt: skip
-    made = LlamaForCausalLM(config).to(dtype).eval()
+    made = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).to(dtype).eval()
     return parallelize(made, 2, workers={"device": "cpu"}, batching=batching, progress=False)
 
 
@@ -34,7 +30,7 @@ def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
     numbers = torch.Generator().manual_seed(1)
     return [
         {
-            "input_ids": torch.randint(5, WORDS, (1, before), generator=numbers),
+            "input_ids": torch.randint(5, SHAPE["vocab_size"], (1, before), generator=numbers),
             "max_new_tokens": after,
             "min_new_tokens": after,
             "do_sample": False,
@@ -44,10 +40,9 @@ def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def tokens_per_second(made: Any, asked: list[dict[str, Any]], threads: int) -> float:
-    begun = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda call: made.generate(**call), asked))
-    return sum(call["max_new_tokens"] for call in asked) / (time.perf_counter() - begun)
+        taken = measure.seconds(lambda: list(pool.map(lambda call: made.generate(**call), asked)))
+    return sum(call["max_new_tokens"] for call in asked) / taken
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.rows import Row, Rows
 from parallelformers_ng.errors import UnsupportedModelError
 
@@ -55,7 +56,7 @@ def why_alone(model: Any) -> str:
 def _together(model: Any, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
     rows, met = Rows(model), list[Row]()
     for number, call in enumerate(calls):
-        met.append(rows.join(number, rows.prepare(call), None))
+        met.append(rows.join(number, prepare(model, call), None))
         rows.step()
     while len(rows):
         rows.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +15,15 @@ from parallelformers_ng.errors import BatchingError, RequestTimeoutError
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.failures import rebuild
 
-STEPS = 4
-"""Tokens for each row in one round: so long waits who comes next. To ask the ranks takes a fifth of a millisecond."""
+Send = Callable[[Round], News]
+"""Has the ranks of a model run a round."""
 
 
 class Ticket:
     """A call that waits for its tokens. The fields belong to the lock of its queue."""
 
-    def __init__(self, model: Any, kwargs: dict[str, Any], seed: int | None) -> None:
-        self.model = model
+    def __init__(self, send: Send, kwargs: dict[str, Any], seed: int | None) -> None:
+        self.send = send
         self.kwargs = kwargs
         self.seed = seed
         self.tokens: list[int] = []
@@ -37,12 +36,10 @@ class Queue:
     """Calls of one model that are decoded together.
 
     Args:
-        send: a weak method that has the ranks of a model run a round: `send()(model, round)`.
         options: how many may run, and wait.
     """
 
-    def __init__(self, send: Callable[[], Callable[[Any, Round], News] | None], options: BatchingOptions) -> None:
-        self._send = send
+    def __init__(self, options: BatchingOptions) -> None:
         self._options = options
         self._changed = threading.Condition()
         self._numbers, self._batches = itertools.count(), itertools.count()
@@ -53,7 +50,7 @@ class Queue:
 
     def generate(
         self,
-        model: Any,
+        send: Send,
         kwargs: dict[str, Any],
         seed: int | None,
         end: float,
@@ -62,7 +59,7 @@ class Queue:
         """Wait for a call's tokens.
 
         Args:
-            model: which stays as long as a call waits for it.
+            send: for all that run meanwhile. It may hold the model, for the queue holds it no longer than the call.
             kwargs: of `generate`.
             seed: of its random stream, None where it draws nothing.
             end: until when, on the clock of `time.monotonic`, in seconds.
@@ -76,7 +73,7 @@ class Queue:
             RequestTimeoutError: the time passed; its row ends with the round that runs.
             GroupError: what ended its row, or the whole batch.
         """
-        ticket, told = Ticket(model, kwargs, seed), 0
+        ticket, told = Ticket(send, kwargs, seed), 0
         with self._changed:
             if len(self._waiting) >= self._options.waiting:
                 raise BatchingError(
@@ -88,8 +85,10 @@ class Queue:
         try:
             while True:
                 with self._changed:
-                    while told == len(ticket.tokens) and not ticket.ended and time.monotonic() < end:
-                        self._changed.wait(None if end == math.inf else max(0.0, end - time.monotonic()))
+                    self._changed.wait_for(
+                        lambda: ticket.ended or len(ticket.tokens) > told,  # noqa: B023  called at once
+                        min(end - time.monotonic(), threading.TIMEOUT_MAX),
+                    )
                     new, told = ticket.tokens[told:], len(ticket.tokens)
                     error, ended = ticket.error, ticket.ended
                 if new and on_tokens is not None:
@@ -118,11 +117,9 @@ class Queue:
                 if asked is None:
                     self._has_thread = False
                     return
-                model = next(iter(self._running.values())).model
+                send = next(iter(self._running.values())).send
             try:
-                send = self._send()
-                assert send is not None, "its model is held by those that wait"
-                news: News | BaseException = send(model, asked)
+                news: News | BaseException = send(asked)
             except BaseException as error:  # whoever waits is told
                 news = error
             with self._changed:
@@ -135,14 +132,14 @@ class Queue:
             del self._running[number]
         self._waiting = {number: ticket for number, ticket in self._waiting.items() if not ticket.given_up}
         free = self._options.rows - len(self._running)
-        joins = dict(itertools.islice(self._waiting.items(), max(free, 0)))
+        joins = dict(itertools.islice(self._waiting.items(), free))
         for number in joins:
             self._running[number] = self._waiting.pop(number)
         if not self._running:
             self._batch = next(self._batches)  # what has left need not be told to leave
             return None
         calls = {number: (ticket.kwargs, ticket.seed) for number, ticket in joins.items()}
-        return Round(self._batch, calls, leaves, 1 if self._waiting and free > 0 else STEPS)
+        return Round(self._batch, calls, leaves)
 
     def _take(self, news: News | BaseException) -> None:
         if isinstance(news, BaseException):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer
 
-from parallelformers_ng.batching.prepared import Prepared, prepare
+from parallelformers_ng.batching.prepared import Prepared
 from parallelformers_ng.errors import BatchingError
 
 
@@ -96,10 +96,6 @@ class Rows:
         if not row.ended:
             self._add(row, outputs.past_key_values, call.input_ids.shape[1])
         return row
-
-    def prepare(self, kwargs: dict[str, Any]) -> Prepared:
-        """See `prepared.prepare`."""
-        return prepare(self._model, kwargs)
 
     def step(self) -> list[Row]:
         """Choose one more token for each row. Returns the rows, also those that ended with it and have left."""

@@ -8,7 +8,6 @@ import inspect
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +83,7 @@ class Dispatcher:
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
-        self._queue = None if batching is None else Queue(weakref.WeakMethod(self._decode_rows), batching)
+        self._queue = None if batching is None else Queue(batching)
         self._why_alone: str | None = None
         self._proof = threading.Lock()
 
@@ -120,13 +119,17 @@ class Dispatcher:
         end = supervisor.current[0].deadline(how.timeout)
         with self.hooks.turn(end) if self._may_be_hooked() else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
-            workers = supervisor.current
-            if not workers[0].ready:
-                workers = supervisor.ready(end)
+            workers = self._workers(end)
             streams = how.streamer is not None
             call = Call(path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.captured)
             with CriticalSection():  # what is noted here, and what the workers have done, must not part
                 return self._request(model, call, how, end, hooks, workers)
+
+    def _workers(self, end: float) -> tuple[WorkerGroup, int]:
+        """The group that is ready, and its incarnation; waits for it where it is being started again."""
+        supervisor = self.deployment.supervisor
+        workers = supervisor.current
+        return workers if workers[0].ready else supervisor.ready(end)
 
     def _may_be_hooked(self) -> bool:
         return bool(self.hooks.paths) or torch_module._has_any_global_hook()
@@ -258,25 +261,22 @@ class Dispatcher:
     def _generate_in_batch(self, model: Any, kwargs: dict[str, Any], how: CallOptions, streamer: Any) -> torch.Tensor:
         assert self._queue is not None
         end = self.deployment.supervisor.current[0].deadline(how.timeout)
+        send = functools.partial(self._decode_rows, model)
         if streamer is None:
-            return self._queue.generate(model, kwargs, how.seed, end)
+            return self._queue.generate(send, kwargs, how.seed, end)
 
         def put(tokens: list[int]) -> None:
             for token in tokens:
                 streamer.put(torch.tensor([token]))
 
         streamer.put(kwargs["input_ids"])
-        sequence = self._queue.generate(model, kwargs, how.seed, end, put)
+        sequence = self._queue.generate(send, kwargs, how.seed, end, put)
         streamer.end()
         return sequence
 
     def _decode_rows(self, model: Any, asked: Round) -> News:
         """Have the ranks run a round, with what they do not know yet of the model's settings."""
-        supervisor = self.deployment.supervisor
-        workers = supervisor.current
-        if not workers[0].ready:
-            workers = supervisor.ready(workers[0].deadline())
-        group, incarnation = workers
+        group, incarnation = self._workers(self.deployment.supervisor.current[0].deadline())
         call = Call("", "decode_rows", (), {})
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         news: News = group.call("decode_rows", call, asked)
