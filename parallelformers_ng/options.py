@@ -57,13 +57,16 @@ class BatchingOptions:
     Attributes:
         rows: sequences that are decoded at a time.
         waiting: calls that may wait for a row; a further one raises BatchingError.
+        prefill_chunk: tokens of prompts that are run at a time. Short prompts run side by side, longer ones in pieces,
+            between which the other rows are decoded.
     """
 
     rows: int = 16
     waiting: int = 256
+    prefill_chunk: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("rows", "waiting"):
+        for name in ("rows", "waiting", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ParallelError(f"batching: {name} is {getattr(self, name)}; it takes a number, at least 1")
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
-from parallelformers_ng import BatchingError, ParallelError, RequestTimeoutError, WorkerDiedError, parallelize
+from parallelformers_ng import (
+    BatchingError,
+    ParallelError,
+    RequestTimeoutError,
+    WorkerDiedError,
+    WorkerError,
+    parallelize,
+)
 from parallelformers_ng.batching import proof
-from parallelformers_ng.batching.sharing import shared_arguments
+from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.model.parallelized import deployment_of
 from tests.patience import await_end, kill
 from tests.zoo.decoders import bloom, decoder, gpt2
@@ -53,7 +63,7 @@ def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
 def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
     whole, asked = FAMILIES[family](), calls(40)
     want = [alone(whole, call) for call in asked]
-    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6}) as model:
+    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_chunk": 8}) as model:
         most = rows_at_once(model)
         with ThreadPoolExecutor(16) as pool:
             got = list(pool.map(lambda call: model.generate(**call), asked))
@@ -137,13 +147,15 @@ def test_what_cannot_share_runs_alone_meanwhile(groups):
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"use_cache": False}, "no cache"),
         ({"past_key_values": None}, "past_key_values"),
-        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "masked"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "mask"),
         ({"input_ids": torch.tensor([[1], [2]])}, "one prompt"),
         ({"input_ids": torch.tensor([[1, 1 << 20]])}, "out of range"),
     ],
 )
 def test_why_a_call_runs_alone(given, why):
-    assert why in shared_arguments(gpt2(), {"input_ids": torch.tensor([[1, 2, 3]]), **given}, None)
+    found = shared_call(gpt2(), {"input_ids": torch.tensor([[1, 2, 3]]), **given}, None)
+    assert isinstance(found, str)
+    assert why in found
 
 
 def test_a_call_that_is_refused_ends_alone(groups):
@@ -156,6 +168,154 @@ def test_a_call_that_is_refused_ends_alone(groups):
             model.generate(prompt, do_sample=True, temperature=-1.0, seed=1)
         assert str(caught.value) == str(whole.value)
         assert running.result().shape == (1, 43)
+
+
+class Counting(LogitsProcessor):
+    """Bars the token that it chose last, and counts. Fails at a call of its own."""
+
+    def __init__(self, fails_at: int = 1000) -> None:
+        self.calls = 0
+        self.fails_at = fails_at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("no more")
+        return scores.index_fill(1, input_ids[0, -1:], -torch.inf)
+
+
+def test_processors_of_the_caller_count_their_own_rows(groups):
+    whole, prompt, there, here = gpt2(), torch.tensor([[5, 6, 7]]), [], []
+    how = {"max_new_tokens": 12, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        most = rows_at_once(model)
+        for _ in range(4):
+            there.append(Counting())
+            here.append(pool.submit(model.generate, prompt, logits_processor=[there[-1]], **how))
+        got = [future.result() for future in here]
+    assert max(most) > 1
+    want = whole.generate(prompt, logits_processor=[Counting()], **how)
+    assert all(torch.equal(each, want) for each in got)
+    assert [processor.calls for processor in there] == [12] * 4
+
+
+def test_what_a_processor_raises_ends_its_call_alone(groups):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 40, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        want = model.generate(prompt, **how)
+        running = [pool.submit(model.generate, prompt, **how) for _ in range(2)]
+        for fails_at in (1, 2, 7, 8):  # on either rank
+            with pytest.raises(RuntimeError, match="no more") as caught:
+                model.generate(prompt, logits_processor=[Counting(fails_at)], **how)
+            assert isinstance(caught.value, WorkerError)
+        assert all(torch.equal(future.result(), want) for future in running)
+
+
+def test_a_call_whose_forward_fails_ends_alone(groups):
+    """GPT-2 has 64 positions: whoever asks for more fails in the middle of a forward of all rows."""
+    prompt, too_long = torch.tensor([[5, 6, 7]]), torch.arange(5, 50)[None]
+    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        most = rows_at_once(model)
+        want = gpt2().generate(prompt, **how)
+        found = [pool.submit(model.generate, ids, **how) for ids in (prompt, prompt, too_long, prompt)]
+        assert isinstance(found.pop(2).exception(), IndexError)
+        assert all(torch.equal(future.result(), want) for future in found)
+    assert max(most) > 2
+
+
+def test_an_argument_that_cannot_cross_keeps_its_call_here(groups):
+    prompt, lock = torch.tensor([[5, 6, 7]]), threading.Lock()
+    how = {"max_new_tokens": 8, "do_sample": False}
+
+    def any_token(_: int, ids: torch.Tensor) -> list[int]:
+        with lock:
+            return list(range(50))
+
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model:
+        got = model.generate(prompt, prefix_allowed_tokens_fn=any_token, **how)
+    assert torch.equal(got, gpt2().generate(prompt, prefix_allowed_tokens_fn=any_token, **how))
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer for which a token is a letter."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + n): n for n in range(94)}, "!"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    words.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@pytest.mark.parametrize("where", ["argument", "settings"])
+def test_stop_strings_end_a_row(groups, where):
+    whole, prompt, tokenizer = gpt2(), torch.tensor([[5, 6, 7]]), letters()
+    free = whole.generate(prompt, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "stop_strings": [tokenizer.decode(free[9:11])]}
+    if where == "settings":
+        how = {"generation_config": GenerationConfig(**how)}
+    want = whole.generate(prompt, tokenizer=tokenizer, **how)
+    assert want.shape[1] < 23
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(3) as pool:
+        most = rows_at_once(model)
+        found = [pool.submit(model.generate, prompt, tokenizer=tokenizer, **how) for _ in range(3)]
+        assert all(torch.equal(future.result(), want) for future in found)
+    assert max(most) > 1
+
+
+def test_the_time_of_a_call_ends_it_early(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model:
+        most = rows_at_once(model)
+        want = model.generate(prompt, max_new_tokens=55, do_sample=False)
+        got = model.generate(prompt, max_new_tokens=55, do_sample=False, max_time=1e-6)
+    assert 3 < got.shape[1] < want.shape[1]
+    assert torch.equal(got, want[:, : got.shape[1]])
+    assert len(most) > 2
+
+
+def test_a_task_that_is_cancelled_frees_its_row(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+
+    async def ask(model: Any) -> torch.Tensor:
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        class Begun(BaseStreamer):
+            def put(self, value: torch.Tensor) -> None:
+                loop.call_soon_threadsafe(begun.set)
+
+            def end(self) -> None:
+                pass
+
+        first = asyncio.create_task(model.agenerate(prompt, max_new_tokens=10**4, do_sample=False, streamer=Begun()))
+        second = asyncio.create_task(model.agenerate(prompt, max_new_tokens=10**4, do_sample=False))  # waits
+        await begun.wait()
+        second.cancel()
+        first.cancel()
+        for task in (first, second):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        return await model.agenerate(prompt, max_new_tokens=9, do_sample=False)
+
+    whole = decoder("Llama")
+    with parallelize(decoder("Llama"), workers=groups(2), batching={"rows": 1}) as model:
+        assert torch.equal(asyncio.run(ask(model)), whole.generate(prompt, max_new_tokens=9, do_sample=False))
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_awaited_calls_are_those_of_generate(groups, batching):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "do_sample": False}
+
+    async def ask(model: Any) -> list[torch.Tensor]:
+        return await asyncio.gather(*(model.agenerate(prompt, **how) for _ in range(3)))
+
+    with parallelize(gpt2(), workers=groups(2), batching=batching) as model:
+        found = asyncio.run(ask(model))
+        with pytest.raises(ValueError, match="temperature"):
+            asyncio.run(model.agenerate(prompt, do_sample=True, temperature=-1.0, seed=1))
+        assert torch.equal(
+            asyncio.run(model.agenerate(prompt, num_beams=2, **how)), gpt2().generate(prompt, num_beams=2, **how)
+        )
+    assert all(torch.equal(each, gpt2().generate(prompt, **how)) for each in found)
 
 
 def test_a_deadline_ends_one_row(groups):

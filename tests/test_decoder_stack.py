@@ -179,6 +179,7 @@ def _scores_of_a_rank(communicator: Any) -> tuple[Tensor, Counter[str]]:
         return generate(share)[1], calls
 
 
+@pytest.mark.slow
 def test_sums_over_the_ranks(two_ranks: RankGroup) -> None:
     wanted = generate(models("qwen3")[0])[1]
     found = two_ranks.run(_scores_of_a_rank)

@@ -234,6 +234,7 @@ def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment() | variables, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_where_an_import_starts_a_thread_ranks_are_fresh_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading\n"

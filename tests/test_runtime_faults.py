@@ -264,7 +264,7 @@ import os, signal, threading, time
 from parallelformers_ng.runtime import forks, group as groups
 from parallelformers_ng.runtime.group import WorkerGroup
 forks.IMPORTS = "torch"
-groups.STRAGGLER_SECONDS = 4.0
+groups.STRAGGLER_SECONDS = 2.0
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.
     for method, arguments in [("wait_for_cancel", ()), ("sleep", (1.5, [1]))]:

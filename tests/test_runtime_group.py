@@ -51,8 +51,9 @@ def test_call_answers_with_rank_zero_and_all_ranks_take_part(group):
     assert group.call("sum_of_ranks", 2.0) == 5.0
     assert group.call("own", "x") == (0, "x")
     assert group.call_each("own", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
-    with pytest.raises(ValueError, match="arguments for 1 ranks, but the group has 2"):
-        group.call_each("own", [("a",)])
+    with pytest.raises(ValueError, match="arguments for 3 ranks, but the group has 2"):
+        group.call_each("own", [("a",)] * 3)
+    assert group.call_each("own", [("a",)]) == [(0, "a"), (1, "a")]
 
 
 def test_large_tensors_and_dataclasses_make_the_round_trip(group):
@@ -259,7 +260,10 @@ def test_close_from_another_thread_ends_a_call_in_flight():
     assert [type(error) for error in caught] == [GroupClosedError]
 
 
-@pytest.mark.parametrize("way", ["stdin", "-c", "thread", "shadowed"])
+SLOWLY = [pytest.param(way, marks=pytest.mark.slow) for way in ("-c", "thread")]
+
+
+@pytest.mark.parametrize("way", ["stdin", "shadowed", *SLOWLY])
 def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
     script, arguments, text = SCRIPT, [], None
     if way == "thread":

@@ -8,11 +8,14 @@ import torch
 
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.rows import Row, Rows
+from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.errors import UnsupportedModelError
 
-PROMPTS = ((5, 9), (9, 6), (3, 12), (7, 5), (12, 8))
+PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
 """Calls of the proof, tokens before and after: they join one after another, and leave in another order."""
+_PIECE = 10
 
 
 def prove(cls: Any, config: Any) -> str:
@@ -54,10 +57,17 @@ def why_alone(model: Any) -> str:
 
 
 def _together(model: Any, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-    rows, met = Rows(model), list[Row]()
+    rows, prompts, met = Rows(model), Prompts(model), list[Row]()
     for number, call in enumerate(calls):
-        met.append(rows.join(number, prepare(model, call), None))
-        rows.step()
+        met.append(Row(number, prepare(model, call)))
+        prompts.add(met[-1])
+        if not number:
+            continue  # the first two run side by side, the last in pieces
+        while len(prompts):
+            if ran := prompts.run(_PIECE):
+                rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+            if len(rows):
+                rows.step()
     while len(rows):
         rows.step()
     return [row.ids for row in met]

@@ -6,30 +6,21 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from parallelformers_ng.batching.rounds import News, Round
-from parallelformers_ng.errors import BatchingError, RequestTimeoutError
+from parallelformers_ng.batching.sharing import SharedCall
+from parallelformers_ng.batching.ticket import Send, Ticket
+from parallelformers_ng.errors import BatchingError, NotPortableError, RequestTimeoutError, WorkerError
 from parallelformers_ng.options import BatchingOptions
+from parallelformers_ng.runtime.cancellation import cancellation_of_thread
 from parallelformers_ng.runtime.failures import rebuild
 
-Send = Callable[[Round], News]
-"""Has the ranks of a model run a round."""
-
-
-class Ticket:
-    """A call that waits for its tokens. The fields belong to the lock of its queue."""
-
-    def __init__(self, send: Send, kwargs: dict[str, Any], seed: int | None) -> None:
-        self.send = send
-        self.kwargs = kwargs
-        self.seed = seed
-        self.tokens: list[int] = []
-        self.error: BaseException | None = None
-        self.ended = False
-        self.given_up = False
+_ROUND_SECONDS = 0.02
+"""How long a round takes at least, where a step takes less: so long waits who comes next. To ask the ranks takes a
+fifth of a millisecond."""
+_MOST_STEPS = 8
 
 
 class Queue:
@@ -46,22 +37,16 @@ class Queue:
         self._batch = next(self._batches)
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
+        self._steps = 1
         self._has_thread = False
 
     def generate(
-        self,
-        send: Send,
-        kwargs: dict[str, Any],
-        seed: int | None,
-        end: float,
-        on_tokens: Callable[[list[int]], object] | None = None,
+        self, call: SharedCall, send: Send, end: float, on_tokens: Callable[[list[int]], object] | None = None
     ) -> torch.Tensor:
         """Wait for a call's tokens.
 
         Args:
-            send: for all that run meanwhile. It may hold the model, for the queue holds it no longer than the call.
-            kwargs: of `generate`.
-            seed: of its random stream, None where it draws nothing.
+            send: for all that run meanwhile, see `Ticket`.
             end: until when, on the clock of `time.monotonic`, in seconds.
             on_tokens: called in this thread with new tokens as they come.
 
@@ -71,9 +56,12 @@ class Queue:
         Raises:
             BatchingError: too many wait already.
             RequestTimeoutError: the time passed; its row ends with the round that runs.
+            RequestCancelledError: another thread has cancelled it; likewise.
             GroupError: what ended its row, or the whole batch.
         """
-        ticket, told = Ticket(send, kwargs, seed), 0
+        ticket, told, ids = Ticket(call, send), 0, call.prompt
+        cancellation = cancellation_of_thread()
+        cancellation.wake = self._wake
         with self._changed:
             if len(self._waiting) >= self._options.waiting:
                 raise BatchingError(
@@ -86,23 +74,33 @@ class Queue:
             while True:
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: ticket.ended or len(ticket.tokens) > told,  # noqa: B023  called at once
+                        lambda: ticket.ended or len(ticket.tokens) > told or cancellation.asked,  # noqa: B023  at once
                         min(end - time.monotonic(), threading.TIMEOUT_MAX),
                     )
-                    new, told = ticket.tokens[told:], len(ticket.tokens)
-                    error, ended = ticket.error, ticket.ended
-                if new and on_tokens is not None:
-                    on_tokens(new)
+                    new, states, ended, error = ticket.tokens[told:], ticket.states, ticket.ended, ticket.error
+                    ticket.states = []
+                cancellation.check()
+                for state in states:
+                    call.restore(state)
+                before, ids, is_last = ids, *call.follow(ids, new)
+                told = ids.shape[1] - call.prompt.shape[1]
+                if on_tokens is not None and ids is not before:
+                    on_tokens(ids[0, before.shape[1] :].tolist())
+                if is_last:
+                    return ids
                 if error is not None:
                     raise error
                 if ended:
-                    prompt: torch.Tensor = kwargs["input_ids"]
-                    return torch.cat((prompt, torch.tensor([ticket.tokens], dtype=prompt.dtype)), -1)
+                    return ids
                 if time.monotonic() >= end:
                     raise RequestTimeoutError(f"'generate' ran past its deadline with {told} tokens")
         finally:
             with self._changed:
                 ticket.given_up = True  # where it has not ended: its row leaves
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _start_thread(self) -> None:
         if not self._has_thread:
@@ -118,12 +116,19 @@ class Queue:
                     self._has_thread = False
                     return
                 send = next(iter(self._running.values())).send
+            begun = time.monotonic()
             try:
-                news: News | BaseException = send(asked)
+                news: list[News] | BaseException = send(asked)
             except BaseException as error:  # whoever waits is told
                 news = error
             with self._changed:
-                self._take(news)
+                if isinstance(news, BaseException):
+                    self._fail(news, asked)
+                else:
+                    self._take(news)
+                    if not asked.joins:
+                        step = (time.monotonic() - begun) / asked.steps
+                        self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
                 self._changed.notify_all()
 
     def _next_round(self) -> Round | None:
@@ -131,26 +136,51 @@ class Queue:
         for number in leaves:
             del self._running[number]
         self._waiting = {number: ticket for number, ticket in self._waiting.items() if not ticket.given_up}
-        free = self._options.rows - len(self._running)
-        joins = dict(itertools.islice(self._waiting.items(), free))
+        joins = self._admitted()
         for number in joins:
             self._running[number] = self._waiting.pop(number)
         if not self._running:
             self._batch = next(self._batches)  # what has left need not be told to leave
             return None
-        calls = {number: (ticket.kwargs, ticket.seed) for number, ticket in joins.items()}
-        return Round(self._batch, calls, leaves)
+        calls = {number: (ticket.call.kwargs, ticket.call.seed) for number, ticket in joins.items()}
+        return Round(self._batch, calls, leaves, self._options.prefill_chunk, self._steps)
 
-    def _take(self, news: News | BaseException) -> None:
-        if isinstance(news, BaseException):
-            for ticket in self._running.values():
-                ticket.error, ticket.ended = news, True
-            self._running.clear()
-            self._batch = next(self._batches)
-            return
-        for number, tokens in news.tokens.items():
-            self._running[number].tokens += tokens
-        for number, why in news.failed.items():
-            self._running[number].error = rebuild(0, why)
-        for number in (*news.ended, *news.failed):
-            self._running.pop(number).ended = True
+    def _admitted(self) -> dict[int, Ticket]:
+        """Who comes next, in the order in which they came."""
+        rows, joins = [*self._running.values()], dict[int, Ticket]()
+        for number, ticket in self._waiting.items():
+            full = len(rows) >= self._options.rows or any(row.needs_solitude for row in rows)
+            suspected = ticket.is_suspect and any(row.is_suspect for row in rows)
+            if full or suspected or (rows and ticket.needs_solitude):
+                break
+            joins[number] = ticket
+            rows.append(ticket)
+        return joins
+
+    def _take(self, news: list[News]) -> None:
+        """What the ranks say. Tokens are the same on all; what failed, and states, one knows."""
+        for number, tokens in news[0].tokens.items():
+            self._running[number].take(tokens)
+        for rank, said in enumerate(news):
+            for number, changes in said.states.items():
+                self._running[number].states.append(changes)
+            for number, why in said.failed.items():
+                if why is not None:
+                    self._running[number].end(rebuild(rank, why))
+        for number in (*news[0].ended, *news[0].failed):
+            self._running.pop(number).end()
+        for number in [number for number, ticket in self._running.items() if ticket.ended]:
+            self._running[number].given_up = True
+
+    def _fail(self, error: BaseException, asked: Round) -> None:
+        """No row of the batch can go on. Where only the round failed, they begin again, suspects one at a time."""
+        running, self._running = self._running, {}
+        self._batch = next(self._batches)
+        suspects = {number for number, ticket in running.items() if ticket.is_suspect} or asked.joins or running
+        again = dict[int, Ticket]()
+        for number, ticket in running.items():
+            if len(running) == 1 or not isinstance(error, (WorkerError, NotPortableError)):
+                ticket.end(error)
+            elif ticket.begin_again(error, suspected=number in suspects):
+                again[number] = ticket
+        self._waiting = dict(sorted({**again, **self._waiting}.items()))

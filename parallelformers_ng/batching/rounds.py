@@ -5,20 +5,18 @@ Between rounds the ranks serve whatever else is asked of them, in turn; the rows
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.rows import Row, Rows
+from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.row import ENDED, FAILED, Row
+from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.errors import DivergedError
+from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
-
-STEPS = 4
-"""Tokens for each row in one round: so long waits who comes next. To ask the ranks takes a fifth of a millisecond."""
 
 
 @dataclass
@@ -29,26 +27,33 @@ class Round:
         batch: number of the batch; rows of an earlier one are forgotten.
         joins: number of a row → arguments of its `generate`, and the seed of its random stream or None.
         leaves: rows that nobody waits for any more.
+        piece: tokens of prompts that are run at most.
+        steps: tokens that are chosen at most for each row.
     """
 
     batch: int
     joins: dict[int, tuple[dict[str, Any], int | None]]
     leaves: list[int]
+    piece: int
+    steps: int
 
 
 @dataclass
 class News:
-    """What has become of the rows.
+    """What has become of the rows, as one rank knows it.
 
     Attributes:
         tokens: number of a row → its new tokens.
         ended: rows that are complete.
-        failed: rows that did not come in, and why.
+        failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
+            what its processors raise.
+        states: number of a row → new states of the caller's objects, on the rank that chooses for it.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
-    failed: dict[int, Description] = field(default_factory=dict)
+    failed: dict[int, Description | None] = field(default_factory=dict)
+    states: dict[int, dict[int, Any]] = field(default_factory=dict)
 
 
 class RankBatch:
@@ -63,40 +68,41 @@ class RankBatch:
         self._model = model
         self._communicator = communicator
         self._batch = -1
-        self._rows = Rows(model)
+        self._rows, self._prompts = Rows(model, communicator), Prompts(model)
 
     def run(self, asked: Round) -> News:
-        """Raises what a forward raises: then no row of the batch can go on.
-
-        Raises:
-            DivergedError: the ranks chose different tokens.
-        """
+        """Raises what a forward raises: then no row of the batch can go on."""
         if asked.batch != self._batch:
-            self._batch, self._rows = asked.batch, Rows(self._model)
+            self._batch = asked.batch
+            self._rows, self._prompts = Rows(self._model, self._communicator), Prompts(self._model)
         self._rows.leave(asked.leaves)
-        news, met = News(), dict[int, Row]()
+        self._prompts.leave(asked.leaves)
+        news, met = News(), set[Row]()
         for number, (kwargs, seed) in asked.joins.items():
+            objects = ObjectState(stateful_arguments(kwargs))
             try:
                 call = prepare(self._model, kwargs)
             except Exception as error:  # of its arguments, alike on every rank
                 news.failed[number] = describe(error)
                 continue
-            met[number] = self._rows.join(number, call, None if seed is None else _stream(seed))
-        for _ in range(STEPS):
+            self._prompts.add(Row(number, call, _stream(seed), objects if objects.parts else None))
+        if len(self._prompts) and (ran := self._prompts.run(asked.piece)):
+            self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+            met.update(ran.rows)
+        for _ in range(asked.steps):
             if not len(self._rows):
                 break
-            met |= {row.number: row for row in self._rows.step()}
-        news.tokens = {number: row.news() for number, row in met.items()}
-        news.ended = [number for number, row in met.items() if row.ended]
-        self._agree(news.tokens)
+            met.update(self._rows.step())
+        for row in met:
+            news.tokens[row.number] = row.news()
+            if row.outcome == ENDED:
+                news.ended.append(row.number)
+            elif row.outcome == FAILED:
+                news.failed[row.number] = row.failure
+            if changes := row.changes():
+                news.states[row.number] = changes
         return news
 
-    def _agree(self, tokens: dict[int, list[int]]) -> None:
-        """All ranks have chosen the same tokens, or the answer is worth nothing."""
-        mine = torch.tensor([zlib.crc32(repr(tokens).encode())])
-        if len(set(self._communicator.all_gather(mine).tolist())) > 1:
-            raise DivergedError("the ranks chose different tokens; the answers were discarded")
 
-
-def _stream(seed: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
+def _stream(seed: int | None) -> torch.Tensor | None:
+    return None if seed is None else torch.Generator().manual_seed(seed).get_state()

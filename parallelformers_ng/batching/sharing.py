@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
-_ARGUMENTS = ("input_ids", "attention_mask", "generation_config")
+from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+
+_ARGUMENTS = ("input_ids", "attention_mask", "generation_config", "tokenizer", *STATEFUL)
 # Settings of `generate` that a row of a batch has not, or not yet.
 _NEEDS_A_LOOP_OF_ITS_OWN = (
     "num_beams", "num_return_sequences", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
     "assistant_early_exit", "constraints", "force_words_ids", "token_healing", "guidance_scale", "watermarking_config",
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
-    "cache_implementation", "cache_config", "compile_config", "prefill_chunk_size", "max_time", "stop_strings",
+    "cache_implementation", "cache_config", "compile_config", "prefill_chunk_size",
 )  # fmt: skip
 
 
-def shared_arguments(model: Any, given: Mapping[str, Any], seed: int | None) -> dict[str, Any] | str:
-    """The arguments of a call whose row may join others; else why it runs alone.
+@dataclass
+class SharedCall:
+    """A call of `generate` whose row may join others.
+
+    Attributes:
+        kwargs: what the ranks are given.
+        seed: of its random stream, None where it has none.
+        endings: what ends it that the caller sees to: stop strings, which need a tokenizer, and its time, for which the
+            ranks have clocks of their own.
+        objects: the mutable parts of its processors and criteria, None where there are none.
+    """
+
+    kwargs: dict[str, Any]
+    seed: int | None
+    endings: StoppingCriteriaList
+    objects: ObjectState | None
+
+    @property
+    def prompt(self) -> torch.Tensor:
+        return self.kwargs["input_ids"]
+
+    def follow(self, ids: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, bool]:
+        """Add new tokens, up to the one that ends the call.
+
+        Args:
+            ids: prompt and tokens so far, `[1, tokens]`.
+
+        Returns:
+            The same with the new ones, and whether one of them ends it.
+        """
+        for token in tokens:
+            ids = torch.cat((ids, ids.new_tensor([[token]])), -1)
+            if self.endings and bool(self.endings(ids, None)[0]):
+                return ids, True
+        return ids, False
+
+    def restore(self, states: dict[int, Any]) -> None:
+        """Write new states of the caller's objects to them."""
+        if self.objects is not None:
+            self.objects.restore(states)
+
+
+def shared_call(model: Any, given: Mapping[str, Any], seed: int | None) -> SharedCall | str:
+    """A call whose row may join others; else why it runs alone.
 
     Args:
         model: the caller's; its settings hold where the call says nothing.
         given: arguments of `generate` by name.
         seed: of the call's random stream. Calls that draw from the caller's generator have no order among each other.
     """
-    kwargs = dict(given)
+    kwargs = {name: value for name, value in given.items() if value is not None or name not in (*STATEFUL, "tokenizer")}
     if "inputs" in kwargs:
         kwargs["input_ids"] = kwargs.pop("inputs")
     config = kwargs.get("generation_config") or model.generation_config
@@ -37,13 +83,13 @@ def shared_arguments(model: Any, given: Mapping[str, Any], seed: int | None) -> 
         return kwargs.get(name, getattr(config, name, None))
 
     for name in _NEEDS_A_LOOP_OF_ITS_OWN:
-        if setting(name) not in (None, False, 1):
+        if setting(name) is True or setting(name) not in (None, False, 1):  # True is 1, but not for a number of beams
             return f"it has {name}"
     if setting("use_cache") is False:
         return "it uses no cache"
     if setting("do_sample") and seed is None:
         return "it samples without a seed"
-    ids, mask = kwargs.get("input_ids"), kwargs.pop("attention_mask", None)
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     words = model.config.get_text_config().vocab_size
     if (
         type(ids) is not torch.Tensor
@@ -53,8 +99,18 @@ def shared_arguments(model: Any, given: Mapping[str, Any], seed: int | None) -> 
         or not ids.numel()
     ):
         return "it is not one prompt of token ids"
-    if mask is not None and (mask.shape != ids.shape or not bool((mask == 1).all())):
-        return "its prompt is masked"
+    if mask is not None and (mask.shape != ids.shape or not bool(mask[0, -1])):
+        return "its mask is not one of a prompt"
     if int(ids.min()) < 0 or int(ids.max()) >= words:
         return "an id is out of range"  # for which all rows of a batch would fail
-    return kwargs
+    tokenizer, endings = kwargs.pop("tokenizer", None), StoppingCriteriaList()
+    if stop_strings := setting("stop_strings"):
+        if tokenizer is None:
+            return "it has stop strings and no tokenizer"  # which is an error of transformers
+        endings.append(StopStringCriteria(tokenizer, stop_strings))
+        kwargs["stop_strings"] = None
+    if seconds := setting("max_time"):
+        endings.append(MaxTimeCriteria(seconds))
+        kwargs["max_time"] = None
+    objects = ObjectState(stateful_arguments(kwargs))
+    return SharedCall(kwargs, seed, endings, objects if objects.parts else None)

@@ -151,7 +151,7 @@ class Deployment:
         """What a method of `worker.memory.RankMemory` says on each rank, by device."""
         deadline = self.deadline_of(None)
         group, _ = self.ready(deadline)
-        return dict(group.call_each("memory", [(what,)] * group.world_size, timeout=deadline - time.monotonic()))
+        return dict(group.call_each("memory", [(what,)], timeout=deadline - time.monotonic()))
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""
@@ -176,7 +176,7 @@ class Deployment:
             progress: called with the bytes that rank 0 has written; the others write theirs at the same time.
         """
         group, _ = self.ready(self.deadline_of(None))
-        return group.call_each("save", [(str(directory), names, limit)] * group.world_size, on_event=progress)
+        return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
         """Put the weights back into the model, on CPU, and stop the workers.

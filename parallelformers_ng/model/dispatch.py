@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.batching.proof import prove
 from parallelformers_ng.batching.queue import Queue
 from parallelformers_ng.batching.rounds import News, Round
-from parallelformers_ng.batching.sharing import shared_arguments
+from parallelformers_ng.batching.sharing import SharedCall, shared_call
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
@@ -224,10 +224,13 @@ class Dispatcher:
             return self._generate_here(module, original, merged, how)
         sent = {name: value for name, value in merged.items() if name != "streamer"}
         if self._queue is not None and not path:
-            alone = self._reason_to_run_alone(module) or shared_arguments(module, sent, how.seed)
-            if isinstance(alone, dict):
-                return self._generate_in_batch(module, alone, how, merged.get("streamer"))
-            log.debug("generate runs alone: %s", alone)
+            shared = self._reason_to_run_alone(module) or shared_call(module, sent, how.seed)
+            if isinstance(shared, SharedCall):
+                try:
+                    return self._generate_in_batch(module, shared, how, merged.get("streamer"))
+                except NotPortableError as error:
+                    return self._generate_instead(module, original, merged, how, error)
+            log.debug("generate runs alone: %s", shared)
         captured = False
         on_cuda = self.deployment.supervisor.current[0].device_names[0].startswith("cuda")
         if on_cuda:
@@ -244,8 +247,7 @@ class Dispatcher:
         try:
             return self.call(model, path, "generate", (), sent, there)
         except NotPortableError as error:
-            self._say_once("generate runs its loop in this process, a request per token, which is slower", str(error))
-            return self._generate_here(module, original, merged, how)
+            return self._generate_instead(module, original, merged, how, error)
 
     def _reason_to_run_alone(self, model: Any) -> str:
         """Why no call of the model may share a batch at the moment, "" where some may."""
@@ -258,30 +260,36 @@ class Dispatcher:
                     log.info("calls of %s are decoded one after another: %s", type(model).__name__, self._why_alone)
         return self._why_alone
 
-    def _generate_in_batch(self, model: Any, kwargs: dict[str, Any], how: CallOptions, streamer: Any) -> torch.Tensor:
+    def _generate_in_batch(self, model: Any, call: SharedCall, how: CallOptions, streamer: Any) -> torch.Tensor:
         assert self._queue is not None
         end = self.deployment.supervisor.current[0].deadline(how.timeout)
         send = functools.partial(self._decode_rows, model)
         if streamer is None:
-            return self._queue.generate(send, kwargs, how.seed, end)
+            return self._queue.generate(call, send, end)
 
         def put(tokens: list[int]) -> None:
             for token in tokens:
                 streamer.put(torch.tensor([token]))
 
-        streamer.put(kwargs["input_ids"])
-        sequence = self._queue.generate(send, kwargs, how.seed, end, put)
+        streamer.put(call.prompt)
+        sequence = self._queue.generate(call, send, end, put)
         streamer.end()
         return sequence
 
-    def _decode_rows(self, model: Any, asked: Round) -> News:
+    def _decode_rows(self, model: Any, asked: Round) -> list[News]:
         """Have the ranks run a round, with what they do not know yet of the model's settings."""
         group, incarnation = self._workers(self.deployment.supervisor.current[0].deadline())
         call = Call("", "decode_rows", (), {})
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
-        news: News = group.call("decode_rows", call, asked)
+        news = group.call_each("decode_rows", [(call, asked)])
         arrived()
         return news
+
+    def _generate_instead(
+        self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions, why: Exception
+    ) -> Any:
+        self._say_once("generate runs its loop in this process, a request per token, which is slower", str(why))
+        return self._generate_here(model, original, kwargs, how)
 
     def _generate_here(self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions) -> Any:
         # The time is that of the whole loop, not of each of its requests.

@@ -16,6 +16,7 @@ from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import NotParallelizedError
 from parallelformers_ng.model import remote_tree
+from parallelformers_ng.model.awaiting import agenerate
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.dispatch import Dispatcher
 from parallelformers_ng.model.marks import hf_device_map
@@ -58,6 +59,14 @@ class Parallelized(RemoteModule):
     def shard_plan(self) -> ShardPlan:
         """The plan that the model was cut by."""
         return deployment_of(self).plan
+
+    async def agenerate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """`generate`, awaited: the event loop goes on meanwhile. A task that is cancelled ends its call within a step.
+
+        Args:
+            inputs, **kwargs: as in `generate`, with its `seed=` and `timeout=`. A streamer is called in another thread.
+        """
+        return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
 
     # -- the end of it -------------------------------------------------------------------------------------------
 

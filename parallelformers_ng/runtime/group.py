@@ -207,18 +207,18 @@ class WorkerGroup:
         timeout: float | None = None,
         on_event: OnEvent | None = None,
     ) -> list[Any]:
-        """Run one method on every rank, with arguments of its own.
+        """Run one method on every rank, and have the value of each.
 
         Args:
             method: a public method of the target.
-            per_rank: for each rank, the tuple of its arguments.
+            per_rank: for each rank, the tuple of its arguments; or one tuple for all.
             timeout, on_event: as in `call`.
 
         Returns:
             Each rank's value. Raises what `call` raises.
         """
         requests = [{"method": method, "args": tuple(args), "kwargs": {}} for args in per_rank]
-        if len(requests) != self.world_size:
+        if len(requests) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(requests)} ranks, but the group has {self.world_size}")
         return self._request(method, requests, Flag.EACH, timeout, on_event)
 

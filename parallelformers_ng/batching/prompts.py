@@ -1,0 +1,148 @@
+"""Prompts on their way into a batch: short ones run side by side, long ones in pieces, so that no row waits long."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache
+
+from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.rows import layers_of
+
+_OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position", "past_key_values")
+
+
+@dataclass(eq=False)
+class Ran:
+    """Prompts that have run.
+
+    Attributes:
+        rows: whose they are.
+        logits: of their last tokens, `[rows, vocabulary]`.
+        cache: of all of them.
+        mask: `[rows, columns]`, 0 where the cache has padding.
+    """
+
+    rows: list[Row]
+    logits: torch.Tensor
+    cache: Cache | None
+    mask: torch.Tensor
+
+
+class Prompts:
+    """Prompts that wait, in the order in which they came.
+
+    Args:
+        model: the rank's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._waiting: deque[Row] = deque()
+        self._done = 0  # tokens of the first that have run
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """Let prompts go."""
+        if self._waiting and self._waiting[0].number in numbers:
+            self._done = 0
+        self._waiting = deque(row for row in self._waiting if row.number not in numbers)
+
+    def run(self, piece: int) -> Ran | None:
+        """Run so many tokens of the first prompt, or as many whole ones as are no more, padding counted.
+
+        Returns:
+            The prompts that are done, None where the first is not.
+        """
+        rows = self._side_by_side(piece)
+        if len(rows) > 1:
+            return self._run_whole(rows)
+        row = rows[0]
+        length = row.ids.shape[1]
+        begin, end = self._done, min(self._done + piece, length)
+        cache, mask = row.call.model_kwargs.get("past_key_values"), row.prompt_mask[:, :end]
+        logits, cache = self._forward(row, row.ids[:, :end], mask, cache, begin)
+        self._done = end
+        if end < length:
+            row.call.model_kwargs["past_key_values"] = cache
+            return None
+        self._waiting.popleft()
+        self._done = 0
+        return Ran([row], logits[:, -1], cache, mask)
+
+    def _side_by_side(self, piece: int) -> list[Row]:
+        """The first prompt, and those after it that may run with it."""
+        rows, longest = list[Row](), 0
+        for row in self._waiting:
+            longest = max(longest, row.ids.shape[1])
+            if rows and (longest * (len(rows) + 1) > piece or not _fits_beside(row, longest)):
+                break
+            rows.append(row)
+            if self._done or not _fits_beside(row, longest):
+                break
+        return rows
+
+    def _run_whole(self, rows: list[Row]) -> Ran:
+        """Run prompts with padding behind the shorter ones, at which no token of theirs looks."""
+        for _ in rows:
+            self._waiting.popleft()
+        lengths = [row.ids.shape[1] for row in rows]
+        longest = max(lengths)
+        empty = [longest - length for length in lengths]
+        ids = torch.cat([pad(row.ids, (0, behind)) for row, behind in zip(rows, empty, strict=True)])
+        last, cache = list(range(longest)), rows[0].call.model_kwargs.get("past_key_values")
+        more: dict[str, Any] = {}
+        if "logits_to_keep" in rows[0].call.model_kwargs:
+            last = sorted({length - 1 for length in lengths})
+            more = {"logits_to_keep": torch.tensor(last)}
+        logits, cache = self._forward(rows[0], ids, None, cache, 0, **more)
+        at = [last.index(length - 1) for length in lengths]
+        for layer in layers_of(cache):
+            layer.keys, layer.values = _aligned(layer.keys, empty), _aligned(layer.values, empty)
+        mask = torch.ones_like(ids)
+        for row, before in zip(mask, empty, strict=True):
+            row[:before] = 0
+        return Ran(rows, logits[range(len(rows)), at], cache, mask)
+
+    def _forward(
+        self, row: Row, ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, begin: int, **more: Any
+    ) -> tuple[torch.Tensor, Cache | None]:
+        """Run prompts from a column on. Returns logits `[rows, tokens, vocabulary]`, and their cache."""
+        positions = torch.arange(ids.shape[1])[None] if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = self._model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=ids.shape[1] - begin,
+            attention_mask=mask,
+            position_ids=positions[:, begin:].expand(len(ids), -1),
+            past_key_values=cache,
+            is_first_iteration=begin == 0,
+            **{
+                **{name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT},
+                **more,
+            },
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        return outputs.logits, outputs.past_key_values
+
+
+def _fits_beside(row: Row, longest: int) -> bool:
+    """Whether a prompt may run beside others of which the longest has so many tokens: no token of it is padding, and
+    its cache keeps all of them."""
+    layers = getattr(row.call.model_kwargs.get("past_key_values"), "layers", ())
+    window = min((getattr(layer, "sliding_window", None) or longest + 1 for layer in layers), default=longest + 1)
+    return window > longest and bool(row.prompt_mask.all())
+
+
+def _aligned(held: torch.Tensor, empty: list[int]) -> torch.Tensor:
+    """Keys or values, `[rows, heads, columns, width]`, with the empty columns of each row before the others."""
+    return torch.stack([row.roll(columns, -2) for row, columns in zip(held, empty, strict=True)])

@@ -1,0 +1,95 @@
+"""A sequence that grows: how its next token is chosen, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parallelformers_ng.batching.prepared import Prepared
+from parallelformers_ng.generation.object_state import ObjectState
+from parallelformers_ng.runtime.failures import Description, describe
+
+GOES_ON, ENDED, FAILED = range(3)
+
+
+@dataclass(eq=False)
+class Row:
+    """One call of `generate` on a rank.
+
+    Attributes:
+        number: the caller's name for it.
+        call: how its next token is chosen, and when it ends.
+        random: state of the generator that it draws from, None where it has none of its own.
+        objects: the mutable parts of the caller's processors and criteria, None where there are none.
+        ids: the prompt and the tokens so far, int64 `[1, tokens]`.
+        told: how many of its tokens the caller has.
+        outcome: GOES_ON, ENDED or FAILED.
+        failure: what was raised, on the rank that chose.
+    """
+
+    number: int
+    call: Prepared
+    random: torch.Tensor | None = None
+    objects: ObjectState | None = None
+    ids: torch.Tensor = field(init=False)
+    told: int = field(init=False)
+    outcome: int = GOES_ON
+    failure: Description | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = self.call.input_ids
+        self.told = self.ids.shape[1]
+        if self.objects is not None:
+            self.objects.remember()
+
+    @property
+    def prompt_mask(self) -> torch.Tensor:
+        """Which tokens of the prompt count, `[1, tokens]`: `generate` takes those that it pads with for padding."""
+        mask = self.call.model_kwargs.get("attention_mask")
+        return torch.ones_like(self.call.input_ids) if mask is None else mask
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, int]:
+        """Choose the next token as transformers' own loop does.
+
+        Args:
+            logits: of the newest token, `[1, vocabulary]`.
+
+        Returns:
+            The token, and what becomes of the row with it.
+        """
+        try:
+            if self.random is not None:
+                torch.set_rng_state(self.random)
+            scores = self.call.processors(self.ids, logits.to(copy=True, dtype=torch.float32))
+            if self.call.config.do_sample:
+                token = torch.multinomial(scores.softmax(-1), num_samples=1)
+            else:
+                token = scores.argmax(-1, keepdim=True)
+            if self.random is not None:
+                self.random = torch.get_rng_state()
+            ended = bool(self.call.criteria(torch.cat((self.ids, token), -1), scores)[0])
+        except Exception as error:  # of a processor or a criterion: its row's alone
+            self.failure = describe(error)
+            return 0, FAILED
+        return int(token), ENDED if ended else GOES_ON
+
+    def take(self, token: int, outcome: int) -> None:
+        """What the rank that chose has chosen."""
+        self.outcome = outcome
+        if outcome != FAILED:
+            self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), -1)
+
+    def news(self) -> list[int]:
+        """The tokens that the caller has not been told of."""
+        new: list[int] = self.ids[0, self.told :].tolist()
+        self.told = self.ids.shape[1]
+        return new
+
+    def changes(self) -> dict[int, Any]:
+        """New states of parts of the caller's objects that have changed since the caller was told of them."""
+        if self.objects is None or not (changes := self.objects.changes()):
+            return {}
+        self.objects.remember()
+        return changes

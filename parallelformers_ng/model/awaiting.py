@@ -1,0 +1,56 @@
+"""`agenerate`: a call of `generate` that an asyncio task awaits. It runs in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from parallelformers_ng.runtime.cancellation import Cancellation, cancelled_by
+
+_THREADS = ThreadPoolExecutor(1024, thread_name_prefix="agenerate")  # they are started as they are needed, and kept
+
+
+async def agenerate(model: Any, arguments: dict[str, Any]) -> Any:
+    """Await `model.generate(**arguments)`. A task that is cancelled ends the call within a step of decoding."""
+    cancellation = Cancellation()
+    config = arguments.get("generation_config") or model.generation_config
+    if (arguments.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:  # beams take no streamer
+        arguments["streamer"] = _Watched(arguments.get("streamer"), cancellation)
+
+    def run() -> Any:
+        with cancelled_by(cancellation):
+            return model.generate(**arguments)
+
+    context = contextvars.copy_context()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, context.run, run)
+    except asyncio.CancelledError:
+        cancellation.cancel()
+        raise
+
+
+class _Watched(BaseStreamer):
+    """Ends the call at the first token that comes after its cancellation.
+
+    Args:
+        streamer: the caller's, or None.
+        cancellation: of the call.
+    """
+
+    def __init__(self, streamer: Any, cancellation: Cancellation) -> None:
+        self._streamer = streamer
+        self._cancellation = cancellation
+
+    def put(self, value: torch.Tensor) -> None:
+        self._cancellation.check()
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
