@@ -55,7 +55,7 @@ def parallelize(
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
     decode: Decode = "auto",
-    batching: BatchingOptions | Mapping[str, int] | bool = False,
+    batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"] = "auto",
     seed: int | None = None,
     prove: bool = True,
     verbose: Literal["simple", "detail"] | None = None,
@@ -85,9 +85,9 @@ def parallelize(
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
             once; never run on a GPU, unmeasured. "auto" is "eager".
         batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
-            words (`{"rows": 8}`). On CPU ranks so far. A call that cannot share a batch (beams, several prompts,
-            sampling without `seed=`, a cache of the caller's, a model that would give other tokens) runs alone, in
-            its turn.
+            words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, sampling without `seed=`, a
+            cache of the caller's, a model that would give other tokens) runs alone, in its turn. "auto", on CPU ranks:
+            from when two calls first come at the same time. False, and CUDA ranks so far: one after another.
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
             whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
@@ -157,7 +157,7 @@ def parallelize(
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
         loaded.hf_quantizer.remove_quantization_config(loaded)
-    enter(loaded, deployment, seed, steps, batch)
+    enter(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto")
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
     return loaded
@@ -246,10 +246,12 @@ def _source(
 
 
 def _batching(
-    batching: BatchingOptions | Mapping[str, int] | bool, kind: str, decode: Decode
+    batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"], kind: str, decode: Decode
 ) -> BatchingOptions | None:
     if batching is False:
         return None
+    if batching == "auto":
+        return BatchingOptions() if kind == "cpu" and decode in ("auto", "eager") else None
     options = read_options(BatchingOptions, None if batching is True else batching, "batching")
     if kind != "cpu":
         raise ParallelError("batching is for CPU ranks so far; leave it out on CUDA devices")

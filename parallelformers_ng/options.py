@@ -52,23 +52,33 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """How many calls of `generate` are decoded together.
+    """How many calls of `generate` are decoded together, and what a call may ask for.
 
     Attributes:
         rows: sequences that are decoded at a time.
         waiting: calls that may wait for a row; a further one raises BatchingError.
         prefill_chunk: tokens of prompts that are run at a time. Short prompts run side by side, longer ones in pieces,
             between which the other rows are decoded.
+        prefix_tokens: keys and values of so many tokens are kept of the sequences that were used last, for prompts that
+            begin alike; 0 keeps none.
+        cache_tokens: tokens that the caches of all rows may have together, padding counted; calls wait for room. None:
+            as many as half of the memory has room for that is free when the first call runs.
+        prompt_tokens, new_tokens: what a call may have, and ask for; BatchingError where it is more. None: any number.
     """
 
     rows: int = 16
     waiting: int = 256
     prefill_chunk: int = 256
+    prefix_tokens: int = 4096
+    cache_tokens: int | None = None
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "waiting", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ParallelError(f"batching: {name} is {getattr(self, name)}; it takes a number, at least 1")
+        for name, value in vars(self).items():
+            least = 0 if name == "prefix_tokens" else 1
+            if value is not None and value < least:
+                raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
 
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "host_copy")

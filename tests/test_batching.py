@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import (
@@ -22,9 +24,15 @@ from parallelformers_ng import (
     parallelize,
 )
 from parallelformers_ng.batching import proof
+from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prepared import prepare
+from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.patience import await_end, kill
+from parallelformers_ng.model.remote_module import remote_of
+from tests.patience import PROMPTLY, await_end, kill
 from tests.zoo.decoders import bloom, decoder, gpt2
 from tests.zoo.families import CASES
 
@@ -74,8 +82,6 @@ def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
 
 def rows_at_once(model: Any) -> list[int]:
     """How many rows run with each round from now on."""
-    from parallelformers_ng.model.remote_module import remote_of
-
     queue, found = remote_of(model).dispatcher._queue, [0]
     next_round = queue._next_round
 
@@ -316,6 +322,94 @@ def test_awaited_calls_are_those_of_generate(groups, batching):
             asyncio.run(model.agenerate(prompt, num_beams=2, **how)), gpt2().generate(prompt, num_beams=2, **how)
         )
     assert all(torch.equal(each, gpt2().generate(prompt, **how)) for each in found)
+
+
+def test_by_default_calls_share_once_two_have_come_at_the_same_time(groups):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2)) as model, ThreadPoolExecutor(2) as pool:
+        most, trial = rows_at_once(model), remote_of(model).dispatcher._trial
+        want = model.generate(prompt, **how)
+        model.generate(prompt, **how)
+        assert not trial._has_begun, "it was tried for calls that came one after another"
+        end = time.monotonic() + PROMPTLY
+        while trial._why_alone:
+            assert time.monotonic() < end
+            assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(2)))
+        assert most == [0]
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(4)))
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(
+    ("batching", "call", "why"),
+    [
+        ({"prompt_tokens": 2}, {}, "has a prompt of 3 tokens, and 2 are allowed"),
+        ({"new_tokens": 4}, {"max_new_tokens": 5}, "asks for 5 tokens, and 4 are allowed"),
+        ({"new_tokens": 4}, {"max_length": 9, "num_beams": 2}, "asks for 6 tokens"),
+        ({"new_tokens": 19}, {}, "asks for 20 tokens"),
+        ({"cache_tokens": 20}, {"max_new_tokens": 18}, "may come to 21 tokens, and 20 are allowed"),
+    ],
+)
+def test_calls_above_a_limit_are_refused_at_once(groups, batching, call, why):
+    with parallelize(gpt2(), workers=groups(2), batching=batching) as model, pytest.raises(BatchingError, match=why):
+        model.generate(torch.tensor([[5, 6, 7]]), **call)
+
+
+def test_calls_wait_for_room_in_the_caches(groups):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 17, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching={"cache_tokens": 50}) as model, ThreadPoolExecutor(6) as pool:
+        most, want = rows_at_once(model), gpt2().generate(prompt, **how)
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(6)))
+    assert max(most) == 2
+
+
+def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each forward from now on is given."""
+    found, forward = list[int](), model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counting)
+    return found
+
+
+@torch.inference_mode()
+def test_what_a_prompt_begins_with_runs_once(monkeypatch):
+    model, prefixes, numbers = gpt2(), Prefixes(150), torch.Generator().manual_seed(0)
+    base = torch.randint(5, 95, (1, 40), generator=numbers)
+    asked = [base, torch.cat((base[:, :30], base[:, :9]), -1), base[:, :12], base]
+    want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in asked]
+    lengths = forward_lengths(model, monkeypatch)
+    for number, (ids, whole) in enumerate(zip(asked, want, strict=True)):
+        prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
+        row = Row(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}))
+        prompts.add(row)
+        ran = prompts.run(64)
+        assert ran is not None
+        rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+        while len(rows):
+            rows.step()
+        assert torch.equal(row.ids, whole)
+    assert lengths == [40, *[1] * 5, 9, *[1] * 5, 12, *[1] * 5, 1, *[1] * 5]
+    # A conversation goes on with what was answered: the last token has not run yet.
+    assert prefixes.length(torch.cat((want[1], base), -1)) == want[1].shape[1] - 1
+    for first in (1, 2):  # others drive it out
+        prefixes.keep(torch.full((1, 80), first), DynamicCache([(torch.zeros(1, 2, 80, 4),) * 2] * 2), 0)
+    assert not prefixes.length(base)
+
+
+def test_prompts_that_begin_alike_share_on_the_ranks(groups):
+    numbers = torch.Generator().manual_seed(0)
+    base = torch.randint(5, 95, (1, 24), generator=numbers)
+    asked = [torch.cat((base, torch.randint(5, 95, (1, 1 + n), generator=numbers)), -1) for n in range(6)]
+    whole, how = decoder("Llama"), {"max_new_tokens": 8, "do_sample": False}
+    with parallelize(decoder("Llama"), workers=groups(2), batching={"rows": 3}) as model, ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda ids: model.generate(ids, **how), asked))
+        got += [model.generate(torch.cat((got[0], base[:, :3]), -1), **how)]
+    want = [whole.generate(ids, **how) for ids in (*asked, torch.cat((got[0], base[:, :3]), -1))]
+    assert all(map(torch.equal, got, want))
 
 
 def test_a_deadline_ends_one_row(groups):

@@ -7,10 +7,10 @@ from tests.patience import PROMPTLY
 
 
 def test_a_short_storm(groups):
-    found = storm(requests=80, threads=4, kills=len(PHASES), seed=1, calm=groups(2))
+    found = storm(requests=50, threads=4, kills=len(PHASES), seed=1, calm=groups(2))
     assert found.hung == 0
     assert set(found.outcomes) <= {"right", "WorkerDiedError"}, found.outcomes
-    assert found.outcomes["right"] >= 30
-    assert sum(found.outcomes.values()) >= 80
+    assert found.outcomes["right"] >= 15
+    assert sum(found.outcomes.values()) >= 50
     assert set(found.killed_in) == set(PHASES)
     assert max(found.latencies) <= PROMPTLY

@@ -221,6 +221,7 @@ def _step_after_an_abort(communicator: Any) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow
 def test_an_abort_ends_the_step(two_ranks: RankGroup) -> None:
     try:
         assert "rank 1 has had enough" in two_ranks.run(_step_after_an_abort)[0]

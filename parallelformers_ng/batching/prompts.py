@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.row import Row
 from parallelformers_ng.batching.rows import layers_of
 
@@ -39,10 +40,12 @@ class Prompts:
 
     Args:
         model: the rank's.
+        prefixes: what prompts may begin with that has run already.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, prefixes: Prefixes) -> None:
         self._model = model
+        self._prefixes = prefixes
         self._waiting: deque[Row] = deque()
         self._done = 0  # tokens of the first that have run
 
@@ -68,9 +71,11 @@ class Prompts:
         if len(rows) > 1:
             return self._run_whole(rows)
         row = rows[0]
-        length = row.ids.shape[1]
+        length, cache = row.ids.shape[1], row.call.model_kwargs.get("past_key_values")
+        if not self._done and row.prompt_is_plain:
+            self._done = self._prefixes.fill(cache, row.ids)
         begin, end = self._done, min(self._done + piece, length)
-        cache, mask = row.call.model_kwargs.get("past_key_values"), row.prompt_mask[:, :end]
+        mask = row.prompt_mask[:, :end]
         logits, cache = self._forward(row, row.ids[:, :end], mask, cache, begin)
         self._done = end
         if end < length:
@@ -78,6 +83,8 @@ class Prompts:
             return None
         self._waiting.popleft()
         self._done = 0
+        if row.prompt_is_plain:
+            self._prefixes.keep(row.ids, cache, 0)
         return Ran([row], logits[:, -1], cache, mask)
 
     def _side_by_side(self, piece: int) -> list[Row]:
@@ -85,10 +92,11 @@ class Prompts:
         rows, longest = list[Row](), 0
         for row in self._waiting:
             longest = max(longest, row.ids.shape[1])
-            if rows and (longest * (len(rows) + 1) > piece or not _fits_beside(row, longest)):
+            alone = not _fits_beside(row, longest) or self._prefixes.length(row.ids)
+            if rows and (alone or longest * (len(rows) + 1) > piece):
                 break
             rows.append(row)
-            if self._done or not _fits_beside(row, longest):
+            if self._done or alone:
                 break
         return rows
 
@@ -110,8 +118,9 @@ class Prompts:
         for layer in layers_of(cache):
             layer.keys, layer.values = _aligned(layer.keys, empty), _aligned(layer.values, empty)
         mask = torch.ones_like(ids)
-        for row, before in zip(mask, empty, strict=True):
-            row[:before] = 0
+        for index, row in enumerate(rows):
+            mask[index, : empty[index]] = 0
+            self._prefixes.keep(row.ids, cache, index)
         return Ran(rows, logits[range(len(rows)), at], cache, mask)
 
     def _forward(
@@ -140,7 +149,7 @@ def _fits_beside(row: Row, longest: int) -> bool:
     its cache keeps all of them."""
     layers = getattr(row.call.model_kwargs.get("past_key_values"), "layers", ())
     window = min((getattr(layer, "sliding_window", None) or longest + 1 for layer in layers), default=longest + 1)
-    return window > longest and bool(row.prompt_mask.all())
+    return window > longest and row.prompt_is_plain
 
 
 def _aligned(held: torch.Tensor, empty: list[int]) -> torch.Tensor:

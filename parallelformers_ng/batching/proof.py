@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from typing import Any
 
 import torch
 
 from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import Row
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.errors import UnsupportedModelError
 
+log = logging.getLogger("parallelformers_ng")
+
 PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
 """Calls of the proof, tokens before and after: they join one after another, and leave in another order."""
-_PIECE = 10
+_PIECE = 5
+
+
+class Trial:
+    """Finds out, once, whether calls of a model may share a batch.
+
+    Args:
+        at_once: the first call waits for it. Else calls run one after another until it is known.
+
+    Attributes:
+        is_due: it has begun, or must begin with the next call.
+    """
+
+    def __init__(self, at_once: bool) -> None:
+        self.is_due = self._at_once = at_once
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._why_alone = "it is not known yet whether the model's calls may share a batch"
+
+    def why_alone(self, cls: Any, config: Any) -> str:
+        """Why a call of a model of this class and configuration runs alone, "" where it may share a batch."""
+        self.is_due = True
+        with self._lock:
+            begins, self._has_begun = not self._has_begun, True
+            if begins and self._at_once:
+                self._try(cls, config)  # others wait for the lock
+        if begins and not self._at_once:
+            threading.Thread(target=self._try, args=(cls, config), name="batching proof", daemon=True).start()
+        return self._why_alone
+
+    def _try(self, cls: Any, config: Any) -> None:
+        self._why_alone = prove(cls, config)
+        if self._why_alone:
+            log.info("calls of %s are decoded one after another: %s", cls.__name__, self._why_alone)
 
 
 def prove(cls: Any, config: Any) -> str:
@@ -46,6 +84,7 @@ def why_alone(model: Any) -> str:
         }
         for before, after in PROMPTS
     ]
+    calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
     try:
         with torch.inference_mode():
             alone = [model.generate(**call) for call in calls]
@@ -57,12 +96,13 @@ def why_alone(model: Any) -> str:
 
 
 def _together(model: Any, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-    rows, prompts, met = Rows(model), Prompts(model), list[Row]()
+    prefixes = Prefixes(100, least=2)
+    rows, prompts, met = Rows(model, None, prefixes), Prompts(model, prefixes), list[Row]()
     for number, call in enumerate(calls):
         met.append(Row(number, prepare(model, call)))
         prompts.add(met[-1])
         if not number:
-            continue  # the first two run side by side, the last in pieces
+            continue  # the first two run side by side, the last in pieces, and begins like the second
         while len(prompts):
             if ran := prompts.run(_PIECE):
                 rows.join(ran.rows, ran.logits, ran.cache, ran.mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.sharing import SharedCall
 from parallelformers_ng.batching.ticket import Send, Ticket
+from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import BatchingError, NotPortableError, RequestTimeoutError, WorkerError
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.cancellation import cancellation_of_thread
@@ -38,7 +40,30 @@ class Queue:
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._steps = 1
+        self._room = options.cache_tokens or math.inf  # tokens that the caches of all rows may have, padding counted
         self._has_thread = False
+
+    def check(self, prompt: int, tokens: int) -> None:
+        """Refuse a call that may come to more tokens than are allowed.
+
+        Args:
+            prompt: its tokens.
+            tokens: of the prompt and all that may follow.
+
+        Raises:
+            BatchingError: it may.
+        """
+        limits = {
+            "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
+            "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
+            "cache_tokens": ("may come to", tokens, self._room),
+        }
+        for name, (what, count, most) in limits.items():
+            if most is not None and count > most:
+                raise BatchingError(
+                    f"the call {what} {count:,} tokens, and {most:,} are allowed; ask for fewer, or allow more with"
+                    f" batching={{{name!r}: …}}"
+                )
 
     def generate(
         self, call: SharedCall, send: Send, end: float, on_tokens: Callable[[list[int]], object] | None = None
@@ -111,11 +136,10 @@ class Queue:
         """Send rounds until nobody waits."""
         while True:
             with self._changed:
-                asked = self._next_round()
-                if asked is None:
+                asked, send = self._next_round()
+                if send is None:
                     self._has_thread = False
                     return
-                send = next(iter(self._running.values())).send
             begun = time.monotonic()
             try:
                 news: list[News] | BaseException = send(asked)
@@ -126,30 +150,32 @@ class Queue:
                     self._fail(news, asked)
                 else:
                     self._take(news)
+                    self._measure(news)
                     if not asked.joins:
                         step = (time.monotonic() - begun) / asked.steps
                         self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
                 self._changed.notify_all()
 
-    def _next_round(self) -> Round | None:
-        leaves = [number for number, ticket in self._running.items() if ticket.given_up]
-        for number in leaves:
-            del self._running[number]
+    def _next_round(self) -> tuple[Round, Send | None]:
+        """The next round, and what sends it: None where there is nothing to do."""
+        left = {number: ticket for number, ticket in self._running.items() if ticket.given_up}
+        self._running = {number: ticket for number, ticket in self._running.items() if number not in left}
         self._waiting = {number: ticket for number, ticket in self._waiting.items() if not ticket.given_up}
         joins = self._admitted()
         for number in joins:
             self._running[number] = self._waiting.pop(number)
-        if not self._running:
-            self._batch = next(self._batches)  # what has left need not be told to leave
-            return None
         calls = {number: (ticket.call.kwargs, ticket.call.seed) for number, ticket in joins.items()}
-        return Round(self._batch, calls, leaves, self._options.prefill_chunk, self._steps)
+        options = self._options
+        asked = Round(self._batch, calls, [*left], options.prefill_chunk, options.prefix_tokens, self._steps)
+        return asked, next((ticket.send for ticket in (*self._running.values(), *left.values())), None)
 
     def _admitted(self) -> dict[int, Ticket]:
         """Who comes next, in the order in which they came."""
         rows, joins = [*self._running.values()], dict[int, Ticket]()
         for number, ticket in self._waiting.items():
-            full = len(rows) >= self._options.rows or any(row.needs_solitude for row in rows)
+            longest = max(row.call.tokens[1] for row in (*rows, ticket))
+            full = len(rows) >= self._options.rows or (rows and longest * (len(rows) + 1) > self._room)
+            full = full or any(row.needs_solitude for row in rows)
             suspected = ticket.is_suspect and any(row.is_suspect for row in rows)
             if full or suspected or (rows and ticket.needs_solitude):
                 break
@@ -171,6 +197,12 @@ class Queue:
             self._running.pop(number).end()
         for number in [number for number, ticket in self._running.items() if ticket.ended]:
             self._running[number].given_up = True
+
+    def _measure(self, news: list[News]) -> None:
+        """Half of the memory that is free when the first row runs is for caches, unless the caller has said."""
+        token_bytes = sum(said.token_bytes for said in news)
+        if token_bytes and self._room is math.inf:
+            self._room = available_memory() // 2 // token_bytes
 
     def _fail(self, error: BaseException, asked: Round) -> None:
         """No row of the batch can go on. Where only the round failed, they begin again, suspects one at a time."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import ENDED, FAILED, Row
@@ -28,6 +29,7 @@ class Round:
         joins: number of a row → arguments of its `generate`, and the seed of its random stream or None.
         leaves: rows that nobody waits for any more.
         piece: tokens of prompts that are run at most.
+        prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
     """
 
@@ -35,6 +37,7 @@ class Round:
     joins: dict[int, tuple[dict[str, Any], int | None]]
     leaves: list[int]
     piece: int
+    prefixes: int
     steps: int
 
 
@@ -48,12 +51,14 @@ class News:
         failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
             what its processors raise.
         states: number of a row → new states of the caller's objects, on the rank that chooses for it.
+        token_bytes: of the keys and values of one token on this rank; 0 where no row runs.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     failed: dict[int, Description | None] = field(default_factory=dict)
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
+    token_bytes: int = 0
 
 
 class RankBatch:
@@ -68,13 +73,13 @@ class RankBatch:
         self._model = model
         self._communicator = communicator
         self._batch = -1
-        self._rows, self._prompts = Rows(model, communicator), Prompts(model)
 
     def run(self, asked: Round) -> News:
         """Raises what a forward raises: then no row of the batch can go on."""
         if asked.batch != self._batch:
-            self._batch = asked.batch
-            self._rows, self._prompts = Rows(self._model, self._communicator), Prompts(self._model)
+            self._batch, self._prefixes = asked.batch, Prefixes(asked.prefixes)
+            self._rows = Rows(self._model, self._communicator, self._prefixes)
+            self._prompts = Prompts(self._model, self._prefixes)
         self._rows.leave(asked.leaves)
         self._prompts.leave(asked.leaves)
         news, met = News(), set[Row]()
@@ -93,6 +98,7 @@ class RankBatch:
             if not len(self._rows):
                 break
             met.update(self._rows.step())
+        news.token_bytes = self._rows.token_bytes
         for row in met:
             news.tokens[row.number] = row.news()
             if row.outcome == ENDED:

@@ -50,6 +50,11 @@ class Row:
         mask = self.call.model_kwargs.get("attention_mask")
         return torch.ones_like(self.call.input_ids) if mask is None else mask
 
+    @property
+    def prompt_is_plain(self) -> bool:
+        """Whether all tokens of the prompt count."""
+        return bool(self.prompt_mask.all())
+
     def choose(self, logits: torch.Tensor) -> tuple[int, int]:
         """Choose the next token as transformers' own loop does.
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer
 
-from parallelformers_ng.batching.row import GOES_ON, Row
+from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import BatchingError
 
@@ -32,17 +33,27 @@ class Rows:
     Args:
         model: the rank's.
         communicator: the ranks; None where there is one.
+        prefixes: keeps the sequences that are complete.
     """
 
-    def __init__(self, model: Any, communicator: Communicator | None = None) -> None:
+    def __init__(self, model: Any, communicator: Communicator | None, prefixes: Prefixes) -> None:
         self._model = model
         self._communicator = communicator
+        self._prefixes = prefixes
         self._slots: list[Row | None] = []
         self._cache: Any = None
         self._mask = torch.ones(0, 0, dtype=torch.long)
 
     def __len__(self) -> int:
         return sum(row is not None for row in self._slots)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, 0 where there is no row."""
+        if self._cache is None:
+            return 0
+        held = [tensor for layer in layers_of(self._cache) for tensor in (layer.keys, layer.values)]
+        return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[-2]) for tensor in held)
 
     def join(self, rows: list[Row], logits: torch.Tensor, cache: Cache | None, mask: torch.Tensor) -> None:
         """Take rows in whose prompts have run, and choose their first tokens.
@@ -97,6 +108,9 @@ class Rows:
         at = [index for index, row in enumerate(self._slots) if row is not None]
         rows = [row for row in self._slots if row is not None]
         self._choose(rows, logits if len(rows) == len(self._slots) else logits[at])
+        for index, row in zip(at, rows, strict=True):
+            if row.outcome == ENDED and row.prompt_is_plain:
+                self._prefixes.keep(row.ids[:, :-1], self._cache, index)  # a conversation may go on with it
         self.leave({row.number for row in rows if row.outcome != GOES_ON})
         return rows
 

@@ -19,6 +19,7 @@ _NEEDS_A_LOOP_OF_ITS_OWN = (
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
     "cache_implementation", "cache_config", "compile_config", "prefill_chunk_size",
 )  # fmt: skip
+_NEW_TOKENS = 20  # of a call that sets no limit, in transformers
 
 
 @dataclass
@@ -28,6 +29,7 @@ class SharedCall:
     Attributes:
         kwargs: what the ranks are given.
         seed: of its random stream, None where it has none.
+        tokens: of its prompt, and with all that may follow.
         endings: what ends it that the caller sees to: stop strings, which need a tokenizer, and its time, for which the
             ranks have clocks of their own.
         objects: the mutable parts of its processors and criteria, None where there are none.
@@ -35,6 +37,7 @@ class SharedCall:
 
     kwargs: dict[str, Any]
     seed: int | None
+    tokens: tuple[int, int]
     endings: StoppingCriteriaList
     objects: ObjectState | None
 
@@ -113,4 +116,20 @@ def shared_call(model: Any, given: Mapping[str, Any], seed: int | None) -> Share
         endings.append(MaxTimeCriteria(seconds))
         kwargs["max_time"] = None
     objects = ObjectState(stateful_arguments(kwargs))
-    return SharedCall(kwargs, seed, endings, objects if objects.parts else None)
+    return SharedCall(kwargs, seed, tokens_of(model, given), endings, objects if objects.parts else None)
+
+
+def tokens_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int]:
+    """How many tokens the prompts of a call of `generate` have, and with all that may follow.
+
+    Args:
+        model: the caller's; its settings hold where the call says nothing.
+        given: arguments of `generate` by name.
+    """
+    config = given.get("generation_config") or model.generation_config
+    prompts = [given.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
+    before = max((each.shape[1] for each in prompts if isinstance(each, torch.Tensor) and each.ndim > 1), default=1)
+    new, longest = (given.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length"))
+    if new is None:
+        new = _NEW_TOKENS if longest is None else max(longest - before, 1)
+    return before, before + new

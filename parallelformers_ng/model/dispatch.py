@@ -16,10 +16,10 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.proof import prove
+from parallelformers_ng.batching.proof import Trial
 from parallelformers_ng.batching.queue import Queue
 from parallelformers_ng.batching.rounds import News, Round
-from parallelformers_ng.batching.sharing import SharedCall, shared_call
+from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
@@ -66,6 +66,7 @@ class Dispatcher:
         seed: seeds a stream of its own for the model; None follows the caller's generator.
         steps: how the decode steps are compiled or captured, None where they are not.
         batching: how many calls of `generate` are decoded together, None where each runs alone.
+        prove_at_once: see `Trial`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Dispatcher:
         seed: int | None = None,
         steps: StaticSteps | None = None,
         batching: BatchingOptions | None = None,
+        prove_at_once: bool = True,
     ) -> None:
         self.deployment = deployment
         self._edits = Edits(model)
@@ -84,8 +86,7 @@ class Dispatcher:
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
         self._queue = None if batching is None else Queue(batching)
-        self._why_alone: str | None = None
-        self._proof = threading.Lock()
+        self._trial = Trial(at_once=prove_at_once)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
@@ -216,21 +217,31 @@ class Dispatcher:
             original: its class's `generate`.
         """
         module = model.get_submodule(path)
-        how = CallOptions(seed=kwargs.pop("seed", None), timeout=kwargs.pop("timeout", None))
         bound = inspect.signature(original).bind_partial(module, *args)
         named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
         merged = {**named, **kwargs}
+        own = {name: merged.pop(name, None) for name in ("seed", "timeout", "streamer")}
+        how = CallOptions(**own)
         if merged.get("assistant_model") is not None:
             return self._generate_here(module, original, merged, how)
-        sent = {name: value for name, value in merged.items() if name != "streamer"}
-        if self._queue is not None and not path:
-            shared = self._reason_to_run_alone(module) or shared_call(module, sent, how.seed)
-            if isinstance(shared, SharedCall):
-                try:
-                    return self._generate_in_batch(module, shared, how, merged.get("streamer"))
-                except NotPortableError as error:
-                    return self._generate_instead(module, original, merged, how, error)
+        # By default calls share a batch from when two of them first come at the same time: others need no proof.
+        shares = self._trial.is_due or self.deployment.supervisor.current[0].busy
+        if self._queue is None or path or not shares:
+            return self._generate_alone(model, path, original, merged, how)
+        self._queue.check(*tokens_of(module, merged))
+        shared = self._why_alone(module) or shared_call(module, merged, how.seed)
+        if not isinstance(shared, SharedCall):
             log.debug("generate runs alone: %s", shared)
+            return self._generate_alone(model, path, original, merged, how)
+        try:
+            return self._generate_in_batch(module, shared, how)
+        except NotPortableError as error:
+            return self._generate_instead(module, original, merged, how, error)
+
+    def _generate_alone(
+        self, model: Any, path: str, original: Callable[..., Any], sent: dict[str, Any], how: CallOptions
+    ) -> Any:
+        module, given = model.get_submodule(path), sent
         captured = False
         on_cuda = self.deployment.supervisor.current[0].device_names[0].startswith("cuda")
         if on_cuda:
@@ -243,27 +254,22 @@ class Dispatcher:
             if reason:
                 self._say_once(self._steps.without, reason)
             sent, captured = (sent, False) if self.hooks.paths else (static, self._steps.captured and not reason)
-        there = replace(how, streamer=merged.get("streamer"), captured=captured)
+        there = replace(how, captured=captured)
         try:
             return self.call(model, path, "generate", (), sent, there)
         except NotPortableError as error:
-            return self._generate_instead(module, original, merged, how, error)
+            return self._generate_instead(module, original, given, how, error)
 
-    def _reason_to_run_alone(self, model: Any) -> str:
+    def _why_alone(self, model: Any) -> str:
         """Why no call of the model may share a batch at the moment, "" where some may."""
         if self._may_be_hooked() or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return "hooks, a loop or a type cast of its own are around it"
-        with self._proof:
-            if self._why_alone is None:
-                self._why_alone = prove(type(model), model.config)
-                if self._why_alone:
-                    log.info("calls of %s are decoded one after another: %s", type(model).__name__, self._why_alone)
-        return self._why_alone
+        return self._trial.why_alone(type(model), model.config)
 
-    def _generate_in_batch(self, model: Any, call: SharedCall, how: CallOptions, streamer: Any) -> torch.Tensor:
+    def _generate_in_batch(self, model: Any, call: SharedCall, how: CallOptions) -> torch.Tensor:
         assert self._queue is not None
         end = self.deployment.supervisor.current[0].deadline(how.timeout)
-        send = functools.partial(self._decode_rows, model)
+        send, streamer = functools.partial(self._decode_rows, model), how.streamer
         if streamer is None:
             return self._queue.generate(call, send, end)
 
@@ -292,6 +298,8 @@ class Dispatcher:
         return self._generate_here(model, original, kwargs, how)
 
     def _generate_here(self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions) -> Any:
+        if how.streamer is not None:
+            kwargs = {**kwargs, "streamer": how.streamer}
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
         if how.seed is None and self._stream is None:

@@ -119,13 +119,14 @@ def enter(
     seed: int | None = None,
     steps: StaticSteps | None = None,
     batching: BatchingOptions | None = None,
+    prove_at_once: bool = True,
 ) -> None:
     """Make `model` a parallelized one, in place."""
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, _Fetch(model, deployment, names[0]), names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
-    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps, batching), Parallelized)
+    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps, batching, prove_at_once), Parallelized)
 
 
 class _Fetch:

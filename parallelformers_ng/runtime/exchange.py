@@ -44,6 +44,11 @@ class FairLock:
         self._waiting: deque[tuple[threading.Lock, int]] = deque()
         self._owner: int | None = None
 
+    @property
+    def is_taken(self) -> bool:
+        """True while any thread has it."""
+        return self._owner is not None
+
     def is_mine(self) -> bool:
         """True where the calling thread has the lock."""
         return self._owner == threading.get_ident()

@@ -153,6 +153,11 @@ class WorkerGroup:
         return not self._exchange.patient_until and self.alive
 
     @property
+    def busy(self) -> bool:
+        """True while a request is served."""
+        return self._requests.is_taken
+
+    @property
     def _is_over(self) -> bool:
         return self._processes.ended or self._processes.why_over is not None or os.getpid() != self.owner
 
@@ -160,8 +165,7 @@ class WorkerGroup:
         """When a call must be done that begins now, on the clock of `time.monotonic`. The `deadline` of the calling
         thread counts, where that is earlier.
 
-        Args:
-            timeout: seconds that it may take; by default, the group's.
+        Args: `timeout`, seconds that it may take; by default, the group's.
         """
         seconds = self.timeout if timeout is None else checked_seconds(timeout, "timeout")
         return min(thread_deadline.get(), time.monotonic() + seconds)
@@ -259,11 +263,8 @@ class WorkerGroup:
             self._requests.release()
 
     def drain(self, deadline: float) -> None:
-        """Wait until the workers have left a request that was interrupted. If they do not, the group ends.
-
-        Args:
-            deadline: on the clock of `time.monotonic`, in seconds. After it, nothing is decided.
-        """
+        """Wait until the workers have left a request that was interrupted. If they do not, the group ends. After
+        `deadline`, on the clock of `time.monotonic`, nothing is decided."""
         if self._exchange.patient_until:
             with CriticalSection():
                 try:
@@ -343,8 +344,7 @@ class WorkerGroup:
 
 
 def _end_unless_busy(processes: Processes, requests: FairLock) -> None:
-    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
-    up to an error; the workers end by themselves, with this process."""
+    """A daemon thread with a request in flight at interpreter exit must not wake up to an error."""
     processes.ended = True
     if requests.acquire(timeout=0.0):
         processes.end()
