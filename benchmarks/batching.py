@@ -1,6 +1,6 @@
 """What decoding calls together brings: two CPU ranks, the shape of SmolLM2-135M with random weights, in turns.
 
-python -m benchmarks.batching [--rounds 3] [--dtype float32] [--json OUT]
+python -m benchmarks.batching [--rounds 3] [--dtype float32] [--only "16 mixed"] [--json OUT]
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 
 SHAPE = SHAPES["135M"]
+THREADS = 2  # as many as there are ranks, for the peer in one process
 
 
-def model(dtype: torch.dtype, batching: bool) -> Any:
+def whole(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    made = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).to(dtype).eval()
-    return parallelize(made, 2, workers={"device": "cpu"}, batching=batching, progress=False)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).to(dtype).eval()
+
+
+def model(dtype: torch.dtype, batching: Any) -> Any:
+    return parallelize(whole(dtype), 2, workers={"device": "cpu"}, batching=batching, progress=False)
 
 
 def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -45,10 +49,42 @@ def tokens_per_second(made: Any, asked: list[dict[str, Any]], threads: int) -> f
     return sum(call["max_new_tokens"] for call in asked) / taken
 
 
+def prompts(made: Any, base: int, count: int) -> float:
+    """Calls per second, of which each asks for its first token after a prompt of `base` tokens that all have, new ones
+    every time, and 16 of its own."""
+    common = torch.randint(5, SHAPE["vocab_size"], (1, base))
+    ids = [torch.cat((common, torch.randint(5, SHAPE["vocab_size"], (1, 16))), -1) for _ in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        ask = lambda each: made.generate(each, max_new_tokens=1, do_sample=False)  # noqa: E731
+        return count / measure.seconds(lambda: list(pool.map(ask, ids)))
+
+
+def of_transformers(made: Any, asked: list[dict[str, Any]]) -> float:
+    """Tokens per second of transformers' own continuous batching, in this process."""
+    torch.set_num_threads(THREADS)
+    ids = [call["input_ids"][0].tolist() for call in asked]
+
+    def run() -> None:
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
+        with made.continuous_batching_context_manager(generation_config=config) as manager:
+            for each, call in zip(ids, asked, strict=True):
+                manager.add_request(each, max_new_tokens=call["max_new_tokens"])
+            done = 0
+            while done < len(asked):
+                result = manager.get_result(timeout=60)
+                done += result is not None and result.is_finished()
+
+    try:
+        return sum(call["max_new_tokens"] for call in asked) / measure.seconds(run)
+    finally:
+        torch.set_num_threads(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--only", default="", help="contests whose names have this in them")
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
@@ -60,18 +96,33 @@ def main() -> None:
         ]
     )
     full, lone = calls([(16, 96)] * 16), calls([(32, 64)])
+    sampled = [{**call, "do_sample": True, "top_k": 50, "top_p": 0.95, "seed": n} for n, call in enumerate(full)]
     dtype = getattr(torch, options.dtype)
-    together, apart = model(dtype, batching=True), model(dtype, batching=False)
-    for made in (together, apart):
+    together, apart, forgetful = (model(dtype, batching) for batching in (True, False, {"prefix_tokens": 0}))
+    alone = whole(dtype)
+    for made in (together, apart, forgetful):
         made.generate(**lone[0])
     contests = {
         "16 mixed calls": {
             "one after another": lambda: tokens_per_second(apart, mixed, 16),
             "together": lambda: tokens_per_second(together, mixed, 16),
         },
+        "16 mixed calls beside transformers": {
+            "generate_batch of transformers": lambda: of_transformers(alone, mixed),
+            "together": lambda: tokens_per_second(together, mixed, 16),
+        },
         "decode": {
             "one row": lambda: tokens_per_second(apart, full[:1], 1),
+            "8 rows": lambda: tokens_per_second(together, full[:8], 8),
             "16 rows": lambda: tokens_per_second(together, full, 16),
+        },
+        "decode, sampled with top-k and top-p": {
+            "16 greedy rows": lambda: tokens_per_second(together, full, 16),
+            "16 sampled rows": lambda: tokens_per_second(together, sampled, 16),
+        },
+        "first tokens of 16 prompts that share 256 tokens": {
+            "each runs its own": lambda: prompts(forgetful, 256, 16),
+            "what they share runs once": lambda: prompts(together, 256, 16),
         },
         "a lone call": {
             "batching off": lambda: tokens_per_second(apart, lone, 1),
@@ -80,8 +131,10 @@ def main() -> None:
     }
     figures = {}
     for what, contestants in contests.items():
-        figures[what] = measure.interleave(contestants, options.rounds)
-        measure.report(what, "tokens/s", figures[what], against=next(iter(contestants)), higher_is_better=True)
+        if options.only in what:
+            figures[what] = measure.interleave(contestants, options.rounds)
+            unit = "calls/s" if "first" in what else "tokens/s"
+            measure.report(what, unit, figures[what], against=next(iter(contestants)), higher_is_better=True)
     measure.save(options.json, f"batching {options.dtype}", figures)
 
 

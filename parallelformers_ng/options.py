@@ -68,7 +68,7 @@ class BatchingOptions:
 
     rows: int = 16
     waiting: int = 256
-    prefill_chunk: int = 256
+    prefill_chunk: int = 128
     prefix_tokens: int = 4096
     cache_tokens: int | None = None
     prompt_tokens: int | None = None

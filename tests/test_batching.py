@@ -34,10 +34,11 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from tests.patience import PROMPTLY, await_end, kill
 from tests.zoo.decoders import bloom, decoder, gpt2
-from tests.zoo.families import CASES
+from tests.zoo.families import CASES, NEWER
 
 FAMILIES = {"llama": lambda: decoder("Llama", tied=True), "gpt2": gpt2, "bloom": bloom}
-ALONE = {"roformer-causal", "bart-causal", "openai-gpt", "xlm-causal", "reformer"}
+FAMILIES |= {case.name: case.make for case in NEWER if case.name in ("mamba2", "qwen3-next")}  # with states
+ALONE = {"roformer-causal", "bart-causal", "openai-gpt", "reformer"}
 """Their positions are counted from the longest row on, or they keep no cache."""
 
 
@@ -109,7 +110,7 @@ def test_the_proof_tells_which_models_may_share(case):
     model = case.make()
     if model.config.is_encoder_decoder or "input_ids" not in case.inputs():
         pytest.skip("decoders of text alone")
-    assert bool(proof.why_alone(model)) == (case.name in ALONE)
+    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == (case.name in ALONE)
 
 
 def test_a_streamer_gets_prompt_and_tokens_in_its_callers_thread(groups):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from parallelformers_ng.batching.caches import is_of_tokens_alone
+
 LEAST_TOKENS = 16
 """Shorter beginnings cost less to run than to look after."""
 
@@ -77,7 +79,7 @@ class Prefixes:
 
 def _keeps_all(cache: Any) -> bool:
     """Whether a cache keeps the keys and values of all tokens, and nothing else."""
-    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", None) or [None])
+    return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.row import Row
-from parallelformers_ng.batching.rows import layers_of
 
-_OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position", "past_key_values")
+_OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Ran:
 
     rows: list[Row]
     logits: torch.Tensor
-    cache: Cache | None
+    cache: Cache
     mask: torch.Tensor
 
 
@@ -64,6 +64,9 @@ class Prompts:
     def run(self, piece: int) -> Ran | None:
         """Run so many tokens of the first prompt, or as many whole ones as are no more, padding counted.
 
+        Args:
+            piece: tokens; 0 runs the first prompt, whole.
+
         Returns:
             The prompts that are done, None where the first is not.
         """
@@ -71,15 +74,14 @@ class Prompts:
         if len(rows) > 1:
             return self._run_whole(rows)
         row = rows[0]
-        length, cache = row.ids.shape[1], row.call.model_kwargs.get("past_key_values")
+        length, cache = row.ids.shape[1], row.cache
         if not self._done and row.prompt_is_plain:
             self._done = self._prefixes.fill(cache, row.ids)
-        begin, end = self._done, min(self._done + piece, length)
+        begin, end = self._done, min(self._done + (piece or length), length)
         mask = row.prompt_mask[:, :end]
-        logits, cache = self._forward(row, row.ids[:, :end], mask, cache, begin)
+        logits = self._forward(row, row.ids[:, :end], mask, begin)
         self._done = end
         if end < length:
-            row.call.model_kwargs["past_key_values"] = cache
             return None
         self._waiting.popleft()
         self._done = 0
@@ -108,50 +110,39 @@ class Prompts:
         longest = max(lengths)
         empty = [longest - length for length in lengths]
         ids = torch.cat([pad(row.ids, (0, behind)) for row, behind in zip(rows, empty, strict=True)])
-        last, cache = list(range(longest)), rows[0].call.model_kwargs.get("past_key_values")
+        last, cache = list(range(longest)), rows[0].cache
         more: dict[str, Any] = {}
         if "logits_to_keep" in rows[0].call.model_kwargs:
             last = sorted({length - 1 for length in lengths})
             more = {"logits_to_keep": torch.tensor(last)}
-        logits, cache = self._forward(rows[0], ids, None, cache, 0, **more)
+        logits = self._forward(rows[0], ids, None, 0, **more)
         at = [last.index(length - 1) for length in lengths]
-        for layer in layers_of(cache):
-            layer.keys, layer.values = _aligned(layer.keys, empty), _aligned(layer.values, empty)
+        caches.align_ends(cache, empty)
         mask = torch.ones_like(ids)
         for index, row in enumerate(rows):
             mask[index, : empty[index]] = 0
             self._prefixes.keep(row.ids, cache, index)
         return Ran(rows, logits[range(len(rows)), at], cache, mask)
 
-    def _forward(
-        self, row: Row, ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, begin: int, **more: Any
-    ) -> tuple[torch.Tensor, Cache | None]:
-        """Run prompts from a column on. Returns logits `[rows, tokens, vocabulary]`, and their cache."""
+    def _forward(self, row: Row, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any) -> torch.Tensor:
+        """Run prompts from a column on, into the cache of a row. Returns logits, `[rows, tokens, vocabulary]`."""
         positions = torch.arange(ids.shape[1])[None] if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
         inputs = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=ids.shape[1] - begin,
             attention_mask=mask,
             position_ids=positions[:, begin:].expand(len(ids), -1),
-            past_key_values=cache,
             is_first_iteration=begin == 0,
             **{
                 **{name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT},
                 **more,
             },
         )
-        outputs = self._model(**inputs, return_dict=True)
-        return outputs.logits, outputs.past_key_values
+        return self._model(**inputs, return_dict=True).logits
 
 
 def _fits_beside(row: Row, longest: int) -> bool:
     """Whether a prompt may run beside others of which the longest has so many tokens: no token of it is padding, and
     its cache keeps all of them."""
-    layers = getattr(row.call.model_kwargs.get("past_key_values"), "layers", ())
-    window = min((getattr(layer, "sliding_window", None) or longest + 1 for layer in layers), default=longest + 1)
-    return window > longest and row.prompt_is_plain
-
-
-def _aligned(held: torch.Tensor, empty: list[int]) -> torch.Tensor:
-    """Keys or values, `[rows, heads, columns, width]`, with the empty columns of each row before the others."""
-    return torch.stack([row.roll(columns, -2) for row, columns in zip(held, empty, strict=True)])
+    windows = [getattr(layer, "sliding_window", None) or longest + 1 for layer in row.cache.layers]
+    return min(windows) > longest and caches.is_of_tokens_alone(row.cache) and row.prompt_is_plain

@@ -31,12 +31,14 @@ class Trial:
 
     Attributes:
         is_due: it has begun, or must begin with the next call.
+        in_pieces: prompts may run side by side, in pieces, and from where they begin alike; else whole, one by one.
     """
 
     def __init__(self, at_once: bool) -> None:
         self.is_due = self._at_once = at_once
         self._lock = threading.Lock()
         self._has_begun = False
+        self.in_pieces = False
         self._why_alone = "it is not known yet whether the model's calls may share a batch"
 
     def why_alone(self, cls: Any, config: Any) -> str:
@@ -51,27 +53,34 @@ class Trial:
         return self._why_alone
 
     def _try(self, cls: Any, config: Any) -> None:
-        self._why_alone = prove(cls, config)
+        self._why_alone, self.in_pieces = prove(cls, config)
         if self._why_alone:
             log.info("calls of %s are decoded one after another: %s", cls.__name__, self._why_alone)
 
 
-def prove(cls: Any, config: Any) -> str:
-    """Why calls of models of this class and configuration run one after another, "" where they may share a batch."""
+def prove(cls: Any, config: Any) -> tuple[str, bool]:
+    """Try it on a small copy of a model of this class and configuration.
+
+    Returns:
+        Why calls run one after another, "" where they may share a batch; and whether prompts may run in pieces.
+    """
     if config.is_encoder_decoder:
-        return "it has an encoder"
+        return "it has an encoder", False
     try:
         twin = make_twin(cls, config)
     except UnsupportedModelError as error:
-        return str(error)
-    return why_alone(twin.model)
+        return str(error), False
+    if not why_alone(twin.model, in_pieces=True):
+        return "", True
+    return why_alone(twin.model, in_pieces=False), False
 
 
-def why_alone(model: Any) -> str:
+def why_alone(model: Any, in_pieces: bool) -> str:
     """Why calls of such a model run one after another, "" where they may share a batch.
 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.
+        in_pieces: see `Trial`.
     """
     words = model.config.get_text_config().vocab_size
     numbers = torch.Generator().manual_seed(1)
@@ -88,15 +97,15 @@ def why_alone(model: Any) -> str:
     try:
         with torch.inference_mode():
             alone = [model.generate(**call) for call in calls]
-            together = _together(model, calls)
+            together = _together(model, calls, in_pieces)
     except Exception as error:  # whatever a model of a kind of its own raises
         return f"{type(error).__name__}: {error}"
     different = sum(not torch.equal(*pair) for pair in zip(alone, together, strict=True))
     return f"{different} of {len(calls)} sequences have other tokens than alone" if different else ""
 
 
-def _together(model: Any, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-    prefixes = Prefixes(100, least=2)
+def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[torch.Tensor]:
+    prefixes = Prefixes(100 if in_pieces else 0, least=2)
     rows, prompts, met = Rows(model, None, prefixes), Prompts(model, prefixes), list[Row]()
     for number, call in enumerate(calls):
         met.append(Row(number, prepare(model, call)))
@@ -104,7 +113,7 @@ def _together(model: Any, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
         if not number:
             continue  # the first two run side by side, the last in pieces, and begins like the second
         while len(prompts):
-            if ran := prompts.run(_PIECE):
+            if ran := prompts.run(_PIECE if in_pieces else 0):
                 rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
             if len(rows):
                 rows.step()

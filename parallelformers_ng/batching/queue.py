@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from parallelformers_ng.batching.proof import Trial
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.sharing import SharedCall
 from parallelformers_ng.batching.ticket import Send, Ticket
@@ -30,10 +31,12 @@ class Queue:
 
     Args:
         options: how many may run, and wait.
+        trial: says how their prompts run.
     """
 
-    def __init__(self, options: BatchingOptions) -> None:
+    def __init__(self, options: BatchingOptions, trial: Trial) -> None:
         self._options = options
+        self._trial = trial
         self._changed = threading.Condition()
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
@@ -165,8 +168,8 @@ class Queue:
         for number in joins:
             self._running[number] = self._waiting.pop(number)
         calls = {number: (ticket.call.kwargs, ticket.call.seed) for number, ticket in joins.items()}
-        options = self._options
-        asked = Round(self._batch, calls, [*left], options.prefill_chunk, options.prefix_tokens, self._steps)
+        limits = self._options.prefill_chunk, self._options.prefix_tokens
+        asked = Round(self._batch, calls, [*left], *(limits if self._trial.in_pieces else (0, 0)), self._steps)
         return asked, next((ticket.send for ticket in (*self._running.values(), *left.values())), None)
 
     def _admitted(self) -> dict[int, Ticket]:

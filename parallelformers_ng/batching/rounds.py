@@ -28,7 +28,7 @@ class Round:
         batch: number of the batch; rows of an earlier one are forgotten.
         joins: number of a row → arguments of its `generate`, and the seed of its random stream or None.
         leaves: rows that nobody waits for any more.
-        piece: tokens of prompts that are run at most.
+        piece: tokens of prompts that are run at most; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
     """

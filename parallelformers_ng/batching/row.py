@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching.caches import name_in
 from parallelformers_ng.batching.prepared import Prepared
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
@@ -43,6 +45,11 @@ class Row:
         self.told = self.ids.shape[1]
         if self.objects is not None:
             self.objects.remember()
+
+    @property
+    def cache(self) -> Cache:
+        """Of its prompt."""
+        return self.call.model_kwargs[name_in(self.call.model_kwargs)]
 
     @property
     def prompt_mask(self) -> torch.Tensor:

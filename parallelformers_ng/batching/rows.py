@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.errors import BatchingError
 
 _MOST_EMPTY = 4
 """A batch is packed anew where one in so many of its rows, or of its columns, is empty: that copies all caches."""
@@ -42,6 +42,7 @@ class Rows:
         self._prefixes = prefixes
         self._slots: list[Row | None] = []
         self._cache: Any = None
+        self._cache_name = ""
         self._mask = torch.ones(0, 0, dtype=torch.long)
 
     def __len__(self) -> int:
@@ -50,12 +51,9 @@ class Rows:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token, 0 where there is no row."""
-        if self._cache is None:
-            return 0
-        held = [tensor for layer in layers_of(self._cache) for tensor in (layer.keys, layer.values)]
-        return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[-2]) for tensor in held)
+        return 0 if self._cache is None else caches.token_bytes(self._cache)
 
-    def join(self, rows: list[Row], logits: torch.Tensor, cache: Cache | None, mask: torch.Tensor) -> None:
+    def join(self, rows: list[Row], logits: torch.Tensor, cache: Cache, mask: torch.Tensor) -> None:
         """Take rows in whose prompts have run, and choose their first tokens.
 
         Args:
@@ -67,28 +65,23 @@ class Rows:
             BatchingError: the model keeps a cache that no row can be added to.
         """
         self._choose(rows, logits)
-        layers = layers_of(cache)
+        self._cache_name = caches.name_in(rows[0].call.model_kwargs)
         if self._slots:
-            self._place(rows, layers, mask)
+            self._place(rows, cache, mask)
         else:
             self._slots, self._cache, self._mask = [*rows], cache, mask
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
 
-    def _place(self, rows: list[Row], layers: list[Any], mask: torch.Tensor) -> None:
+    def _place(self, rows: list[Row], cache: Cache, mask: torch.Tensor) -> None:
         """Put rows where others have left, and behind the last."""
-        free = [index for index, row in enumerate(self._slots) if row is None]
         held, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
-        free += range(held, held + len(rows) - len(free))
-        free = free[: len(rows)]
+        free = [index for index, row in enumerate(self._slots) if row is None]
+        free = [*free, *range(held, held + len(rows))][: len(rows)]
         count = max(held, free[-1] + 1)
         self._slots += [None] * (count - held)
         self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - held))
         self._mask[free] = pad(mask, (columns - mask.shape[1], 0))
-        for ours, its in zip(layers_of(self._cache), layers, strict=True):
-            ours.keys = _placed(ours.keys, its.keys, free, count)
-            ours.values = _placed(ours.values, its.values, free, count)
-            if hasattr(ours, "cumulative_length"):  # of a window that slides: of all columns, also those it left
-                ours.cumulative_length = columns
+        caches.put_rows(self._cache, cache, free, count, columns)
         for index, row in zip(free, rows, strict=True):
             self._slots[index] = row
 
@@ -99,10 +92,10 @@ class Rows:
         self._mask = pad(self._mask, (0, 1), value=1)
         inputs = self._model.prepare_inputs_for_generation(
             newest,
-            past_key_values=self._cache,
             attention_mask=self._mask,
             position_ids=self._mask.sum(-1, keepdim=True) - 1,
             use_cache=True,
+            **{self._cache_name: self._cache},
         )
         logits = self._model(**inputs, return_dict=True).logits[:, -1]
         at = [index for index, row in enumerate(self._slots) if row is not None]
@@ -142,30 +135,4 @@ class Rows:
             return
         self._slots = [self._slots[index] for index in full]
         self._mask = self._mask[full, first:]
-        for layer in layers_of(self._cache):
-            # Where a window has slid on, a layer holds fewer columns than there are.
-            empty = max(0, layer.keys.shape[-2] - self._mask.shape[1])
-            layer.keys, layer.values = layer.keys[full, :, empty:], layer.values[full, :, empty:]
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = self._mask.shape[1]
-
-
-def layers_of(cache: Any) -> list[Any]:
-    """What a cache keeps of each layer.
-
-    Raises:
-        BatchingError: not keys and values that rows can be added to.
-    """
-    layers = getattr(cache, "layers", None)
-    if not layers or not all(isinstance(layer, DynamicLayer) for layer in layers):
-        raise BatchingError(f"no row can be added to a {type(cache).__name__} of this kind")
-    return layers
-
-
-def _placed(ours: torch.Tensor, its: torch.Tensor, rows: list[int], count: int) -> torch.Tensor:
-    """Keys or values `[count, heads, columns, width]`, with those of some rows, aligned at their ends."""
-    more, wider = count - ours.shape[0], max(0, its.shape[-2] - ours.shape[-2])
-    if more or wider:
-        ours = pad(ours, (0, 0, wider, 0, 0, 0, 0, more))
-    ours[rows, :, ours.shape[-2] - its.shape[-2] :] = its
-    return ours
+        caches.keep_rows(self._cache, full, self._mask.shape[1])

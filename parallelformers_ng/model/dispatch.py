@@ -85,8 +85,8 @@ class Dispatcher:
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
-        self._queue = None if batching is None else Queue(batching)
         self._trial = Trial(at_once=prove_at_once)
+        self._queue = None if batching is None else Queue(batching, self._trial)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
