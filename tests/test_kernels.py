@@ -82,9 +82,7 @@ def test_neither_rows_nor_outputs_depend_on_their_neighbours(dtype: torch.dtype,
         whole = layer(x)
         assert torch.equal(whole, torch.cat([layer(pair) for pair in x.split(2)]))
         assert torch.equal(whole[:, 5:7], part(x))
-        alone = torch.cat([layer(row[None]) for row in x])  # in another order of sums
-        assert torch.equal(alone[:, 5:7], torch.cat([part(row[None]) for row in x]))
-        torch.testing.assert_close(alone, whole)
+        assert torch.equal(whole, torch.cat([layer(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -100,4 +100,9 @@ static struct PyModuleDef module = {
     .m_doc = "Parts of a decode step, in C.", .m_size = -1, .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit__decode(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__decode(void)
+{
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "HAS_TILES", has_tiles()) < 0) Py_CLEAR(made);
+    return made;
+}

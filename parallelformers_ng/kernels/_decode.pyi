@@ -1,5 +1,7 @@
 from typing import Any
 
+HAS_TILES: int
+
 def linear(
     x: int,
     weight: int,

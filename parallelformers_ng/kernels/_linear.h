@@ -7,21 +7,24 @@
  * exceptions: short rows of fp32 go faster where it is told of a page some pages ahead, for it stops at a page's end; and
  * an x that leaves the first-level cache no room, twice as large as a row of bf16, stays there if W goes past the
  * second-level cache, asked line by line. Several rows of x go over tiles of OUTS rows of W, the sums in registers and
- * the next tile asked into the second-level cache.
+ * the next tile asked into the second-level cache. In bf16 the tile unit of x86 does better than all of this, where there
+ * is one (`_tiles.h`).
  *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
  * by w, and after, as the modelling code of transformers does it.
  *
- * Sums are taken in fp32, in an order that depends on the sizes alone: equal inputs, equal bits on every rank.
+ * Sums are taken in fp32, in an order that depends on `in` alone: equal inputs, equal bits on every rank, and in any
+ * company.
  */
 
 #ifndef PARALLELFORMERS_NG_LINEAR_H
 #define PARALLELFORMERS_NG_LINEAR_H
 
 #include <math.h>
+#include <stdlib.h>
 
-#include "_vectors.h"
+#include "_tiles.h"
 
 enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
 enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
@@ -51,9 +54,9 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
         }                                                                                                     \
         for (size_t o = 0; o < outs; o++)                                                                     \
             for (size_t r = 0; r < rows; r++) {                                                               \
-                float total = sum_lanes(&sum[o * ROWS + r]) + (bias ? load_##NAME(bias[o]) : 0.0f);           \
+                float total = sum_lanes(&sum[o * ROWS + r]);                                                  \
                 for (size_t j = i; j < in; j++) total += load_##NAME(w[o * stride + j]) * x[r * in + j];      \
-                y[r * out + o] = store_##NAME(total);                                                         \
+                y[r * out + o] = store_##NAME(total + (bias ? load_##NAME(bias[o]) : 0.0f));                  \
             }                                                                                                 \
     }                                                                                                         \
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
@@ -71,19 +74,16 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
     INLINE float dot_##NAME(const float *x, const TYPE *w, size_t in, size_t stride, int passing)             \
     {                                                                                                         \
         const size_t page = PAGE_BYTES / sizeof(TYPE), line = CACHE_LINE_BYTES / sizeof(TYPE);                \
-        Floats sum[2] = {{0}, {0}}, a, b;                                                                     \
+        Floats sum = {0}, a, b;                                                                               \
         size_t i = 0;                                                                                         \
-        for (; i + 2 * LANES <= in; i += 2 * LANES) {                                                         \
-            for (size_t j = i; passing && j < i + 2 * LANES; j += line)                                       \
-                __builtin_prefetch(w + j + page + (j + page < in ? 0 : stride - in), 0, PASSING);             \
-            for (size_t j = 0; j < 2; j++) {                                                                  \
-                LOAD(a, w + i + j * LANES);                                                                   \
-                LOAD_F32(b, x + i + j * LANES);                                                               \
-                sum[j] += a * b;                                                                              \
-            }                                                                                                 \
+        for (; i + LANES <= in; i += LANES) {                                                                 \
+            if (passing && i % line == 0)                                                                     \
+                __builtin_prefetch(w + i + page + (i + page < in ? 0 : stride - in), 0, PASSING);             \
+            LOAD(a, w + i);                                                                                   \
+            LOAD_F32(b, x + i);                                                                               \
+            sum += a * b;                                                                                     \
         }                                                                                                     \
-        sum[0] += sum[1];                                                                                     \
-        float total = sum_lanes(&sum[0]);                                                                     \
+        float total = sum_lanes(&sum);                                                                        \
         for (; i < in; i++) total += load_##NAME(w[i]) * x[i];                                                \
         return total;                                                                                         \
     }                                                                                                         \
@@ -99,8 +99,8 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
             y[o] = store_##NAME(dot_##NAME(x, w, in, stride, passing) + (bias ? load_##NAME(bias[o]) : 0.0f));\
         }                                                                                                     \
     }                                                                                                         \
-    CLONES static void linear_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
-                                     size_t in, size_t stride, size_t out)                                    \
+    CLONES static void vectors_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
+                                      size_t in, size_t stride, size_t out)                                   \
     {                                                                                                         \
         if (rows == 1) {                                                                                      \
             if (in > NARROW) dots_##NAME(x, w, bias, y, in, stride, out, 0, sizeof(TYPE) < sizeof(float));    \
@@ -135,6 +135,18 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 
 DEFINE_OPERATORS(f32, float, LOAD_F32)
 DEFINE_OPERATORS(bf16, uint16_t, LOAD_BF16)
+
+#define linear_f32 vectors_f32
+
+/* Through the tile unit, where there is one: for one row, too, so that its sums do not depend on its company. */
+static void linear_bf16(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
+                        size_t stride, size_t out)
+{
+    uint16_t *work = has_tiles() ? malloc(tiles_work_bytes(rows, in)) : NULL;
+    if (work) linear_tiles(x, w, bias, y, rows, in, stride, out, work);
+    else vectors_bf16(x, w, bias, y, rows, in, stride, out);
+    free(work);
+}
 
 #define widened_f32(X, WIDE, COUNT) (X)
 

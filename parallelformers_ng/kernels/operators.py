@@ -27,9 +27,9 @@ except ImportError as error:  # installed without a compiler, or a clone that hi
     logging.getLogger("parallelformers_ng").debug("decode steps are computed in torch: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-# A processor that multiplies bfloat16 itself does so, in torch, twice as fast as the kernel, which widens it to fp32.
-_NATIVE_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _NATIVE_BF16 else 32}
+# Where the processor multiplies bfloat16 in vectors alone, torch does so twice as fast as the kernel, which widens it.
+_IN_VECTORS = torch.cpu._is_avx512_bf16_supported() and not getattr(_decode, "HAS_TILES", False)
+MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _IN_VECTORS else 32}
 """With more rows torch's matrix product is as fast or faster."""
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 

@@ -1,0 +1,155 @@
+/* Products of bf16 in the tile unit of x86 (AMX), for several rows of x.
+ *
+ *     yᵀ = W xᵀ
+ *
+ * A tile of W is SIDE rows of DEEP numbers, as they lie in memory. One of xᵀ is DEEP numbers of SIDE rows of x, two and
+ * two side by side, for which x is packed first. So W is read once for all rows of x, and the product is bound by the
+ * memory where vectors would be busy multiplying. While one block of W is multiplied the next is asked for, in the order
+ * of memory. */
+
+#ifndef PARALLELFORMERS_NG_TILES_H
+#define PARALLELFORMERS_NG_TILES_H
+
+#include "_vectors.h"
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 11
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { SIDE = 16, DEEP = 32, TILE = SIDE * DEEP, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+
+/* Whether the processor has the unit, and the system lets this process use it. */
+static int has_tiles(void)
+{
+    static int known = -1;
+    if (known < 0) {
+        unsigned a, b, c, d;
+        const unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
+        known = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16_and_tiles) == bf16_and_tiles &&
+                !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+    }
+    return known;
+}
+
+/* What `linear_tiles` needs: x packed, and SIDE rows of W for outputs that are no multiple of SIDE. */
+static size_t tiles_work_bytes(size_t rows, size_t in)
+{
+    return ((rows + SIDE - 1) / SIDE + 1) * ((in + DEEP - 1) / DEEP) * TILE * sizeof(uint16_t);
+}
+
+/* x `[rows, in]`, whose numbers are bf16 ones, into tiles `[rows / SIDE, in / DEEP, DEEP / 2, SIDE, 2]`. */
+static void pack_tiles(const float *x, uint16_t *packed, size_t rows, size_t in)
+{
+    const size_t depth = (in + DEEP - 1) / DEEP;
+    memset(packed, 0, (rows + SIDE - 1) / SIDE * depth * TILE * sizeof *packed);
+    for (size_t r = 0; r < rows; r++, x += in) {
+        uint32_t *to = (uint32_t *)packed + r / SIDE * depth * TILE / 2 + r % SIDE;
+        for (size_t i = 0; i + 1 < in; i += 2, to += SIDE) *to = bits_of(x[i]) >> 16 | (bits_of(x[i + 1]) & 0xffff0000u);
+        if (in % 2) *to = bits_of(x[in - 1]) >> 16;
+    }
+}
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+#define TILED __attribute__((target("amx-tile,amx-bf16,avx512f")))
+
+#define MULTIPLY_TILES(SUM, W, FROM, STRIDE)             \
+    do {                                                  \
+        _tile_loadd(W, FROM, (STRIDE) * sizeof(uint16_t)); \
+        _tile_dpbf16ps(SUM, W, 4);                        \
+    } while (0)
+
+/* Up to SIDE `outputs` of up to SIDE rows: `sums` `[outputs, rows]` into y, whose rows are `out` apart. */
+TILED static void store_sums(const float *sums, const uint16_t *bias, uint16_t *y, size_t rows, size_t out, size_t outputs)
+{
+    const __m512i column = _mm512_slli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);
+    float biases[SIDE] = {0};
+    for (size_t o = 0; bias && o < outputs; o++) biases[o] = load_bf16(bias[o]);
+    for (size_t r = 0; r < rows; r++) {
+        float of_row[SIDE];
+        _mm512_storeu_ps(of_row, _mm512_add_ps(_mm512_i32gather_ps(column, sums + r, sizeof(float)), _mm512_loadu_ps(biases)));
+        for (size_t o = 0; o < outputs; o++) y[r * out + o] = store_bf16(of_row[o]);
+    }
+}
+
+/* Two times SIDE outputs, or up to SIDE. `next` is what is read afterwards. */
+TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows,
+                                 size_t in, size_t stride, size_t out, size_t outputs, const uint16_t *next)
+{
+    const size_t depth = (in + DEEP - 1) / DEEP, whole = in / DEEP;
+    uint16_t ends[2][TILE] = {{0}};
+    float sums[SIDE * SIDE];
+    const size_t blocks = outputs > SIDE ? 2 : 1;
+    size_t cursor = 0;
+    for (size_t o = 0; whole < depth && o < blocks * SIDE; o++)
+        memcpy(ends[o / SIDE] + o % SIDE * DEEP, w + o * stride + whole * DEEP, in % DEEP * sizeof *w);
+    for (size_t r = 0; r < rows; r += SIDE, packed += depth * TILE) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (size_t k = 0; k < depth; k++) {
+            for (size_t line = 0; !r && line < blocks * SIDE; line++) {
+                __builtin_prefetch(next + cursor, 0, 2);
+                cursor += DEEP;
+                if (cursor >= in) next += stride, cursor = 0;
+            }
+            _tile_loadd(4, packed + k * TILE, SIDE * 2 * sizeof *packed);
+            if (k < whole) {
+                MULTIPLY_TILES(0, 2, w + k * DEEP, stride);
+                if (blocks > 1) MULTIPLY_TILES(1, 3, w + SIDE * stride + k * DEEP, stride);
+            } else {
+                MULTIPLY_TILES(0, 2, ends[0], DEEP);
+                if (blocks > 1) MULTIPLY_TILES(1, 3, ends[1], DEEP);
+            }
+        }
+        const size_t here = rows - r < SIDE ? rows - r : SIDE;
+        _tile_stored(0, sums, SIDE * sizeof(float));
+        store_sums(sums, bias, y + r * out, here, out, outputs < SIDE ? outputs : SIDE);
+        if (blocks > 1) {
+            _tile_stored(1, sums, SIDE * sizeof(float));
+            store_sums(sums, bias ? bias + SIDE : bias, y + r * out + SIDE, here, out, SIDE);
+        }
+    }
+}
+
+/* `work` has `tiles_work_bytes`. */
+TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
+                               size_t stride, size_t out, uint16_t *work)
+{
+    const size_t depth = (in + DEEP - 1) / DEEP, packed = (rows + SIDE - 1) / SIDE * depth * TILE;
+    TileShapes shapes = {.palette = 1};
+    for (size_t tile = 0; tile < 5; tile++) shapes.rows[tile] = SIDE, shapes.row_bytes[tile] = SIDE * sizeof(float);
+    _tile_loadconfig(&shapes);
+    pack_tiles(x, work, rows, in);
+    size_t o = 0;
+    for (; o + 2 * SIDE <= out; o += 2 * SIDE)
+        block_of_tiles(work, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 2 * SIDE,
+                       w + (o + 2 * SIDE) * stride);
+    for (; o + SIDE <= out; o += SIDE)
+        block_of_tiles(work, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, SIDE,
+                       w + (o + SIDE) * stride);
+    if (o < out) {
+        uint16_t *last = memset(work + packed, 0, depth * TILE * sizeof *work);
+        for (size_t i = 0; i < out - o; i++) memcpy(last + i * in, w + (o + i) * stride, in * sizeof *w);
+        block_of_tiles(work, last, bias ? bias + o : bias, y + o, rows, in, in, out, out - o, last);
+    }
+    _tile_release();
+}
+
+#else
+
+static int has_tiles(void) { return 0; }
+static size_t tiles_work_bytes(size_t rows, size_t in) { return (void)rows, (void)in, 0; }
+static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
+                         size_t stride, size_t out, uint16_t *work)
+{
+    (void)x, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)work;
+}
+
+#endif
+#endif
