@@ -33,8 +33,18 @@ def test_forward_and_greedy_tokens(case: Case, world_size: int, groups) -> None:
     compare(case.make(), case, groups(world_size), {})
 
 
+def first_of_its_family(case: Case) -> bool:
+    family = case.name.partition("-")[0]
+    return case is next(each for each in CASES if each.name.partition("-")[0] == family)
+
+
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name not in WITHOUT_WEIGHTS], ids=lambda case: case.name
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (not first_of_its_family(case)), id=case.name)
+        for case in CASES
+        if case.name not in WITHOUT_WEIGHTS
+    ],
 )
 def test_attention_weights_and_hidden_states(case: Case, groups) -> None:
     model = case.make()

@@ -12,8 +12,8 @@ WRITTEN = [
     "rt_detr", "d_fine", "deimv2", "longcat_flash",
 ]  # fmt: skip
 OTHERS = ["codegen", "beit", "convnext", "levit", "imagegpt", "dia"]
-LONG = {"timesfm2_5", "deepseek_ocr2", "dia"}
-"""These take five to ten seconds each."""
+LONG = {"timesfm2_5", "deepseek_ocr2", "dia", "d_fine", "deimv2", "levit"}
+"""These take three to ten seconds each."""
 DECODING = {"llama", "t5", "gpt2", "bart", "granite", "mpt"}
 
 
