@@ -85,9 +85,10 @@ def parallelize(
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
             once; never run on a GPU, unmeasured. "auto" is "eager".
         batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
-            words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, sampling without `seed=`, a
-            cache of the caller's, a model that would give other tokens) runs alone, in its turn. "auto", on CPU ranks:
-            from when two calls first come at the same time. False, and CUDA ranks so far: one after another.
+            words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a cache of the caller's, a
+            model that would give other tokens) runs alone, in its turn. One that samples without `seed=` draws a seed
+            where it comes beside others. "auto", on CPU ranks: from when two calls first come at the same time. False,
+            and CUDA ranks so far: one after another.
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
             whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.

@@ -177,6 +177,22 @@ def test_a_call_that_is_refused_ends_alone(groups):
         assert running.result().shape == (1, 43)
 
 
+def test_a_call_that_samples_without_a_seed_draws_one_where_others_run(groups):
+    whole, prompt, how = gpt2(), torch.tensor([[5, 6, 7]]), {"max_new_tokens": 30, "do_sample": True}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(5) as pool:
+        most = rows_at_once(model)
+        torch.manual_seed(3)
+        alone = model.generate(prompt, **how)
+        assert most == [0], "alone it draws from the caller's generator what it would draw in one process"
+        running = pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False)
+        found = [future.result() for future in [pool.submit(model.generate, prompt, **how) for _ in range(4)]]
+        running.result()
+    torch.manual_seed(3)
+    assert torch.equal(alone, whole.generate(prompt, **how))
+    assert max(most) > 1
+    assert len({tuple(each[0].tolist()) for each in found}) == 4, "two calls drew alike"
+
+
 class Counting(LogitsProcessor):
     """Bars the token that it chose last, and counts. Fails at a call of its own."""
 

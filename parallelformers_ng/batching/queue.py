@@ -46,6 +46,11 @@ class Queue:
         self._room = options.cache_tokens or math.inf  # tokens that the caches of all rows may have, padding counted
         self._has_thread = False
 
+    @property
+    def busy(self) -> bool:
+        """True while calls wait or run."""
+        return self._has_thread
+
     def check(self, prompt: int, tokens: int) -> None:
         """Refuse a call that may come to more tokens than are allowed.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,17 @@ class SharedCall:
             self.objects.restore(states)
 
 
-def shared_call(model: Any, given: Mapping[str, Any], seed: int | None) -> SharedCall | str:
+def shared_call(
+    model: Any, given: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None
+) -> SharedCall | str:
     """A call whose row may join others; else why it runs alone.
 
     Args:
         model: the caller's; its settings hold where the call says nothing.
         given: arguments of `generate` by name.
-        seed: of the call's random stream. Calls that draw from the caller's generator have no order among each other.
+        seed: of the call's random stream.
+        draw_seed: gives one to a call that samples without; None where such a call runs alone, and draws from the
+            caller's generator what it would draw in one process.
     """
     kwargs = {name: value for name, value in given.items() if value is not None or name not in (*STATEFUL, "tokenizer")}
     if "inputs" in kwargs:
@@ -90,7 +94,7 @@ def shared_call(model: Any, given: Mapping[str, Any], seed: int | None) -> Share
             return f"it has {name}"
     if setting("use_cache") is False:
         return "it uses no cache"
-    if setting("do_sample") and seed is None:
+    if setting("do_sample") and seed is None and draw_seed is None:
         return "it samples without a seed"
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     words = model.config.get_text_config().vocab_size
@@ -115,6 +119,8 @@ def shared_call(model: Any, given: Mapping[str, Any], seed: int | None) -> Share
     if seconds := setting("max_time"):
         endings.append(MaxTimeCriteria(seconds))
         kwargs["max_time"] = None
+    if setting("do_sample") and seed is None and draw_seed is not None:
+        seed = draw_seed()
     objects = ObjectState(stateful_arguments(kwargs))
     return SharedCall(kwargs, seed, tokens_of(model, given), endings, objects if objects.parts else None)
 

@@ -225,11 +225,14 @@ class Dispatcher:
         if merged.get("assistant_model") is not None:
             return self._generate_here(module, original, merged, how)
         # By default calls share a batch from when two of them first come at the same time: others need no proof.
-        shares = self._trial.is_due or self.deployment.supervisor.current[0].busy
+        is_busy = self.deployment.supervisor.current[0].busy
+        shares = self._trial.is_due or is_busy
         if self._queue is None or path or not shares:
             return self._generate_alone(model, path, original, merged, how)
         self._queue.check(*tokens_of(module, merged))
-        shared = self._why_alone(module) or shared_call(module, merged, how.seed)
+        # Beside others a call has no place in the order in which the caller's generator is drawn from.
+        draw_seed = self._draw_seed if is_busy or self._queue.busy else None
+        shared = self._why_alone(module) or shared_call(module, merged, how.seed, draw_seed)
         if not isinstance(shared, SharedCall):
             log.debug("generate runs alone: %s", shared)
             return self._generate_alone(model, path, original, merged, how)
@@ -326,6 +329,13 @@ class Dispatcher:
             with self._stream_lock:
                 return self._stream.get_state(), self._advance_stream
         return torch.get_rng_state(), lambda after: None if after is None else torch.set_rng_state(after)
+
+    def _draw_seed(self) -> int:
+        """From the model's own stream or the caller's generator."""
+        if self._stream is None:
+            return int(torch.randint(1 << 62, ()))
+        with self._stream_lock:
+            return int(torch.randint(1 << 62, (), generator=self._stream))
 
     def _advance_stream(self, after: torch.Tensor | None) -> None:
         if after is not None and self._stream is not None:
