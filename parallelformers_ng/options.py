@@ -57,8 +57,8 @@ class BatchingOptions:
     Attributes:
         rows: sequences that are decoded at a time.
         waiting: calls that may wait for a row; a further one raises BatchingError.
-        prefill_chunk: tokens of prompts that are run at a time. Short prompts run side by side, longer ones in pieces,
-            between which the other rows are decoded.
+        prefill_chunk: tokens of prompts that are run between two steps of the other rows, four times as many where
+            there are none. Short prompts run side by side, longer ones in pieces.
         prefix_tokens: keys and values of so many tokens are kept of the sequences that were used last, for prompts that
             begin alike; 0 keeps none.
         cache_tokens: tokens that the caches of all rows may have together, padding counted; calls wait for room. None:

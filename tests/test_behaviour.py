@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -114,6 +115,17 @@ def test_32_threads_get_what_they_would_have_got_alone(llama: Pair) -> None:
     for thread in threads:
         thread.join()
     assert all(map(torch.equal, together, alone))
+
+
+def test_threads_that_sample_do_not_draw_alike(llama: Pair) -> None:
+    ids, together = torch.tensor([[5, 9, 3]]), threading.Barrier(6)
+
+    def ask(_: int) -> tuple[int, ...]:
+        together.wait()
+        return tuple(llama.parallel.generate(ids, max_new_tokens=30, min_new_tokens=30, do_sample=True)[0].tolist())
+
+    with ThreadPoolExecutor(6) as pool:
+        assert len(set(pool.map(ask, range(6)))) == 6
 
 
 # -- the rest of the model ---------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
 
+_PIECES_AT_ONCE = 4
+"""Where no row waits for its next token: long pieces cost less a token than short ones."""
+
 
 @dataclass
 class Round:
@@ -28,7 +31,7 @@ class Round:
         batch: number of the batch; rows of an earlier one are forgotten.
         joins: number of a row → arguments of its `generate`, and the seed of its random stream or None.
         leaves: rows that nobody waits for any more.
-        piece: tokens of prompts that are run at most; 0 for whole prompts, one by one.
+        piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
     """
@@ -91,7 +94,8 @@ class RankBatch:
                 news.failed[number] = describe(error)
                 continue
             self._prompts.add(Row(number, call, _stream(seed), objects if objects.parts else None))
-        if len(self._prompts) and (ran := self._prompts.run(asked.piece)):
+        piece = asked.piece if len(self._rows) else asked.piece * _PIECES_AT_ONCE
+        if len(self._prompts) and (ran := self._prompts.run(piece)):
             self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
             met.update(ran.rows)
         for _ in range(asked.steps):

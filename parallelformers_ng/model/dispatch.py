@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +39,9 @@ from parallelformers_ng.wire.interrupts import CriticalSection
 from parallelformers_ng.worker.call import Answer, Call
 
 log = logging.getLogger("parallelformers_ng")
+
+Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
+"""The state of a random stream, and what takes its state afterwards."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Dispatcher:
         self.deployment = deployment
         self._edits = Edits(model)
         self._stream = None if seed is None else torch.Generator().manual_seed(seed)
-        self._stream_lock = threading.Lock()
+        self._follower = threading.RLock()  # of who draws from that stream, or from the caller's generator
+        self._draws = itertools.count()
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[str] = set()
@@ -123,8 +129,9 @@ class Dispatcher:
             workers = self._workers(end)
             streams = how.streamer is not None
             call = Call(path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.captured)
-            with CriticalSection():  # what is noted here, and what the workers have done, must not part
-                return self._request(model, call, how, end, hooks, workers)
+            # What is noted here, and what the workers have done, must not part.
+            with CriticalSection(), self._random_stream(how.seed) as stream:
+                return self._request(model, call, how, end, hooks, workers, stream)
 
     def _workers(self, end: float) -> tuple[WorkerGroup, int]:
         """The group that is ready, and its incarnation; waits for it where it is being started again."""
@@ -143,6 +150,7 @@ class Dispatcher:
         end: float,
         hooks: CallHooks | None,
         workers: tuple[WorkerGroup, int],
+        stream: Stream,
     ) -> Any:
         """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
         group, incarnation = workers
@@ -158,8 +166,7 @@ class Dispatcher:
             if state is not None:
                 hooks.check_apart_from(state)
             call.hooks = hooks.packed
-        state_before, store_rng = self._random_stream(how.seed)
-        call.rng = state_before.numpy().tobytes()
+        call.rng = stream[0].numpy().tobytes()
         device = group.device_names[0].partition(":")[0]
         call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
@@ -170,7 +177,8 @@ class Dispatcher:
         try:
             answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event, to_devices=True)
             arrived()
-            store_rng(None if answer.rng is None else answer.rng.clone())  # torch wants its own storage
+            if answer.rng is not None:
+                stream[1](answer.rng.clone())  # torch wants its own storage
             if state is not None:
                 state.restore(answer.states)
             if hooks is not None:
@@ -224,7 +232,7 @@ class Dispatcher:
         how = CallOptions(**own)
         if merged.get("assistant_model") is not None:
             return self._generate_here(module, original, merged, how)
-        # By default calls share a batch from when two of them first come at the same time: others need no proof.
+        # By default calls share a batch from when two first come at the same time: others need no proof.
         is_busy = self.deployment.supervisor.current[0].busy
         shares = self._trial.is_due or is_busy
         if self._queue is None or path or not shares:
@@ -308,12 +316,12 @@ class Dispatcher:
         if how.seed is None and self._stream is None:
             with limit, own_loop():
                 return original(model, **kwargs)
-        rng, store = self._random_stream(how.seed)
-        with limit, own_loop(), torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(rng)
-            output = original(model, **kwargs)
-            after = torch.get_rng_state()
-        store(after)
+        with limit, self._random_stream(how.seed) as (before, store):
+            with own_loop(), torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(before)
+                output = original(model, **kwargs)
+                after = torch.get_rng_state()
+            store(after)
         return output
 
     def _say_once(self, what: str, why: str) -> None:
@@ -321,23 +329,21 @@ class Dispatcher:
             self._said.add(what)
             log.warning("%s: %s", what, why)
 
-    def _random_stream(self, seed: int | None) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
-        """(state to start from, what to do with the state afterwards)."""
+    @contextlib.contextmanager
+    def _random_stream(self, seed: int | None) -> Iterator[Stream]:
+        """Gives the state to start from, and what takes the state afterwards."""
+        if seed is None and not self._follower.acquire(blocking=False):
+            seed = self._draw_seed()  # from where the call began that follows the generator, this would draw the same
         if seed is not None:
-            return torch.Generator().manual_seed(seed).get_state(), lambda after: None
-        if self._stream is not None:
-            with self._stream_lock:
-                return self._stream.get_state(), self._advance_stream
-        return torch.get_rng_state(), lambda after: None if after is None else torch.set_rng_state(after)
+            yield torch.Generator().manual_seed(seed).get_state(), lambda after: None
+            return
+        stream = self._stream or torch.default_generator
+        try:
+            yield stream.get_state(), stream.set_state
+        finally:
+            self._follower.release()
 
     def _draw_seed(self) -> int:
-        """From the model's own stream or the caller's generator."""
-        if self._stream is None:
-            return int(torch.randint(1 << 62, ()))
-        with self._stream_lock:
-            return int(torch.randint(1 << 62, (), generator=self._stream))
-
-    def _advance_stream(self, after: torch.Tensor | None) -> None:
-        if after is not None and self._stream is not None:
-            with self._stream_lock:
-                self._stream.set_state(after)
+        """For a call beside others: each has its own, and the generator that they do not follow stays as it is."""
+        state = (self._stream or torch.default_generator).get_state()
+        return zlib.crc32(state.numpy()) << 32 | next(self._draws)
