@@ -14,39 +14,37 @@ from tests.zoo.build import largest_difference
 from tests.zoo.case import Case
 from tests.zoo.families import ALL
 
-FAMILIES = (
-    *("llama", "gpt2", "t5", "bert", "mixtral", "qwen3-moe", "bloom", "falcon", "gemma3", "mamba", "vit"),
-    "whisper",
+CAPTURED = ("llama", "gpt2", "mixtral", "qwen3-moe", "falcon", "gemma3")
+FAMILIES = (*CAPTURED, "t5", "bert", "bloom", "mamba", "vit", "whisper")
+SLOW = ("qwen3-moe", "gemma3", "bloom", "mamba", "whisper")
+AT_ONCE = (("falcon", "eager"), *((family, "auto") for family in FAMILIES if family not in SLOW))
+OTHERS = [(family, decode) for decode in ("auto", "eager") for family in FAMILIES if (family, decode) not in AT_ONCE]
+
+
+@pytest.mark.parametrize(
+    ("family", "decode"), [*AT_ONCE, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 )
-OF_TRANSFORMERS = {"falcon": 4}  # its modelling code indexes with a list of numbers: twice in each of two layers
-
-
-def inputs_of(case: Case) -> dict[str, Any]:
-    """What `generate` is given."""
-    return {name: value for name, value in case.inputs().items() if name != "decoder_input_ids"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forward_and_generate(family: str, pretended: WorkerGroup) -> None:
+def test_forward_and_generate(family: str, decode: Any, pretended: WorkerGroup) -> None:
     case = next(case for case in ALL if case.name == family)
     whole, inputs = case.make(), case.inputs()
-    with parallelize(case.make(), workers=pretended) as model:
+    with parallelize(case.make(), workers=pretended, decode=decode) as model:
         assert pretended.call("devices") == {"cuda:0"}
         assert largest_difference(model(**inputs)[0], whole(**inputs)[0]) <= 1e-4
         if not case.generates:
             return
-        beams = {"max_new_tokens": 3, "num_beams": 2, "do_sample": False}
-        assert torch.equal(model.generate(**inputs_of(case), **beams), whole.generate(**inputs_of(case), **beams))
+        pretended.call("graphs")
+        counted_greedy(model, whole, case, 5, pretended)  # a step is recorded, compared twice, and run again
         per_step = {kind: -count for kind, count in counted_greedy(model, whole, case, 2, pretended).items()}
         for kind, count in counted_greedy(model, whole, case, 3, pretended).items():
             per_step[kind] += count
-    assert per_step[TO_DEVICE] == OF_TRANSFORMERS.get(family, 0)
-    assert (per_step[TO_HOST], per_step[WAITS]) == (0, 1)
+        assert pretended.call("graphs") == ((1, 6) if decode == "auto" and family in CAPTURED else (0, 0))
+    assert (per_step[TO_DEVICE], per_step[TO_HOST], per_step[WAITS]) == (0, 1, 1)
 
 
 def counted_greedy(model: Any, whole: Any, case: Case, tokens: int, group: WorkerGroup) -> dict[str, int]:
     """What passes between host and device in a greedy `generate`, whose tokens are those of the whole model."""
     how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    inputs = {name: value for name, value in case.inputs().items() if name != "decoder_input_ids"}
     group.call("counted")
-    assert torch.equal(model.generate(**inputs_of(case), **how), whole.generate(**inputs_of(case), **how))
+    assert torch.equal(model.generate(**inputs, **how), whole.generate(**inputs, **how))
     return {kind: sum(places.values()) for kind, places in group.call("counted").items()}

@@ -84,7 +84,7 @@ class Dispatcher:
         self._stream_lock = threading.Lock()
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
-        self._said: set[str] = set()
+        self._said: set[tuple[str, int]] = set()
         self._trial = Trial(at_once=prove_at_once)
         self._queue = None if batching is None else Queue(batching, self._trial)
 
@@ -160,8 +160,7 @@ class Dispatcher:
             call.hooks = hooks.packed
         state_before, store_rng = self._random_stream(how.seed)
         call.rng = state_before.numpy().tobytes()
-        device = group.device_names[0].partition(":")[0]
-        call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
@@ -175,8 +174,8 @@ class Dispatcher:
                 state.restore(answer.states)
             if hooks is not None:
                 hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
-            if answer.uncaptured and self._steps is not None:
-                self._say_once(self._steps.without, answer.uncaptured)
+            if answer.uncaptured:
+                self._not_captured(answer.uncaptured)
             for number, info in answer.caches.items():
                 registry.refresh(caches.get(number), incarnation, number, info)
             if type(answer.output) is torch.Tensor:
@@ -242,26 +241,37 @@ class Dispatcher:
             return self._generate_instead(module, original, merged, how, error)
 
     def _generate_alone(
-        self, model: Any, path: str, original: Callable[..., Any], sent: dict[str, Any], how: CallOptions
+        self, model: Any, path: str, original: Callable[..., Any], given: dict[str, Any], how: CallOptions
     ) -> Any:
-        module, given = model.get_submodule(path), sent
-        captured = False
-        on_cuda = self.deployment.supervisor.current[0].device_names[0].startswith("cuda")
-        if on_cuda:
-            check_compiler(module, sent, self.deployment.plan.world_size)
-        if self._steps is None and on_cuda:
-            sent = eager_generation(module, sent)
-        elif self._steps is not None and not path:
-            static, reason = static_generation(module, sent, self._steps)
-            reason = "its modules have forward hooks" if self.hooks.paths else reason
-            if reason:
-                self._say_once(self._steps.without, reason)
-            sent, captured = (sent, False) if self.hooks.paths else (static, self._steps.captured and not reason)
-        there = replace(how, captured=captured)
+        module, steps = model.get_submodule(path), None if path else self._steps
+        as_they_are = given
+        if self.deployment.supervisor.current[0].device == "cuda":
+            check_compiler(module, given, self.deployment.plan.world_size)
+            as_they_are = eager_generation(module, given)
+        sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
+        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.paths else reason):
+            self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
+            sent = as_they_are
+        there = replace(how, captured=steps is not None and steps.captured and not reason)
         try:
             return self.call(model, path, "generate", (), sent, there)
         except NotPortableError as error:
             return self._generate_instead(module, original, given, how, error)
+        except torch.OutOfMemoryError as error:
+            if not (there.captured and self._not_captured(str(error).partition("\n")[0])) or how.streamer is not None:
+                raise  # what was streamed cannot be taken back
+            return self.call(model, path, "generate", (), as_they_are, how)
+
+    def _not_captured(self, why: str) -> bool:
+        """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""
+        steps = self._steps
+        if steps is None:
+            return False
+        self._say_once(steps.without, why)
+        if steps.by_default:
+            self._steps = None
+            self._workers(self.deployment.supervisor.current[0].deadline())[0].call("forget_steps")
+        return steps.by_default
 
     def _why_alone(self, model: Any) -> str:
         """Why no call of the model may share a batch at the moment, "" where some may."""
@@ -316,10 +326,10 @@ class Dispatcher:
         store(after)
         return output
 
-    def _say_once(self, what: str, why: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            log.warning("%s: %s", what, why)
+    def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
+        if (what, level) not in self._said:
+            self._said.add((what, level))
+            log.log(level, "%s: %s", what, why)
 
     def _random_stream(self, seed: int | None) -> tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]:
         """(state to start from, what to do with the state afterwards)."""

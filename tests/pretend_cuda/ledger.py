@@ -14,10 +14,17 @@ TO_DEVICE, TO_HOST, WAITS = "copies to the device", "copies to the host", "waits
 
 
 class Ledger:
-    """Counts by kind and place: `entries[TO_HOST, "runner.py:120 copy_"]`."""
+    """Counts by kind and place: `entries[TO_HOST, "runner.py:120 copy_"]`.
+
+    Attributes:
+        launched: operators that ran on a device so far.
+        ahead: for each wait for an event, how many were launched after it.
+    """
 
     def __init__(self) -> None:
         self.entries: Counter[tuple[str, str]] = Counter()
+        self.launched = 0
+        self.ahead: list[int] = []
 
     def note(self, kind: str, what: str) -> None:
         self.entries[kind, f"{_place()} {what}"] += 1

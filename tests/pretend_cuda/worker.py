@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.wire import encoder
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
@@ -19,6 +20,13 @@ stubs.install()
 dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
 torch._C._set_only_lift_cpu_tensors(True)  # what `torch.tensor(…, device="cuda")` makes is copied in the mode's sight
 device_mode.__enter__()
+
+
+_lazy_initialization = ReusableLayer.lazy_initialization
+
+
+def _no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nThe rest is advice.")
 
 
 def _send_as_tensors() -> None:
@@ -41,6 +49,32 @@ class PretendedRunner(ModelRunner):
     def counted(self) -> dict[str, dict[str, int]]:
         """See `Ledger.take`."""
         return ledger.take()
+
+    def ahead(self) -> list[int]:
+        """See `Ledger.ahead`; since this was last asked."""
+        ahead, ledger.ahead = ledger.ahead, []
+        return ahead
+
+    def launched(self) -> int:
+        """See `Ledger.launched`."""
+        return ledger.launched
+
+    def graphs(self, fault: str = "") -> tuple[int, int]:
+        """Recordings and replays since this was last asked.
+
+        Args:
+            fault: what is wrong from now on: see `stubs.CUDAGraph`; "no room" where rank 1 has none for their caches.
+        """
+        graphs = stubs.CUDAGraph
+        counts = graphs.recordings, graphs.replays
+        graphs.recordings = graphs.replays = 0
+        graphs.fault = fault
+        ReusableLayer.lazy_initialization = _no_room if (fault, self.rank) == ("no room", 1) else _lazy_initialization
+        return counts
+
+    def static_caches(self) -> int:
+        """How many caches are kept for recordings."""
+        return 0 if self.captured is None else len(self.captured._caches)
 
     def emptied(self) -> list[int]:
         """See `stubs.emptied`."""

@@ -1,0 +1,143 @@
+"""How steps of `generate` run on pretended CUDA devices, unless told: see `tests/pretend_cuda`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.cuda_graphs.modes import CAPTURED_BY_DEFAULT, static_steps
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.zoo.build import largest_difference
+from tests.zoo.case import text_inputs, token_ids
+from tests.zoo.decoders import decoder, gpt2
+
+STEPS = 6
+HOW: dict[str, Any] = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+REPLAYS = STEPS - 2
+"""Of a first call: the prompt's pass gives a token, and the next step is not recorded yet."""
+
+
+@pytest.fixture
+def graphs(pretended: WorkerGroup) -> Iterator[WorkerGroup]:
+    """The group, of which `graphs` tells what was recorded and run again from here on."""
+    pretended.call("graphs")
+    yield pretended
+    pretended.call("graphs")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Gives what was said about captured steps so far, with its level."""
+    with caplog.at_level(logging.INFO, "parallelformers_ng"):
+        yield lambda: [(each.levelname, each.message) for each in caplog.records if "CUDA graphs" in each.message]
+
+
+def test_who_has_captured_steps_unasked() -> None:
+    assert static_steps("auto", "cuda", 2) == (CAPTURED_BY_DEFAULT, "")
+    assert static_steps("auto", "cpu", 2) == static_steps("eager", "cuda", 2) == (None, "")
+
+
+def test_steps_are_captured_unasked(graphs: WorkerGroup, said: Any) -> None:
+    whole = decoder("Llama")
+    with parallelize(decoder("Llama"), workers=graphs) as model:
+        for made in ((1, REPLAYS), (0, STEPS - 1)):
+            assert torch.equal(model.generate(**text_inputs(), **HOW), whole.generate(**text_inputs(), **HOW))
+            assert graphs.call("graphs") == made
+    assert not said()
+
+
+WRONG = "a recorded step gives other logits than the step as it is"
+REFUSED = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+
+
+NO_ROOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize(("fault", "why"), [("wrong", WRONG), ("refused", REFUSED), ("no room", NO_ROOM)])
+def test_what_a_device_does_not_show_right_is_given_up(fault: str, why: str, graphs: WorkerGroup, said: Any) -> None:
+    """The call is answered, says why, and later ones do not try again."""
+    whole = decoder("Llama")
+    want = whole.generate(**text_inputs(), **HOW)
+    with parallelize(decoder("Llama"), workers=graphs) as model:
+        graphs.call("graphs", fault)
+        for _ in range(2):
+            assert torch.equal(model.generate(**text_inputs(), **HOW), want)
+            assert said() == [("WARNING", f"generate runs without CUDA graphs: {why}")]
+        assert graphs.call("graphs")[1] == (1 if fault == "wrong" else 0)
+        assert graphs.call("static_caches") == 0
+
+
+def test_answers_are_of_the_same_kind(graphs: WorkerGroup, said: Any) -> None:
+    """A cache that is handed out can grow, as those of other steps."""
+    whole, ids = decoder("Llama"), text_inputs()["input_ids"]
+    how = {**HOW, "return_dict_in_generate": True}
+    with parallelize(decoder("Llama"), workers=graphs) as model:
+        first, want = model.generate(ids, **how), whole.generate(ids, **how)
+        assert isinstance(first.past_key_values, DynamicCache)
+        more = token_ids(length=130)  # beyond what a cache of a fixed size would have had room for
+        got = model(more, past_key_values=first.past_key_values).logits
+        assert largest_difference(got, whole(more, past_key_values=want.past_key_values).logits) <= 1e-4
+        assert model.generate(ids, use_cache=False, **HOW).shape == (2, 7 + STEPS)
+    assert graphs.call("graphs") == (0, 0)
+    reason = "the cache, which could not grow, may be handed out"
+    assert said() == [("INFO", f"generate runs without CUDA graphs: {reason}")]
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}], ids=["greedy", "seeded"])
+def test_a_step_is_launched_before_the_last_one_is_waited_for(how: dict[str, Any], pretended: WorkerGroup) -> None:
+    given, launched = {**HOW, "do_sample": False, **how}, []
+    with parallelize(decoder("Llama"), workers=pretended, decode="eager") as model:
+        for steps in (STEPS, STEPS + 1):
+            before = pretended.call("launched")
+            model.generate(**text_inputs(), **{**given, "max_new_tokens": steps, "min_new_tokens": steps})
+            launched.append(pretended.call("launched") - before)
+            ahead = pretended.call("ahead")
+    of_a_step = launched[1] - launched[0]
+    assert len(ahead) > STEPS
+    assert min(ahead[:STEPS]) >= 0.9 * of_a_step > 50
+
+
+class Counts(LogitsProcessor):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores
+
+
+class Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def test_a_step_too_many_leaves_no_trace(pretended: WorkerGroup) -> None:
+    """Neither in the tokens, nor in what is streamed, nor by its position, which the model's table does not have."""
+    whole, ids = gpt2(), token_ids(rows=1, length=64 - 3)
+    end = whole.generate(ids, max_new_tokens=4, do_sample=False)[0, -1].item()
+    how: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 3, "do_sample": False, "eos_token_id": end}
+    mine, theirs = Streamed(), Streamed()
+    want = whole.generate(ids, **how, streamer=mine)
+    assert want.shape == (1, 64 + 1)  # whose last token nobody looks up
+    counts = [Counts(), Counts()]
+    with parallelize(gpt2(), workers=pretended) as model:
+        assert torch.equal(model.generate(ids, **how, streamer=theirs), want)
+        assert theirs.tokens == mine.tokens
+        pretended.call("ahead")
+        for each, counting in zip((whole, model), counts, strict=True):
+            assert torch.equal(each.generate(ids, **how, logits_processor=[counting]), want)
+        assert counts[0].calls == counts[1].calls == 4
+        assert pretended.call("ahead") == []
