@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,14 +125,14 @@ def figures(count: int, seed: int) -> list[Figure]:
     ]
 
 
-def faults(count: int, seed: int) -> Outcome:
-    """Have `count` requests fail, and ask again after each. Needs `believe`."""
+def faults(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcome:
+    """Have `count` requests fail, each kind in turn, and ask again after each. Needs `believe`."""
     source, found, ids = random.Random(seed), Outcome(), token_ids()
     how: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False}
     want = gpt2().generate(ids, **how)
     options = {"device": "cuda", "host_copy": True, "timeout": PATIENCE_SECONDS, "max_restarts": count + 1}
     with parallelize(gpt2(), 2, workers=options) as model:
-        for name in tqdm([list(KINDS)[number % len(KINDS)] for number in range(count)], "faults", disable=None):
+        for name in tqdm([kinds[number % len(kinds)] for number in range(count)], "faults", disable=None):
             deployment_of(model).ready(time.monotonic() + PATIENCE_SECONDS)
             kind, rank, before = KINDS[name], source.randrange(2), deployment_of(model).incarnation
             pid, step = deployment_of(model).pids[rank], source.randrange(_TOKENS)

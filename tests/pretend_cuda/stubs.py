@@ -72,8 +72,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self.recorded:
-            ledger.note(WAITS, "Event.synchronize")
-            ledger.ahead.append(ledger.launched - self._launched)
+            ledger.wait(self._launched)
 
 
 class CUDAGraph:

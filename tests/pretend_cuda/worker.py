@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
+from parallelformers_ng.kernels.side_by_side import PartOfProduct
 from parallelformers_ng.wire import encoder
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
@@ -50,14 +52,12 @@ class PretendedRunner(ModelRunner):
         """See `Ledger.take`."""
         return ledger.take()
 
-    def ahead(self) -> list[int]:
-        """See `Ledger.ahead`; since this was last asked."""
-        ahead, ledger.ahead = ledger.ahead, []
-        return ahead
-
-    def launched(self) -> int:
-        """See `Ledger.launched`."""
-        return ledger.launched
+    def last_step(self) -> dict[str, int]:
+        """What was counted between the last two tokens of a generation that waits for events, none where it did not;
+        "ahead" is how many operators the host had launched when it asked whether the token before was the last."""
+        *_, (_, before), (ahead, after), _, _ = ledger.waits or [(0, Counter())] * 4  # two at the end
+        ledger.waits.clear()
+        return {"ahead": ahead, **{kind: count - before[kind] for kind, count in after.items()}}
 
     def graphs(self, fault: str = "") -> tuple[int, int]:
         """Recordings and replays since this was last asked.
@@ -75,6 +75,10 @@ class PretendedRunner(ModelRunner):
     def static_caches(self) -> int:
         """How many caches are kept for recordings."""
         return 0 if self.captured is None else len(self.captured._caches)
+
+    def computed_as_one(self) -> int:
+        """Layers that share a product with others."""
+        return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
 
     def emptied(self) -> list[int]:
         """See `stubs.emptied`."""
