@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import time
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
-from benchmarks.chaos_devices import KINDS, faults
+from benchmarks.chaos_devices import faults
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.process_group import nccl_defaults
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda import process_group
 from tests.pretend_cuda.caller import TARGET, small
+from tests.pretend_cuda.faults import KINDS
+from tests.pretend_cuda.objects import RaisesOn
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids
 from tests.zoo.decoders import gpt2
 
@@ -54,19 +53,6 @@ def test_ranks_that_share_a_device(pretended: WorkerGroup) -> None:
     with parallelize(small(), workers=how) as model:
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), small().generate(**text_inputs(), **GREEDY))
         assert set(model.memory_allocated()) == {"cuda:1"}
-
-
-class RaisesOn(StoppingCriteria):
-    """Raises on one rank, which has its peers wait for it in an exchange."""
-
-    def __init__(self, pid: int, length: int) -> None:
-        self.pid, self.length = pid, length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if os.getpid() == self.pid and input_ids.shape[1] == self.length:
-            time.sleep(0.2)  # by now the peer waits in the exchange
-            raise ValueError("only here")
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -17,7 +17,7 @@ from parallelformers_ng.collectives.communicator import SingleCommunicator
 from parallelformers_ng.collectives.process_group import GlooCommunicator
 from parallelformers_ng.collectives.shared_memory import StagedCommunicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
-from parallelformers_ng.cuda_graphs.modes import CAPTURED, NO_DEVICE, static_generation
+from parallelformers_ng.cuda_graphs.modes import CAPTURED, CAPTURED_BY_DEFAULT, NO_DEVICE, static_generation
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer
 from parallelformers_ng.errors import ParallelError
@@ -51,6 +51,17 @@ def test_arguments() -> None:
     assert "two caches" in static_generation(t5(), {}, CAPTURED)[1]
     sent, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
     assert (sent, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
+
+
+def test_long_caches_are_made_where_asked_for() -> None:
+    """One of a fixed size is read whole in each step, however little of it is used."""
+    model, ids = decoder("Llama"), torch.ones(4, 96, dtype=torch.long)
+    for length in ({"max_new_tokens": 4000}, {"max_length": 4096}):
+        assert not static_generation(model, {"input_ids": ids, **length}, CAPTURED_BY_DEFAULT)[1]
+        beams = {"inputs": ids, **length, "num_beams": 2}
+        reason = static_generation(model, beams, CAPTURED_BY_DEFAULT)[1]
+        assert reason == "each step would read a cache of 32768 positions, empty ones too; 16384 at most"
+        assert not static_generation(model, beams, CAPTURED)[1]
 
 
 @pytest.mark.parametrize(

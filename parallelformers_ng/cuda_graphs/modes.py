@@ -9,7 +9,7 @@ default, for calls that would not notice, until a device shows that it cannot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +20,8 @@ from parallelformers_ng.errors import ParallelError
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
+MOST_POSITIONS = 1 << 14
+"""Of a cache that nobody asked for. For 8 billion parameters it is an eighth of what a step reads of weights."""
 _CACHES = ("past_key_values", "cache_params")
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
@@ -133,6 +135,15 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
     return given
 
 
+def _positions(arguments: Mapping[str, Any], asked: Callable[[str], Any]) -> int:
+    """Rows × tokens that the cache of a call must have room for."""
+    given = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    rows, tokens = next((prompt.shape[:2] for prompt in given if prompt is not None), (1, 1))
+    new = asked("max_new_tokens")
+    tokens = tokens + new if new is not None else asked("max_length") or tokens
+    return int(rows * tokens * max(asked("num_beams") or 1, asked("num_return_sequences") or 1))
+
+
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
     """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
@@ -160,6 +171,8 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
         return "torch.autocast is on"
     if asked("return_dict_in_generate") and steps.by_default:
         return "the cache, which could not grow, may be handed out"
+    if steps.by_default and (positions := _positions(arguments, asked)) > MOST_POSITIONS:
+        return f"each step would read a cache of {positions} positions, empty ones too; {MOST_POSITIONS} at most"
     if any(asked(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
     if model.config.model_type == "falcon" and model.config.alibi:

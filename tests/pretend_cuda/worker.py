@@ -63,13 +63,14 @@ class PretendedRunner(ModelRunner):
         """Recordings and replays since this was last asked.
 
         Args:
-            fault: what is wrong from now on: see `stubs.CUDAGraph`; "no room" where rank 1 has none for their caches.
+            fault: what is wrong from now on: see `stubs.CUDAGraph`; "no room" where the last rank has none for caches.
         """
         graphs = stubs.CUDAGraph
         counts = graphs.recordings, graphs.replays
         graphs.recordings = graphs.replays = 0
         graphs.fault = fault
-        ReusableLayer.lazy_initialization = _no_room if (fault, self.rank) == ("no room", 1) else _lazy_initialization
+        has_room = fault != "no room" or self.rank < self.world_size - 1
+        ReusableLayer.lazy_initialization = _lazy_initialization if has_room else _no_room
         return counts
 
     def static_caches(self) -> int:
