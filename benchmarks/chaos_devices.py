@@ -2,94 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import DistBackendError
 from tqdm import tqdm
-from transformers import LogitsProcessor
 
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
-from parallelformers_ng.errors import RequestTimeoutError, WorkerDiedError
+from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.pretend_cuda import process_group
 from tests.pretend_cuda.caller import believe
+from tests.pretend_cuda.faults import KINDS, LATE_SECONDS, Fault
 from tests.zoo.case import VOCABULARY, token_ids
 from tests.zoo.decoders import gpt2
 
 PATIENCE_SECONDS = 60.0  # a request that takes longer counts as hung
-_LATE_SECONDS = 1.0
 _TOKENS = 4
-
-
-def _run_out(scores: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def _look_beyond(scores: torch.Tensor) -> None:
-    """An assertion on the device, after which nothing works in the process."""
-    scores.gather(1, torch.full((len(scores), 1), VOCABULARY, device=scores.device))
-
-
-def _die(scores: torch.Tensor) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _break_nccl(scores: torch.Tensor) -> None:
-    process_group.fail_next = True
-
-
-def _come_late(scores: torch.Tensor) -> None:
-    time.sleep(3 * _LATE_SECONDS)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
-
-    Attributes:
-        strikes: what happens on one rank, given the scores of a step. None: the request is to blame.
-        raises: what the caller gets.
-        says: part of its message.
-        restarts: whether the workers are due to be started again.
-    """
-
-    strikes: Callable[[torch.Tensor], None] | None
-    raises: type[Exception]
-    says: str
-    restarts: bool = False
-
-
-KINDS = {
-    "bad id": Kind(None, IndexError, f"id {VOCABULARY + 5}, vocabulary of {VOCABULARY}"),
-    "out of memory": Kind(_run_out, torch.OutOfMemoryError, "Tried to allocate"),
-    "sticky error": Kind(_look_beyond, torch.AcceleratorError, "device-side assert", restarts=True),
-    "kill": Kind(_die, WorkerDiedError, "signal 9", restarts=True),
-    "NCCL error": Kind(_break_nccl, DistBackendError, "remote process exited"),
-    "late rank": Kind(_come_late, RequestTimeoutError, "no answer from ranks", restarts=True),
-}
-
-
-class Fault(LogitsProcessor):
-    """Strikes in one process, at one step."""
-
-    def __init__(self, kind: str, pid: int, length: int) -> None:
-        self.kind, self.pid, self.length = kind, pid, length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        strikes = KINDS[self.kind].strikes
-        if strikes is not None and (os.getpid(), input_ids.shape[1]) == (self.pid, self.length):
-            strikes(scores)
-        return scores
 
 
 @dataclass
@@ -125,20 +59,20 @@ def figures(count: int, seed: int) -> list[Figure]:
     ]
 
 
-def faults(count: int, seed: int) -> Outcome:
-    """Have `count` requests fail, and ask again after each. Needs `believe`."""
+def faults(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcome:
+    """Have `count` requests fail, each kind in turn, and ask again after each. Needs `believe`."""
     source, found, ids = random.Random(seed), Outcome(), token_ids()
     how: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False}
     want = gpt2().generate(ids, **how)
     options = {"device": "cuda", "host_copy": True, "timeout": PATIENCE_SECONDS, "max_restarts": count + 1}
     with parallelize(gpt2(), 2, workers=options) as model:
-        for name in tqdm([list(KINDS)[number % len(KINDS)] for number in range(count)], "faults", disable=None):
+        for name in tqdm([kinds[number % len(kinds)] for number in range(count)], "faults", disable=None):
             deployment_of(model).ready(time.monotonic() + PATIENCE_SECONDS)
             kind, rank, before = KINDS[name], source.randrange(2), deployment_of(model).incarnation
             pid, step = deployment_of(model).pids[rank], source.randrange(_TOKENS)
             given = ids.clone()
             given[1, 3] = VOCABULARY + 5 if kind.strikes is None else given[1, 3]
-            late = {"timeout": _LATE_SECONDS} if name == "late rank" else {}
+            late = {"timeout": LATE_SECONDS} if name == "late rank" else {}
             error = _error_of(model, given, logits_processor=[Fault(name, pid, ids.shape[1] + step)], **how, **late)
             found.kinds[name] += 1
             found.hung += isinstance(error, RequestTimeoutError) and not late

@@ -83,7 +83,8 @@ def parallelize(
         decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
-            once; never run on a GPU, unmeasured. "auto" is "eager".
+            once; never run on a GPU, unmeasured. "auto" is "eager" on CPU ranks. On CUDA devices it is "cuda_graphs"
+            for calls whose answer is of the same kind either way, until one cannot be captured: a warning says why.
         batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
             words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a cache of the caller's, a
             model that would give other tokens) runs alone, in its turn. One that samples without `seed=` draws a seed
@@ -116,7 +117,7 @@ def parallelize(
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
     make_group: Callable[..., WorkerGroup] | None = None
     if isinstance(workers, WorkerGroup):
-        world_size, kind = workers.world_size, workers.device_names[0].partition(":")[0]
+        world_size, kind = workers.world_size, workers.device
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     else:

@@ -55,22 +55,40 @@ def groups() -> Iterator[Callable[[int], WorkerGroup]]:
 
 
 @pytest.fixture(scope="session")
-def _pretended() -> Iterator[list[WorkerGroup]]:
-    running: list[WorkerGroup] = []
+def _pretended() -> Iterator[dict[int, WorkerGroup]]:
+    running: dict[int, WorkerGroup] = {}
     yield running
-    for group in running:
+    for group in running.values():
         group.close()
 
 
 @pytest.fixture
-def pretended(_pretended: list[WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
-    """Two ranks on pretended CUDA devices, which serve one test after another."""
+def pretended_groups(
+    _pretended: dict[int, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], WorkerGroup]:
+    """`pretended_groups(world_size)`: ranks on pretended CUDA devices, which serve one test after another."""
     from tests.pretend_cuda.caller import TARGET, believe
 
     believe(monkeypatch)
-    if not _pretended or not _pretended[-1].alive:
-        _pretended.append(WorkerGroup(2, "cuda", target=TARGET, timeout=60))
-    return _pretended[-1]
+
+    def get(world_size: int) -> WorkerGroup:
+        if world_size not in _pretended or not _pretended[world_size].alive:
+            _pretended[world_size] = WorkerGroup(world_size, "cuda", target=TARGET, timeout=60)
+        return _pretended[world_size]
+
+    return get
+
+
+@pytest.fixture
+def pretended(pretended_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
+    """Two of them."""
+    return pretended_groups(2)
+
+
+@pytest.fixture
+def pretended_one(pretended_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
+    """One, for what has nothing to do with the number of ranks."""
+    return pretended_groups(1)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ class OperatorRecorder:
             return step()
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        tape = _Tape()
+        tape = Tape()
         try:
             with operators_alone(), tape:
                 output = step()
@@ -86,7 +86,9 @@ class OperatorRecorder:
         return output, replay
 
 
-class _Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):
+    """The operators that run within it; `undo` has what they wrote to be what it was."""
+
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Sequence[Any], Mapping[str, Any], list[Tensor | None]]] = []
@@ -115,6 +117,11 @@ class _Tape(TorchDispatchMode):
             self._calls.append((func, args, kwargs, fresh))
         return output
 
+    @property
+    def last(self) -> Tensor:
+        """What the last operator made."""
+        return next(tensor for *_, fresh in reversed(self._calls) for tensor in fresh if tensor is not None)
+
     def run(self) -> None:
         for func, args, kwargs, fresh in self._calls:
             for old, new in zip(fresh, tree_leaves(func(*args, **kwargs)), strict=True):
@@ -128,9 +135,14 @@ class _Tape(TorchDispatchMode):
     def _remember(self, written: Tensor) -> None:
         number = _storage(written)
         if number not in self._made and number not in self._before:
-            memory = torch.empty(0, dtype=torch.uint8).set_(written.untyped_storage())
+            memory = torch.empty(0, dtype=torch.uint8).set_(_memory(written).untyped_storage())
             self._before[number] = (memory, memory.clone())
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return _memory(tensor).untyped_storage()._cdata
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A tensor of the host with the same memory: a pretended device's lies there too."""
+    return getattr(tensor, "host", tensor)

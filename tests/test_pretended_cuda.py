@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -11,42 +12,33 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS
 from tests.zoo.build import largest_difference
-from tests.zoo.case import Case
 from tests.zoo.families import ALL
 
-FAMILIES = (
-    *("llama", "gpt2", "t5", "bert", "mixtral", "qwen3-moe", "bloom", "falcon", "gemma3", "mamba", "vit"),
-    "whisper",
+CAPTURED = ("llama", "gpt2", "mixtral", "qwen3-moe", "falcon", "gemma3", "bloom")
+FAMILIES = (*CAPTURED, "t5", "bert", "mamba", "vit", "whisper")
+AT_ONCE = (("falcon", "eager"), *((family, "auto") for family in ("llama", "gpt2", "mixtral", "t5", "bert")))
+OTHERS = [(family, decode) for decode in ("auto", "eager") for family in FAMILIES if (family, decode) not in AT_ONCE]
+COMPUTED_AS_ONE = {"llama": 2 * 5, "mixtral": 2 * 3, "bert": 2 * 3, "t5": 4 * 3, "gpt2": 0}
+"""Layers whose products are one: q, k and v of each layer, gate and up, but not those that read another tensor."""
+STEPS = 6  # the prompt's, one that is watched, two that a recording is compared with, and two more
+
+
+@pytest.mark.parametrize(
+    ("family", "decode"), [*AT_ONCE, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 )
-OF_TRANSFORMERS = {"falcon": 4}  # its modelling code indexes with a list of numbers: twice in each of two layers
-
-
-def inputs_of(case: Case) -> dict[str, Any]:
-    """What `generate` is given."""
-    return {name: value for name, value in case.inputs().items() if name != "decoder_input_ids"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forward_and_generate(family: str, pretended: WorkerGroup) -> None:
+def test_forward_and_generate(family: str, decode: Any, pretended: WorkerGroup) -> None:
     case = next(case for case in ALL if case.name == family)
     whole, inputs = case.make(), case.inputs()
-    with parallelize(case.make(), workers=pretended) as model:
+    with parallelize(case.make(), workers=pretended, decode=decode) as model:
         assert pretended.call("devices") == {"cuda:0"}
         assert largest_difference(model(**inputs)[0], whole(**inputs)[0]) <= 1e-4
+        assert pretended.call("computed_as_one") == COMPUTED_AS_ONE.get(family, ANY)
         if not case.generates:
             return
-        beams = {"max_new_tokens": 3, "num_beams": 2, "do_sample": False}
-        assert torch.equal(model.generate(**inputs_of(case), **beams), whole.generate(**inputs_of(case), **beams))
-        per_step = {kind: -count for kind, count in counted_greedy(model, whole, case, 2, pretended).items()}
-        for kind, count in counted_greedy(model, whole, case, 3, pretended).items():
-            per_step[kind] += count
-    assert per_step[TO_DEVICE] == OF_TRANSFORMERS.get(family, 0)
-    assert (per_step[TO_HOST], per_step[WAITS]) == (0, 1)
-
-
-def counted_greedy(model: Any, whole: Any, case: Case, tokens: int, group: WorkerGroup) -> dict[str, int]:
-    """What passes between host and device in a greedy `generate`, whose tokens are those of the whole model."""
-    how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    group.call("counted")
-    assert torch.equal(model.generate(**inputs_of(case), **how), whole.generate(**inputs_of(case), **how))
-    return {kind: sum(places.values()) for kind, places in group.call("counted").items()}
+        inputs.pop("decoder_input_ids", None)
+        how = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+        pretended.call("graphs")
+        assert torch.equal(model.generate(**inputs, **how), whole.generate(**inputs, **how))
+        assert pretended.call("graphs") == ((1, STEPS - 2) if decode == "auto" and family in CAPTURED else (0, 0))
+        step = pretended.call("last_step")
+    assert (step.get(TO_DEVICE, 0), step[TO_HOST], step[WAITS]) == (0, 1, 1)

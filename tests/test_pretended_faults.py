@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import time
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
-from benchmarks.chaos_devices import KINDS, faults
+from benchmarks.chaos_devices import faults
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.process_group import nccl_defaults
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda import process_group
-from tests.pretend_cuda.caller import TARGET
+from tests.pretend_cuda.caller import TARGET, small
+from tests.pretend_cuda.faults import KINDS
+from tests.pretend_cuda.objects import RaisesOn
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids
-from tests.zoo.decoders import decoder, gpt2
+from tests.zoo.decoders import gpt2
 
-GREEDY = {"max_new_tokens": 4, "do_sample": False}
+GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 
 def test_a_token_id_out_of_range_costs_its_request_alone(pretended: WorkerGroup) -> None:
-    whole = decoder("Llama").generate(**text_inputs(), **GREEDY)
-    with parallelize(decoder("Llama"), workers=pretended) as model:
+    whole = small().generate(**text_inputs(), **GREEDY)
+    with parallelize(small(), workers=pretended) as model:
         for bad, call in ((VOCABULARY, model), (-1, model), (1 << 40, partial(model.generate, max_new_tokens=2))):
             ids = token_ids()
             ids[1, 3] = bad
@@ -45,41 +44,27 @@ def test_a_position_out_of_range_costs_its_request_alone(pretended: WorkerGroup)
 
 def test_nccl_is_given_no_device_twice(pretended: WorkerGroup) -> None:
     with pytest.raises(PlacementError, match=r"device_ids \[0, 0\] name a device twice"):
-        parallelize(decoder("Llama"), workers={"device": "cuda", "device_ids": [0, 0]})
+        parallelize(small(), workers={"device": "cuda", "device_ids": [0, 0]})
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_device(pretended: WorkerGroup) -> None:
     how = {"device": "cuda", "device_ids": [1, 1], "backend": "shared_memory"}
-    with parallelize(decoder("Llama"), workers=how) as model:
-        assert torch.equal(
-            model.generate(**text_inputs(), **GREEDY), decoder("Llama").generate(**text_inputs(), **GREEDY)
-        )
+    with parallelize(small(), workers=how) as model:
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), small().generate(**text_inputs(), **GREEDY))
         assert set(model.memory_allocated()) == {"cuda:1"}
 
 
-class RaisesOn(StoppingCriteria):
-    """Raises on one rank, which has its peers wait for it in an exchange."""
-
-    def __init__(self, pid: int, length: int) -> None:
-        self.pid, self.length = pid, length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if os.getpid() == self.pid and input_ids.shape[1] == self.length:
-            time.sleep(0.2)  # by now the peer waits in the exchange
-            raise ValueError("only here")
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_cause_is_that_of_the_rank_that_raised(rank: int, pretended: WorkerGroup) -> None:
     """What an aborted exchange leaves on the device would have its peer say that the ranks diverged."""
-    with parallelize(decoder("Llama"), workers=pretended) as model:
+    with parallelize(small(), workers=pretended) as model:
         criteria = [RaisesOn(pretended.pids[rank], 9)]
         with pytest.raises(ValueError, match="only here") as caught:
             model.generate(**text_inputs(), stopping_criteria=criteria, **GREEDY)
         assert isinstance(caught.value, WorkerError)
         assert caught.value.rank == rank
-        whole = decoder("Llama").generate(**text_inputs(), **GREEDY)
+        whole = small().generate(**text_inputs(), **GREEDY)
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole)
 
 
@@ -116,6 +101,7 @@ def test_nothing_recorded_runs_once_a_peer_gave_up(pretended: WorkerGroup) -> No
         pretended.call("launch_after_abort")
 
 
-def test_one_fault_of_each_kind(pretended: WorkerGroup) -> None:
-    found = faults(len(KINDS), seed=1)
+@pytest.mark.parametrize("kinds", [["sticky error"], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len)
+def test_one_fault_of_each_kind(kinds: list[str], pretended: WorkerGroup) -> None:
+    found = faults(len(kinds), seed=1, kinds=kinds)
     assert (found.untrue, found.unrecovered, found.hung, found.needless) == ([], [], 0, 0)

@@ -15,25 +15,25 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import is_parallelized
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.pretend_cuda.caller import small
 from tests.test_behaviour import word_tokenizer
 from tests.zoo.build import largest_difference
 from tests.zoo.case import token_ids
-from tests.zoo.decoders import decoder
 from tests.zoo.encoders import encoder
 
 
 @pytest.fixture
-def in_caller(pretended: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
+def in_caller(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
     """The devices are the caller's too, as frameworks find them."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return pretended
+    return pretended_one
 
 
 def test_a_pipeline_that_generates(in_caller: WorkerGroup) -> None:
-    how: dict[str, Any] = {"task": "text-generation", "tokenizer": word_tokenizer(), "max_new_tokens": 3}
-    want = pipeline(model=decoder("Llama"), device="cpu", **how)("w9 w17", do_sample=False)
-    with parallelize(decoder("Llama"), workers=in_caller) as model:
+    how: dict[str, Any] = {"task": "text-generation", "tokenizer": word_tokenizer(), "max_new_tokens": 2}
+    want = pipeline(model=small(), device="cpu", **how)("w9 w17", do_sample=False)
+    with parallelize(small(), workers=in_caller) as model:
         assert pipeline(model=model, **how)("w9 w17", do_sample=False) == want
         with pytest.raises(ValueError, match="cannot be moved to a specific device"):
             pipeline(model=model, device=0, **how)
@@ -54,10 +54,10 @@ def trainer(model: Any, directory: Path) -> Trainer:
     return Trainer(model, TrainingArguments(str(directory), per_device_eval_batch_size=3, max_steps=1, **how))
 
 
-def test_trainer_evaluates_and_does_not_train(pretended: WorkerGroup, tmp_path: Path) -> None:
+def test_trainer_evaluates_and_does_not_train(pretended_one: WorkerGroup, tmp_path: Path) -> None:
     rows = [{"input_ids": ids, "labels": ids} for ids in token_ids(rows=4, length=6).tolist()]
-    want = trainer(decoder("Llama"), tmp_path).predict(rows)
-    with parallelize(decoder("Llama"), workers=pretended) as model:
+    want = trainer(small(), tmp_path).predict(rows)
+    with parallelize(small(), workers=pretended_one) as model:
         got = trainer(model, tmp_path).predict(rows)
         numpy.testing.assert_allclose(got.predictions, want.predictions, rtol=1e-4, atol=1e-4)
         assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-4)
@@ -67,10 +67,10 @@ def test_trainer_evaluates_and_does_not_train(pretended: WorkerGroup, tmp_path: 
             training.train()
 
 
-def test_accelerate_leaves_the_model_where_it_is(pretended: WorkerGroup) -> None:
-    with parallelize(decoder("Llama"), workers=pretended) as model:
+def test_accelerate_leaves_the_model_where_it_is(pretended_one: WorkerGroup) -> None:
+    with parallelize(small(), workers=pretended_one) as model:
         assert accelerate.Accelerator(cpu=True).prepare(model) is model
         with pytest.raises(ParallelError, match="setting hf_device_map"):
             accelerate.dispatch_model(model, {"": "cpu"})
-        whole = decoder("Llama")(input_ids=token_ids()).logits
+        whole = small()(input_ids=token_ids()).logits
         assert largest_difference(model(input_ids=token_ids()).logits, whole) <= 1e-4

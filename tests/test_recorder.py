@@ -16,11 +16,14 @@ from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import SingleCommunicator
 from parallelformers_ng.collectives.process_group import GlooCommunicator
 from parallelformers_ng.collectives.shared_memory import StagedCommunicator
-from parallelformers_ng.cuda_graphs.modes import CAPTURED, NO_DEVICE, static_generation
+from parallelformers_ng.cuda_graphs.captured import CapturedSteps
+from parallelformers_ng.cuda_graphs.modes import CAPTURED, CAPTURED_BY_DEFAULT, NO_DEVICE, static_generation
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding import look_ups
+from parallelformers_ng.worker import runner
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.operator_recorder import OperatorRecorder
 from tests.zoo.case import text_inputs
@@ -50,6 +53,17 @@ def test_arguments() -> None:
     assert (sent, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
 
 
+def test_long_caches_are_made_where_asked_for() -> None:
+    """One of a fixed size is read whole in each step, however little of it is used."""
+    model, ids = decoder("Llama"), torch.ones(4, 96, dtype=torch.long)
+    for length in ({"max_new_tokens": 4000}, {"max_length": 4096}):
+        assert not static_generation(model, {"input_ids": ids, **length}, CAPTURED_BY_DEFAULT)[1]
+        beams = {"inputs": ids, **length, "num_beams": 2}
+        reason = static_generation(model, beams, CAPTURED_BY_DEFAULT)[1]
+        assert reason == "each step would read a cache of 32768 positions, empty ones too; 16384 at most"
+        assert not static_generation(model, beams, CAPTURED)[1]
+
+
 @pytest.mark.parametrize(
     ("step", "found"),
     [
@@ -57,6 +71,7 @@ def test_arguments() -> None:
         (lambda x: bool((x > 0).any()), "aten._local_scalar_dense waits"),
         (lambda x: x.nonzero(), "aten.nonzero waits"),
         (lambda x: x[x > 0], "aten.index by a mask"),
+        (lambda x: torch.empty(3, device="meta")[torch.arange(1)], "aten.index by a tensor of the host"),
         (lambda x: x.masked_select(x > 0), "aten.masked_select waits"),
         (lambda x: x.repeat_interleave(torch.arange(3), 0), "aten.repeat_interleave waits"),
         (lambda x: x[[0, 2]], "made of Python numbers"),
@@ -88,10 +103,36 @@ def test_recordings_go_before_the_connections_that_they_use() -> None:
     assert order == ["forgotten", "aborted"] * 2
 
 
-def test_sums_through_host_memory_are_in_no_graph() -> None:
+Make = Callable[[Any], ModelRunner]
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a rank in this process, which does not become a worker by that."""
+    for owner, name in (
+        (look_ups, "guard_look_ups"), (runner, "answer_for_steps"), (runner, "slice_single_indices"),
+        (runner, "defer_stops"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda: None)
+    return lambda communicator: ModelRunner(0, 1, torch.device("cuda"), communicator, None)
+
+
+def test_sums_through_host_memory_are_in_no_graph(on_a_device: Make) -> None:
     host: Any = SingleCommunicator(Arena.create(1))
-    replica = ModelRunner(0, 1, torch.device("cuda"), StagedCommunicator(host), None)
+    replica = on_a_device(StagedCommunicator(host))
     assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
+
+
+def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: Make) -> None:
+    """Whatever the request was."""
+    alone = SingleCommunicator(Arena.create(1))
+    replica = on_a_device(alone)
+    replica.captured = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
+        replica.captured._caches[1] = object()  # type: ignore[assignment]
+        with pytest.raises(error), replica._on_device([], {}):
+            raise error
+        assert len(replica.captured._caches) == kept
 
 
 def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:

@@ -163,9 +163,6 @@ class CapturedSteps:
         self.reason = ""
         rows, tokens = bucket_of(how["batch_size"]), how["max_cache_len"]
         reusable = self._caches.get(rows)
-        if how.get("prefill_chunk_size") is not None:
-            self.reason = "prefill_chunk_size was asked for"
-            return prepare(**how)
         if reusable is None or reusable.length < tokens:
             length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
             self._caches.pop(rows, None)  # its memory is needed
@@ -259,10 +256,6 @@ def _is_step(kwargs: dict[str, Any]) -> bool:
 
 
 def _model_obstacle(model: Any) -> str:
-    if model.training:
-        return "the model is in training mode"
-    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
-        return "torch.autocast is on"
     if "forward" in vars(model) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "the model's forward was replaced"
     for module in model.modules():

@@ -2,22 +2,26 @@
 
 transformers compiles the forward of a decode step where the cache is static; the prompt's own pass stays as it is. What
 is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask
-for the same cache, and for no compiler; `captured.py` does the rest, on the workers.
+for the same cache, and for no compiler; `captured.py` does the rest, on the workers. On CUDA devices that is the
+default, for calls that would not notice, until a device shows that it cannot.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
+MOST_POSITIONS = 1 << 14
+"""Of a cache that nobody asked for. For 8 billion parameters it is an eighth of what a step reads of weights."""
 _CACHES = ("past_key_values", "cache_params")
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
@@ -31,11 +35,14 @@ class StaticSteps:
         options: arguments of `generate` that ask for it.
         without: what is said where a call cannot have it.
         captured: whether they become CUDA graphs.
+        by_default: whether nobody asked for it. A call then has it only if its answer is of the same kind without it,
+            and no call has it after one that could not.
     """
 
     options: Mapping[str, Any]
     without: str
     captured: bool = False
+    by_default: bool = False
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
@@ -53,10 +60,10 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
     Raises:
         ParallelError: `decode` is something else, or has each of several ranks make CUDA graphs of what it compiles.
     """
-    if decode in ("auto", "eager"):
-        return None, ""
     if decode == "cuda_graphs":
         return (CAPTURED, "") if device == "cuda" else (None, NO_DEVICE)
+    if decode in ("auto", "eager"):
+        return (CAPTURED_BY_DEFAULT if device == "cuda" and decode == "auto" else None), ""
     if isinstance(decode, CompileConfig):
         if device == "cuda":
             _refuse_graphs(decode, world_size)
@@ -84,6 +91,7 @@ def _refuse_graphs(config: Any, world_size: int) -> None:
 
 
 CAPTURED = StaticSteps({"disable_compile": True}, "generate runs without CUDA graphs", captured=True)
+CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 
 
 def static_generation(
@@ -95,7 +103,7 @@ def static_generation(
         The arguments; and why they are as they were, "" where they are not.
     """
     given = {**arguments}
-    if reason := _obstacle(model, given, steps.captured):
+    if reason := _obstacle(model, given, steps):
         return given, reason
     if steps.captured:
         return {"cache_implementation": "static", **given, **steps.options}, ""
@@ -127,7 +135,16 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
     return given
 
 
-def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], captured: bool) -> str:
+def _positions(arguments: Mapping[str, Any], asked: Callable[[str], Any]) -> int:
+    """Rows × tokens that the cache of a call must have room for."""
+    given = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    rows, tokens = next((prompt.shape[:2] for prompt in given if prompt is not None), (1, 1))
+    new = asked("max_new_tokens")
+    tokens = tokens + new if new is not None else asked("max_length") or tokens
+    return int(rows * tokens * max(asked("num_beams") or 1, asked("num_return_sequences") or 1))
+
+
+def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
     """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
@@ -142,12 +159,24 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], captured: bool)
         return f"cache_implementation={asked('cache_implementation')!r} was asked for"
     if asked("use_cache") is False:
         return "use_cache is False"
-    if asked("disable_compile") and not captured:
+    if asked("disable_compile") and not steps.captured:
         return "disable_compile was asked for"
+    if asked("compile_config") is not None and steps.captured:
+        return "compile_config was asked for"
+    if asked("prefill_chunk_size") is not None and steps.captured:
+        return "prefill_chunk_size was asked for"
+    if steps.captured and model.training:
+        return "the model is in training mode"
+    if steps.captured and torch.is_autocast_enabled():
+        return "torch.autocast is on"
+    if asked("return_dict_in_generate") and steps.by_default:
+        return "the cache, which could not grow, may be handed out"
+    if steps.by_default and (positions := _positions(arguments, asked)) > MOST_POSITIONS:
+        return f"each step would read a cache of {positions} positions, empty ones too; {MOST_POSITIONS} at most"
     if any(asked(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
     if model.config.model_type == "falcon" and model.config.alibi:
         return "Falcon's alibi takes a mask of two dimensions"  # and transformers gives it one of four
-    if captured and model.config.is_encoder_decoder:
+    if steps.captured and model.config.is_encoder_decoder:
         return "an encoder-decoder keeps two caches"
     return ""

@@ -186,8 +186,11 @@ def _obstacle(func: Any, args: Sequence[Any], output: Any) -> str:
     packet = func.overloadpacket
     if packet in _WAITING:
         return f"{packet} waits for the device"
-    if packet in _INDEXING and any(item is not None and item.dtype in (torch.bool, torch.uint8) for item in args[1]):
+    indices = [item for item in args[1] if item is not None] if packet in _INDEXING else []
+    if any(item.dtype in (torch.bool, torch.uint8) for item in indices):
         return f"{packet} by a mask waits for the device"
+    if any(item.device != args[0].device for item in indices):
+        return f"{packet} by a tensor of the host has it copied to the device"
     if packet is _ops.lift_fresh and (output.ndim or output.device.type != "cpu"):
         # a single number on the host is an argument like any other; all else has to be copied to the device
         return "a tensor is made of Python numbers"

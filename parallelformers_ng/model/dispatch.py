@@ -18,10 +18,6 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.proof import Trial
-from parallelformers_ng.batching.queue import Queue
-from parallelformers_ng.batching.rounds import News, Round
-from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
@@ -31,9 +27,11 @@ from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
 from parallelformers_ng.model.marks import has_own_loop, own_loop
+from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.options import BatchingOptions, checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.wire.interrupts import CriticalSection
 from parallelformers_ng.worker.call import Answer, Call
@@ -90,9 +88,11 @@ class Dispatcher:
         self._draws = itertools.count()
         self._steps = steps
         self.hooks = HookRegistry(model, deployment.plan)
-        self._said: set[str] = set()
-        self._trial = Trial(at_once=prove_at_once)
-        self._queue = None if batching is None else Queue(batching, self._trial)
+        self._said: set[tuple[str, int]] = set()
+        self._workers = functools.partial(_ready, deployment.supervisor)
+        self.shared: SharedCalls | None = None
+        if batching is not None:
+            self.shared = SharedCalls(deployment, self._edits, self._workers, batching, prove_at_once)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
@@ -133,12 +133,6 @@ class Dispatcher:
             with CriticalSection(), self._random_stream(how.seed) as stream:
                 return self._request(model, call, how, end, hooks, workers, stream)
 
-    def _workers(self, end: float) -> tuple[WorkerGroup, int]:
-        """The group that is ready, and its incarnation; waits for it where it is being started again."""
-        supervisor = self.deployment.supervisor
-        workers = supervisor.current
-        return workers if workers[0].ready else supervisor.ready(end)
-
     def _may_be_hooked(self) -> bool:
         return bool(self.hooks.paths) or torch_module._has_any_global_hook()
 
@@ -167,8 +161,7 @@ class Dispatcher:
                 hooks.check_apart_from(state)
             call.hooks = hooks.packed
         call.rng = stream[0].numpy().tobytes()
-        device = group.device_names[0].partition(":")[0]
-        call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
@@ -183,8 +176,8 @@ class Dispatcher:
                 state.restore(answer.states)
             if hooks is not None:
                 hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
-            if answer.uncaptured and self._steps is not None:
-                self._say_once(self._steps.without, answer.uncaptured)
+            if answer.uncaptured:
+                self._not_captured(answer.uncaptured)
             for number, info in answer.caches.items():
                 registry.refresh(caches.get(number), incarnation, number, info)
             if type(answer.output) is torch.Tensor:
@@ -232,75 +225,57 @@ class Dispatcher:
         how = CallOptions(**own)
         if merged.get("assistant_model") is not None:
             return self._generate_here(module, original, merged, how)
-        # By default calls share a batch from when two first come at the same time: others need no proof.
-        is_busy = self.deployment.supervisor.current[0].busy
-        shares = self._trial.is_due or is_busy
-        if self._queue is None or path or not shares:
+        if path or self.shared is None or not self._may_share(self.shared):
             return self._generate_alone(model, path, original, merged, how)
-        self._queue.check(*tokens_of(module, merged))
         # Beside others a call has no place in the order in which the caller's generator is drawn from.
-        draw_seed = self._draw_seed if is_busy or self._queue.busy else None
-        shared = self._why_alone(module) or shared_call(module, merged, how.seed, draw_seed)
-        if not isinstance(shared, SharedCall):
-            log.debug("generate runs alone: %s", shared)
-            return self._generate_alone(model, path, original, merged, how)
+        draw_seed = self._draw_seed if self.shared.queue.busy or self.deployment.supervisor.current[0].busy else None
         try:
-            return self._generate_in_batch(module, shared, how)
+            found = self.shared.generate(module, merged, how.seed, how.timeout, how.streamer, draw_seed)
         except NotPortableError as error:
             return self._generate_instead(module, original, merged, how, error)
+        if not isinstance(found, str):
+            return found
+        log.debug("generate runs alone: %s", found)
+        return self._generate_alone(model, path, original, merged, how)
+
+    def _may_share(self, shared: SharedCalls) -> bool:
+        """By default calls share a batch from when two first come at the same time: others need no proof."""
+        if not shared.trial.is_due and not self.deployment.supervisor.current[0].busy:
+            return False
+        return not (self._may_be_hooked() or has_own_loop() or torch.is_autocast_enabled("cpu"))
 
     def _generate_alone(
-        self, model: Any, path: str, original: Callable[..., Any], sent: dict[str, Any], how: CallOptions
+        self, model: Any, path: str, original: Callable[..., Any], given: dict[str, Any], how: CallOptions
     ) -> Any:
-        module, given = model.get_submodule(path), sent
-        captured = False
-        on_cuda = self.deployment.supervisor.current[0].device_names[0].startswith("cuda")
-        if on_cuda:
-            check_compiler(module, sent, self.deployment.plan.world_size)
-        if self._steps is None and on_cuda:
-            sent = eager_generation(module, sent)
-        elif self._steps is not None and not path:
-            static, reason = static_generation(module, sent, self._steps)
-            reason = "its modules have forward hooks" if self.hooks.paths else reason
-            if reason:
-                self._say_once(self._steps.without, reason)
-            sent, captured = (sent, False) if self.hooks.paths else (static, self._steps.captured and not reason)
-        there = replace(how, captured=captured)
+        module, steps = model.get_submodule(path), None if path else self._steps
+        as_they_are = given
+        if self.deployment.supervisor.current[0].device == "cuda":
+            check_compiler(module, given, self.deployment.plan.world_size)
+            as_they_are = eager_generation(module, given)
+        sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
+        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.paths else reason):
+            self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
+            sent = as_they_are
+        there = replace(how, captured=steps is not None and steps.captured and not reason)
         try:
             return self.call(model, path, "generate", (), sent, there)
         except NotPortableError as error:
             return self._generate_instead(module, original, given, how, error)
+        except torch.OutOfMemoryError as error:
+            if not (there.captured and self._not_captured(str(error).partition("\n")[0])) or how.streamer is not None:
+                raise  # what was streamed cannot be taken back
+            return self.call(model, path, "generate", (), as_they_are, how)
 
-    def _why_alone(self, model: Any) -> str:
-        """Why no call of the model may share a batch at the moment, "" where some may."""
-        if self._may_be_hooked() or has_own_loop() or torch.is_autocast_enabled("cpu"):
-            return "hooks, a loop or a type cast of its own are around it"
-        return self._trial.why_alone(type(model), model.config)
-
-    def _generate_in_batch(self, model: Any, call: SharedCall, how: CallOptions) -> torch.Tensor:
-        assert self._queue is not None
-        end = self.deployment.supervisor.current[0].deadline(how.timeout)
-        send, streamer = functools.partial(self._decode_rows, model), how.streamer
-        if streamer is None:
-            return self._queue.generate(call, send, end)
-
-        def put(tokens: list[int]) -> None:
-            for token in tokens:
-                streamer.put(torch.tensor([token]))
-
-        streamer.put(call.prompt)
-        sequence = self._queue.generate(call, send, end, put)
-        streamer.end()
-        return sequence
-
-    def _decode_rows(self, model: Any, asked: Round) -> list[News]:
-        """Have the ranks run a round, with what they do not know yet of the model's settings."""
-        group, incarnation = self._workers(self.deployment.supervisor.current[0].deadline())
-        call = Call("", "decode_rows", (), {})
-        call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
-        news = group.call_each("decode_rows", [(call, asked)])
-        arrived()
-        return news
+    def _not_captured(self, why: str) -> bool:
+        """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""
+        steps = self._steps
+        if steps is None:
+            return False
+        self._say_once(steps.without, why)
+        if steps.by_default:
+            self._steps = None
+            self._workers(self.deployment.supervisor.current[0].deadline())[0].call("forget_steps")
+        return steps.by_default
 
     def _generate_instead(
         self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions, why: Exception
@@ -324,10 +299,10 @@ class Dispatcher:
             store(after)
         return output
 
-    def _say_once(self, what: str, why: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            log.warning("%s: %s", what, why)
+    def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
+        if (what, level) not in self._said:
+            self._said.add((what, level))
+            log.log(level, "%s: %s", what, why)
 
     @contextlib.contextmanager
     def _random_stream(self, seed: int | None) -> Iterator[Stream]:
@@ -347,3 +322,9 @@ class Dispatcher:
         """For a call beside others: each has its own, and the generator that they do not follow stays as it is."""
         state = (self._stream or torch.default_generator).get_state()
         return zlib.crc32(state.numpy()) << 32 | next(self._draws)
+
+
+def _ready(supervisor: Supervisor, end: float) -> tuple[WorkerGroup, int]:
+    """The group that is ready, and its incarnation; waits for it where it is being started again."""
+    workers = supervisor.current
+    return workers if workers[0].ready else supervisor.ready(end)

@@ -56,7 +56,7 @@ class WorkerGroup:
             `wait_until_ready` has to come before the first call.
 
     Attributes:
-        device_names: the device of each rank: "cpu:0", "cuda:3", ….
+        device, device_names: "cpu" or "cuda"; the device of each rank: "cpu:0", "cuda:3", ….
         owner: id of the process that started the group; in any other it is of no use.
         user: a weak reference to whom the group serves: see `in_use`.
 
@@ -79,7 +79,7 @@ class WorkerGroup:
         threads: int | None = None,
         wait: bool = True,
     ) -> None:
-        self.world_size = world_size
+        self.world_size, self.device = world_size, device
         self.device_names = [f"{device}:{index}" for index in device_ids or range(world_size)]
         if reason := why_unserved(backend, device, device_ids):
             raise PlacementError(reason)

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 _seen: dict[tuple[torch.device, int], torch.Tensor] = {}
 """(device, rows of a table) → the lowest and the highest id that were looked up in such a table, int64 `[2]`."""
+_held: dict[tuple[torch.device, int], torch.Tensor] = {}
+"""What `_seen` was at the last `hold`."""
 
 _look_up = functional.embedding
 
@@ -66,6 +68,22 @@ def checked_look_ups() -> Iterator[None]:
             raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
 
 
+def hold() -> None:
+    """Remember the notes as they are: what follows may be undone."""
+    for key, seen in _seen.items():
+        if key in _held:
+            _held[key].copy_(seen)
+        else:
+            _held[key] = seen.clone()
+
+
+def take_back() -> None:
+    """Have the notes be what they were at the last `hold`."""
+    for key, held in _held.items():
+        _seen[key].copy_(held)
+
+
 def forget() -> None:
     """Let the notes go, and the memory that they take on the device."""
     _seen.clear()
+    _held.clear()

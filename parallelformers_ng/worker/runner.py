@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,18 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
+from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria
-from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
+from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
+from parallelformers_ng.kernels.side_by_side import lay_side_by_side
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.inject import inject, set_config
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
@@ -67,6 +70,8 @@ class ModelRunner:
         else:
             look_ups.guard_look_ups()
             answer_for_steps()
+            slice_single_indices()
+            defer_stops()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
@@ -137,6 +142,11 @@ class ModelRunner:
         """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
+        if (
+            self.device.type != "cpu"
+        ):  # where they would no longer lie in the files and the memory that they are mapped from
+            lay_side_by_side(self.model)
+            torch.cuda.empty_cache()
         gc.collect()
 
     def _streams(self, name: str) -> bool:
@@ -174,8 +184,7 @@ class ModelRunner:
         """Let the model go; the worker is then ready for another."""
         held = self.model is not None
         self._clear()
-        if self.captured is not None:
-            self.captured.forget()
+        self.forget_steps()
         look_ups.forget()
         if held:
             gc.collect()  # modules are held in cycles
@@ -198,11 +207,10 @@ class ModelRunner:
         models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
-            contextlib.nullcontext() if self.device.type == "cpu" else look_ups.checked_look_ups(),
+            contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
             agreed_criteria(models, self.communicator, self.emit.sequence),
-            contextlib.nullcontext() if self.device.type == "cpu" else known_masks(models),
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)
@@ -244,6 +252,17 @@ class ModelRunner:
         return CudaRecorder(self.device)
 
     @contextlib.contextmanager
+    def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Within it, nothing that a request has to know of the device is waited for until its end."""
+        watched = self.hooks is not None or any(kwargs.get(name) is not None for name in STATEFUL)
+        try:
+            with look_ups.checked_look_ups(), known_masks(models), deferring(not watched):
+                yield
+        except torch.OutOfMemoryError:
+            self.forget_steps()  # the next request may need what they hold
+            raise
+
+    @contextlib.contextmanager
     def _capturing(self, module: Any, asked: bool) -> Iterator[Callable[[], str]]:
         """Within it, decode steps are captured if that is asked for. Gives what says afterwards why they were not."""
         if not asked:
@@ -258,6 +277,11 @@ class ModelRunner:
         captured = self.captured
         with captured.capturing(module):
             yield lambda: captured.reason
+
+    def forget_steps(self) -> None:
+        """Let go of captured steps, and of the memory of their caches."""
+        if self.captured is not None:
+            self.captured.forget()
 
     def cache(
         self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""

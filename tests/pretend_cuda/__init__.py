@@ -13,5 +13,6 @@ Here everything is done when the call returns, as under CUDA_LAUNCH_BLOCKING=1.
 - `stubs.py`: what of `torch.cuda` is asked.
 - `process_group.py`: NCCL.
 - `worker.py`: a rank on such a device; a group is started with it as its target.
+- `objects.py`, `faults.py`: what callers send to such ranks.
 - `caller.py`: what the process that calls `parallelize` has to believe.
 """

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.pretend_cuda import guard
 from tests.pretend_cuda.stubs import DEVICES
+from tests.zoo.decoders import decoder
 
 TARGET = "tests.pretend_cuda.worker:PretendedRunner"
+
+
+def small() -> PreTrainedModel:
+    """The least of models that decode: one layer."""
+    return decoder("Llama", layers=1)
 
 
 def believe(monkeypatch: pytest.MonkeyPatch) -> None:

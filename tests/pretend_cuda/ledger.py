@@ -11,16 +11,36 @@ import torch
 _OWN, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 TO_DEVICE, TO_HOST, WAITS = "copies to the device", "copies to the host", "waits of the host"
+LAUNCHES = "launches"
 
 
 class Ledger:
-    """Counts by kind and place: `entries[TO_HOST, "runner.py:120 copy_"]`."""
+    """Counts by kind and place: `entries[TO_HOST, "runner.py:120 copy_"]`.
+
+    Attributes:
+        launched: operators that ran on a device so far.
+        waits: for each wait for an event, how many were launched after it, and all counts then.
+    """
 
     def __init__(self) -> None:
         self.entries: Counter[tuple[str, str]] = Counter()
+        self.launched = 0
+        self.waits: list[tuple[int, Counter[str]]] = []
 
     def note(self, kind: str, what: str) -> None:
         self.entries[kind, f"{_place()} {what}"] += 1
+
+    def wait(self, launched: int) -> None:
+        """Note that the host waits for an event.
+
+        Args:
+            launched: what `launched` was when it was recorded.
+        """
+        self.note(WAITS, "Event.synchronize")
+        totals = Counter({LAUNCHES: self.launched})
+        for (kind, _), count in self.entries.items():
+            totals[kind] += count
+        self.waits.append((self.launched - launched, totals))
 
     def take(self) -> dict[str, dict[str, int]]:
         """What was counted since this was last asked: kind → place → how often."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.operator_recorder import Tape, operators_alone
 from tests.pretend_cuda.ledger import WAITS, ledger
 from tests.pretend_cuda.tensor import allocated, device_mode
 
@@ -61,6 +62,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.recorded = True
+        self._launched = ledger.launched
 
     def wait(self, stream: Stream | None = None) -> None:
         pass
@@ -70,7 +72,39 @@ class Event:
 
     def synchronize(self) -> None:
         if self.recorded:
-            ledger.note(WAITS, "Event.synchronize")
+            ledger.wait(self._launched)
+
+
+class CUDAGraph:
+    """The operators of a step, run again on the memory that they had.
+
+    Attributes:
+        recordings, replays: how many there were in this process.
+        fault: "refused" where nothing can be recorded, "wrong" where a recording gives something else.
+    """
+
+    recordings = 0
+    replays = 0
+    fault = ""
+
+    def replay(self) -> None:
+        CUDAGraph.replays += 1
+        self.tape.run()
+        if CUDAGraph.fault == "wrong":
+            self.tape.last.mul_(2)
+
+
+@contextlib.contextmanager
+def graph(graph: CUDAGraph, **_: Any) -> Iterator[None]:
+    graph.tape = Tape()  # type: ignore[attr-defined]
+    try:
+        with operators_alone(), graph.tape:  # type: ignore[attr-defined]
+            yield
+        if CUDAGraph.fault == "refused":
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for it")
+    finally:
+        graph.tape.undo()  # type: ignore[attr-defined]
+    CUDAGraph.recordings += 1
 
 
 def set_device(device: Any) -> None:
@@ -140,6 +174,10 @@ STUBS: dict[str, Any] = {
     "synchronize": synchronize,
     "Stream": Stream,
     "Event": Event,
+    "CUDAGraph": CUDAGraph,
+    "graph": graph,
+    "graph_pool_handle": lambda: None,
+    "default_generators": [types.SimpleNamespace(clone_state=str, graphsafe_set_state=str)] * DEVICES,
     "current_stream": lambda device=None: _stream,
     "default_stream": lambda device=None: _stream,
     "set_stream": lambda stream: None,
@@ -168,4 +206,5 @@ def install() -> None:
     """Have `torch.cuda` speak of the pretended devices, for as long as this process lives."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
+    torch.Event = Event  # type: ignore[misc, assignment]
     torch.compile = no_compiler  # type: ignore[assignment]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
+from parallelformers_ng.kernels.side_by_side import PartOfProduct
 from parallelformers_ng.wire import encoder
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
@@ -19,6 +22,13 @@ stubs.install()
 dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
 torch._C._set_only_lift_cpu_tensors(True)  # what `torch.tensor(…, device="cuda")` makes is copied in the mode's sight
 device_mode.__enter__()
+
+
+_lazy_initialization = ReusableLayer.lazy_initialization
+
+
+def _no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nThe rest is advice.")
 
 
 def _send_as_tensors() -> None:
@@ -41,6 +51,35 @@ class PretendedRunner(ModelRunner):
     def counted(self) -> dict[str, dict[str, int]]:
         """See `Ledger.take`."""
         return ledger.take()
+
+    def last_step(self) -> dict[str, int]:
+        """What was counted between the last two tokens of a generation that waits for events, none where it did not;
+        "ahead" is how many operators the host had launched when it asked whether the token before was the last."""
+        *_, (_, before), (ahead, after), _, _ = ledger.waits or [(0, Counter())] * 4  # two at the end
+        ledger.waits.clear()
+        return {"ahead": ahead, **{kind: count - before[kind] for kind, count in after.items()}}
+
+    def graphs(self, fault: str = "") -> tuple[int, int]:
+        """Recordings and replays since this was last asked.
+
+        Args:
+            fault: what is wrong from now on: see `stubs.CUDAGraph`; "no room" where the last rank has none for caches.
+        """
+        graphs = stubs.CUDAGraph
+        counts = graphs.recordings, graphs.replays
+        graphs.recordings = graphs.replays = 0
+        graphs.fault = fault
+        has_room = fault != "no room" or self.rank < self.world_size - 1
+        ReusableLayer.lazy_initialization = _lazy_initialization if has_room else _no_room
+        return counts
+
+    def static_caches(self) -> int:
+        """How many caches are kept for recordings."""
+        return 0 if self.captured is None else len(self.captured._caches)
+
+    def computed_as_one(self) -> int:
+        """Layers that share a product with others."""
+        return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
 
     def emptied(self) -> list[int]:
         """See `stubs.emptied`."""

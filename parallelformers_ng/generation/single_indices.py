@@ -1,0 +1,43 @@
+"""Lists of one number as indices, `x[..., [-1], :]`, as modelling code has them in steps of decoding.
+
+torch makes a tensor of the list and copies it to the device of `x`, each time: the host waits for the copy, and nothing
+that has it can be recorded. A slice selects the same, and needs no copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+_BASIC = {int, slice, type(None), type(...)}
+"""Kinds of index that select alike beside a list and beside a slice."""
+
+
+def slice_single_indices() -> None:
+    """Have a list of one number index the tensors of this process as a slice does, from now on. Idempotent."""
+    if not hasattr(Tensor.__getitem__, "__wrapped__"):
+        Tensor.__getitem__ = _sliced(Tensor.__getitem__)  # type: ignore[method-assign, assignment]
+
+
+def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    @functools.wraps(usual)
+    def indexed(tensor: Tensor, index: Any) -> Tensor:
+        given = index if type(index) is tuple else (index,)
+        if [*map(type, given)].count(list) != 1:
+            return usual(tensor, index)
+        slices = tuple(map(_slice, given))
+        part = usual(tensor, slices) if _BASIC.issuperset(map(type, slices)) else None
+        # It is a copy, as that of a list. Where the number is out of range, it has nothing, and a list's error says so.
+        return usual(tensor, index) if part is None or not part.numel() else part.clone()
+
+    return indexed
+
+
+def _slice(item: Any) -> Any:
+    """The slice that selects what a list of one number does; anything else as it is."""
+    if type(item) is not list or len(item) != 1 or type(item[0]) is not int:
+        return item
+    return slice(item[0], item[0] + 1 or None)

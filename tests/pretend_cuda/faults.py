@@ -1,0 +1,80 @@
+"""Faults of devices, as a processor has them strike. They are here so that workers need import no more than this."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import DistBackendError
+from transformers import LogitsProcessor
+
+from parallelformers_ng.errors import RequestTimeoutError, WorkerDiedError
+from tests.pretend_cuda import process_group
+from tests.zoo.case import VOCABULARY
+
+LATE_SECONDS = 1.0
+
+
+def _run_out(scores: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def _look_beyond(scores: torch.Tensor) -> None:
+    """An assertion on the device, after which nothing works in the process."""
+    scores.gather(1, torch.full((len(scores), 1), VOCABULARY, device=scores.device))
+
+
+def _die(scores: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _break_nccl(scores: torch.Tensor) -> None:
+    process_group.fail_next = True
+
+
+def _come_late(scores: torch.Tensor) -> None:
+    time.sleep(3 * LATE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        strikes: what happens on one rank, given the scores of a step. None: the request is to blame.
+        raises: what the caller gets.
+        says: part of its message.
+        restarts: whether the workers are due to be started again.
+    """
+
+    strikes: Callable[[torch.Tensor], None] | None
+    raises: type[Exception]
+    says: str
+    restarts: bool = False
+
+
+KINDS = {
+    "bad id": Kind(None, IndexError, f"id {VOCABULARY + 5}, vocabulary of {VOCABULARY}"),
+    "out of memory": Kind(_run_out, torch.OutOfMemoryError, "Tried to allocate"),
+    "sticky error": Kind(_look_beyond, torch.AcceleratorError, "device-side assert", restarts=True),
+    "kill": Kind(_die, WorkerDiedError, "signal 9", restarts=True),
+    "NCCL error": Kind(_break_nccl, DistBackendError, "remote process exited"),
+    "late rank": Kind(_come_late, RequestTimeoutError, "no answer from ranks", restarts=True),
+}
+
+
+class Fault(LogitsProcessor):
+    """Strikes in one process, at one step."""
+
+    def __init__(self, kind: str, pid: int, length: int) -> None:
+        self.kind, self.pid, self.length = kind, pid, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        strikes = KINDS[self.kind].strikes
+        if strikes is not None and (os.getpid(), input_ids.shape[1]) == (self.pid, self.length):
+            strikes(scores)
+        return scores
