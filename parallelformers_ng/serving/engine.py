@@ -57,6 +57,12 @@ class Engine:
         model: it should have `batching`, or calls run one after another.
         options: the limits.
         metrics: are told of calls, tokens and times.
+
+    Attributes:
+        vocabulary: how many tokens the model knows.
+        positions: how many tokens a prompt and its answer may have.
+        generates: whether it answers with text.
+        ends: the tokens that end an answer.
     """
 
     def __init__(self, model: Any, options: ServeOptions, metrics: Metrics) -> None:
@@ -67,13 +73,9 @@ class Engine:
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         self.generates: bool = model.can_generate()
+        ends = model.generation_config.eos_token_id if self.generates else None
+        self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._ping: asyncio.Future[Any] | None = None
-
-    @property
-    def ends(self) -> set[int]:
-        """The tokens that end an answer."""
-        found = self.model.generation_config.eos_token_id
-        return {found} if isinstance(found, int) else set(found or ())
 
     def admit(self, answers: int) -> None:
         """Raises an error of status 503 where so many more would have to wait."""

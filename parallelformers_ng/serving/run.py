@@ -20,10 +20,11 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.protocol import PatientProtocol
 
 log = logging.getLogger("parallelformers_ng")
 
-_LEAVE_SECONDS = 5  # that connections have to close once all requests are served
+_LEAVE_SECONDS = 2  # that connections have to close once all requests are served
 
 
 class Server(uvicorn.Server):
@@ -48,7 +49,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 ws="none",
-                http="h11",
+                http=type("Protocol", (PatientProtocol,), {"seconds": options.client_timeout}),
                 backlog=1024,
                 server_header=False,
                 h11_max_incomplete_event_size=64 << 10,
