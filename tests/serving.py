@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from parallelformers_ng import plan
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.run import Server, bound
+from parallelformers_ng.sharding.plan import ShardPlan
 from tests.patience import PROMPTLY
 from tests.zoo.build import build
 
@@ -98,6 +101,13 @@ class ScriptedModel:
     def can_generate(self) -> bool:
         return True
 
+    def memory_reserved(self) -> dict[str, int]:
+        return {"cpu:0": 1 << 20}
+
+    @functools.cached_property
+    def shard_plan(self) -> ShardPlan:
+        return plan(tiny_model(self.tokenizer), 2)
+
     def release(self, running: Running) -> None:
         """Let all calls go on."""
         running.server._loop.call_soon_threadsafe(self._may_go.set)
@@ -137,7 +147,7 @@ class Running:
 
 
 @contextmanager
-def serving(model: Any, tokenizer: Any, **options: Any) -> Iterator[Running]:
+def serving(model: Any, tokenizer: Any, /, **options: Any) -> Iterator[Running]:
     """Serve a parallelized model on a free port, until the block ends."""
     read = ServeOptions(**{"model": "tiny", "port": 0, "client_timeout": PROMPTLY, **options})
     said: list[str] = []

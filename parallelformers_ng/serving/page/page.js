@@ -155,7 +155,7 @@ async function plan() {
 }
 
 function picture(found) { // a line for each part of the model, in it a bar for each rank, as long as its share is large
-  const label = 260, width = 620, line = 22, gap = 6;
+  const label = 260, width = 800, line = 22, gap = 6;
   const count = found.bytes_per_rank.length, column = width / count;
   const most = Math.max(...found.parts.flatMap((part) => part.ranks));
   const height = (found.parts.length + 1) * line + gap;
