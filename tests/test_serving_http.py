@@ -98,6 +98,7 @@ REFUSED = [
     ("POST", "/v1/completions", {"prompt": []}, 400, "no prompt"),
     ("POST", "/v1/completions", {}, 400, "prompt"),
     ("POST", "/v1/completions", {"prompt": "x" * 600}, 400, "600 tokens"),
+    ("POST", "/v1/completions", {"prompt": "x" * 60_000}, 400, "60000 characters"),
     ("POST", "/v1/completions", {"prompt": [1, 2, 99999]}, 400, "99999"),
     ("POST", "/v1/completions", {"prompt": [1, -2]}, 400, "prompt"),
     ("POST", "/v1/completions", {"prompt": "\ud800"}, 400, "tokens"),

@@ -42,9 +42,10 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions) -> Guard:
         An ASGI application.
     """
     template = None if options.chat_template is None else Path(options.chat_template).read_text()
-    engine, chat = Engine(model, options, Metrics(options.name)), Chat(tokenizer, template)
+    engine = Engine(model, options, Metrics(options.name))
+    chat = Chat(tokenizer, template, engine.longest)
     generation, status = Generation(engine, chat, options), Status(engine, chat, options)
-    embeddings = Embeddings(engine, tokenizer, options)
+    embeddings = Embeddings(engine, chat, options)
     # The documents of the API that FastAPI makes would be fetched from elsewhere.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     errors.install(app)

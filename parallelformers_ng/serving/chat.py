@@ -17,11 +17,14 @@ class Chat:
     Args:
         tokenizer: of transformers.
         template: a chat template in the place of its own.
+        most: tokens that a prompt may have.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None, most: int = 1 << 31) -> None:
         self.tokenizer = tokenizer
         self._template = template
+        self._most = most
+        self._longest = max(map(len, tokenizer.get_vocab()))
 
     @property
     def has_template(self) -> bool:
@@ -38,6 +41,12 @@ class Chat:
         Args:
             special: with the tokens that the model's prompts begin with.
         """
+        if len(text) > self._most * self._longest:  # without the seconds that it takes to count them
+            raise bad_request(
+                f"the prompt has {len(text)} characters, which are more than {self._most} tokens",
+                "prompt",
+                "context_length_exceeded",
+            )
         try:
             found: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         except (ValueError, TypeError) as error:  # half a character, as JSON can write it

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
 from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.options import ServeOptions
@@ -75,13 +76,13 @@ class Embeddings:
 
     Args:
         engine: the model.
-        tokenizer: its tokenizer.
+        chat: its tokenizer.
         options: the limits.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, options: ServeOptions) -> None:
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._chat = chat
         self._options = options
         self._pooling = read_pooling(options.model)
 
@@ -107,10 +108,7 @@ class Embeddings:
 
     def _run(self, texts: list[str]) -> tuple[torch.Tensor, int]:
         """Vectors `[texts, width]`, and how many tokens the texts have."""
-        try:
-            rows = [self._tokenizer(text, verbose=False)["input_ids"] for text in texts]
-        except (ValueError, TypeError) as error:
-            raise bad_request(f"a text cannot be made tokens: {error}", "input") from None
+        rows = [self._chat.ids(text) for text in texts]
         for row in rows:
             self._engine.check_prompt(row)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
@@ -118,7 +116,7 @@ class Embeddings:
         while order:
             longest = len(rows[order[-1]])
             batch = [order.pop() for _ in range(min(len(order), max(1, _TOKENS_AT_ONCE // longest)))]
-            inputs = self._tokenizer.pad(
+            inputs = self._chat.tokenizer.pad(
                 {"input_ids": [rows[index] for index in batch]}, padding_side="right", return_tensors="pt"
             )
             states = self._engine.model(**inputs).last_hidden_state

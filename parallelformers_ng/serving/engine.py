@@ -62,6 +62,7 @@ class Engine:
         vocabulary: how many tokens the model knows.
         positions: how many tokens a prompt and its answer may have.
         generates: whether it answers with text.
+        longest: how many tokens a prompt may have.
         ends: the tokens that end an answer.
     """
 
@@ -73,6 +74,7 @@ class Engine:
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         self.generates: bool = model.can_generate()
+        self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
         ends = model.generation_config.eos_token_id if self.generates else None
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._ping: asyncio.Future[Any] | None = None
@@ -89,12 +91,11 @@ class Engine:
 
     def check_prompt(self, ids: list[int]) -> None:
         """Raises an error where the model cannot read a prompt."""
-        longest = min(self.positions - 1, self.options.max_prompt_tokens or self.positions)
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
-        if len(ids) > longest:
+        if len(ids) > self.longest:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, and may have {longest}", "prompt", "context_length_exceeded"
+                f"the prompt has {len(ids)} tokens, and may have {self.longest}", "prompt", "context_length_exceeded"
             )
         if max(ids) >= self.vocabulary:
             raise bad_request(f"token {max(ids)} is not one of the {self.vocabulary} that the model has", "prompt")
