@@ -85,13 +85,13 @@ def _fields(source: random.Random) -> bytes:
         body["messages"] = [{"role": "user", "content": "x"}]
     else:
         body["prompt"] = "x"
+    if chat and source.random() < 0.3:
+        body["messages"].append(dict(source.choices(_MESSAGE, k=3)))
     for _ in range(source.randint(1, 3)):
         body[source.choice(_NAMES)] = source.choice(_VALUES)
     if source.random() < 0.3:
         schema = source.choice(_SCHEMAS)()
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    if chat and source.random() < 0.3:
-        body["messages"].append(dict(source.choices(_MESSAGE, k=3)))
     return _post(f"/v1/{'chat/' * chat}completions", json.dumps(body).encode())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from parallelformers_ng import ParallelError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Pooling, read_pooling
 from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.options import read_serve_options
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
@@ -158,6 +160,27 @@ def test_schemas_that_cannot_be_kept_to_are_refused(schema):
     with pytest.raises(ApiError) as error:
         Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor(schema, 0)
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(((a{0,99}){0,99}){0,99}){0,99}b"},
+        {"type": "string", "pattern": "(.*a.{18}b)|(.*b.{19}a)"},
+        {"anyOf": [{"type": "object", "required": [f"a{number}"]} for number in range(2100)]},
+        {"enum": [f"x{number}" for number in range(20_000)]},
+        {"allOf": [{"properties": {f"p{n}": {"pattern": f"a{n}.*"} for n in range(20)}} for _ in range(30)]},
+    ],
+)
+def test_schemas_that_explode_are_refused_or_take_their_time_by_the_step(schema):
+    ids = torch.tensor([[1]])
+    try:
+        grammar = Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor(schema, 1)
+        for _ in range(10):
+            scores = grammar(ids, torch.zeros(1, len(TOKENIZER)))
+            ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)
+    except (ApiError, GrammarError) as error:
+        assert re.search("too|max", str(error))  # noqa: PT017 (some take their time, and are not refused)
 
 
 def test_pooling_is_read_where_it_is_said(tmp_path):

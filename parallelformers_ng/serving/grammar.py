@@ -63,7 +63,7 @@ class Grammar(LogitsProcessor):
         from llguidance import LLMatcher
 
         if self not in _read:
-            _read[self] = LLMatcher(grammar_tokenizer(self.packed, self.words, self.ends), self.grammar), 0
+            _read[self] = LLMatcher(grammar_tokenizer(self.packed, self.words, self.ends), self.grammar, log_level=0), 0
         matcher, read = _read[self]
         if tokens[read:]:
             matcher.consume_tokens(tokens[read:])

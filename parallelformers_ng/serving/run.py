@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                log_level="warning",
+                log_level="error",  # clients could fill a log with warnings,
                 ws="none",
                 http=type("Protocol", (PatientProtocol,), {"seconds": options.client_timeout}),
                 backlog=1024,
