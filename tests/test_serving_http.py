@@ -238,6 +238,14 @@ def test_more_than_may_wait_are_told_to_come_later():
         assert [future.result().json()["choices"][0]["text"] for future in asked] == ["It says so."] * 6
 
 
+def test_a_request_has_its_time():
+    model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
+    with serving(model, TOKENIZER, timeout=0.2) as running:
+        late = running.client().post("/v1/completions", json={"prompt": "x"})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+        running.until(lambda: model.cancelled == 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_ends_its_call(stream):
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)

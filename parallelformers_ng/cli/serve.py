@@ -59,4 +59,7 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
         given.setdefault("api_key", key)
-    return serve(read_serve_options(options.config, given))
+    try:
+        return serve(read_serve_options(options.config, given))
+    except KeyboardInterrupt:  # while the model is loaded
+        return 130

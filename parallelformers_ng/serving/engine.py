@@ -20,6 +20,7 @@ from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likelie
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.options import ServeOptions
 
+_CANCEL_SECONDS = 60.0  # that ranks have to leave a call; workers that have not are started again
 _LOGITS_BYTES = 1 << 30  # what the logits of a prompt may take, where its probabilities are asked for
 
 
@@ -108,7 +109,7 @@ class Engine:
             "attention_mask": torch.ones(1, len(asked.ids), dtype=torch.long),
             "generation_config": config,
             "seed": asked.seed,
-            "timeout": self.options.timeout,
+            "timeout": self.options.timeout + _CANCEL_SECONDS,
         }
         recorder = None if asked.alternatives is None else Recorder(asked.alternatives)
         processors = [*([] if recorder is None else [recorder]), *asked.processors]
@@ -116,11 +117,16 @@ class Engine:
             arguments["logits_processor"] = LogitsProcessorList(processors)
         news: asyncio.Queue[Step | None] = asyncio.Queue()
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
+        end = asyncio.get_running_loop().time() + self.options.timeout
         with self.metrics.answering() as answer:
             call = asyncio.ensure_future(self.model.agenerate(**arguments))
             call.add_done_callback(lambda _: news.put_nowait(None))
             try:
-                while (step := await news.get()) is not None:
+                while True:
+                    async with asyncio.timeout_at(end):
+                        step = await news.get()
+                    if step is None:
+                        break
                     answer.has(len(step.tokens))
                     yield step
                 await call

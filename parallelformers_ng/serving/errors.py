@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from parallelformers_ng.errors import BatchingError, ParallelError, RequestTimeoutError
+from parallelformers_ng.errors import BatchingError, ParallelError
 from parallelformers_ng.serving.grammar import GrammarError
 
 log = logging.getLogger("parallelformers_ng")
@@ -60,7 +60,7 @@ def api_error(error: Exception) -> ApiError:
         )
     if isinstance(error, BatchingError):
         return ApiError(503, str(error), code="overloaded")
-    if isinstance(error, RequestTimeoutError):
+    if isinstance(error, TimeoutError):  # ours, or the library's
         return ApiError(503, "the request did not complete in its time; ask for less, or later", code="timeout")
     if isinstance(error, ParallelError):  # of the workers: they are started again, where they can be
         log.error("%s: %s", type(error).__name__, error)

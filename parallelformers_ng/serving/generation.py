@@ -89,6 +89,7 @@ class Generation:
             raise bad_request("there is no prompt", "prompt")
         if any(not 0 < len(stop) <= _STOP_LENGTH for stop in request.stops):
             raise bad_request(f"a stop string has 1 to {_STOP_LENGTH} characters", "stop")
+        self._engine.admit((request.n or 1) * prompts)
 
     async def _answer(
         self,
@@ -98,7 +99,6 @@ class Generation:
         reader: Callable[[], Any],
     ) -> Response:
         asked = await self._asked(request, prompts)
-        self._engine.admit(len(asked))
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
@@ -109,7 +109,7 @@ class Generation:
             return JSONResponse(shape.whole())
         # What goes wrong before the first piece is told with a status of its own.
         first = await anext(pieces)
-        return StreamingResponse(_events(first, pieces, shape), media_type="text/event-stream")
+        return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
     async def _asked(self, request: GenerationRequest, prompts: list[Prompt]) -> list[Asked]:
         settings = self._settings(request)
@@ -149,6 +149,7 @@ class Generation:
 
 
 _STOP_LENGTH = 256
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
 
 
 async def _events(

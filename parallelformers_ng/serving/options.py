@@ -39,6 +39,9 @@ class ServeOptions:
 
     rows: Annotated[int, "sequences that are decoded at a time"] = 16
     waiting: Annotated[int, "sequences that may wait for a row; beyond them a request is answered 503"] = 64
+    prefill_chunk: Annotated[int, "tokens of prompts that are run at a time, between steps of other rows"] = 128
+    prefix_tokens: Annotated[int, "tokens whose keys and values are kept for prompts that begin alike"] = 4096
+    cache_tokens: Annotated[int | None, "tokens of all rows together; by default what memory has room for"] = None
     max_tokens: Annotated[int, "tokens of an answer, where the request names no number"] = 1024
     max_prompt_tokens: Annotated[int | None, "tokens of a prompt; by default what the model has positions for"] = None
     max_choices: Annotated[int, "answers of one request: its n, for each of its prompts"] = 16
@@ -71,11 +74,14 @@ class ServeOptions:
 
     @property
     def batching(self) -> BatchingOptions:
-        return BatchingOptions(rows=self.rows, waiting=self.waiting)
+        shared = {name: getattr(self, name) for name in _OF_BATCHES}
+        return BatchingOptions(**shared)
 
 
+_OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_tokens")
 _LOWEST = {
-    "rows": 1, "waiting": 1, "max_tokens": 1, "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
+    "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
+    "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
     "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1,
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.options import ServeOptions
 
 _READY_SECONDS = 5.0
+_MEMORY_SECONDS = 5.0  # between looks at the memory, for which ranks walk their pages
 
 
 class Status:
@@ -35,6 +36,7 @@ class Status:
         self._chat = chat
         self._options = options
         self._memory: asyncio.Future[dict[str, int]] | None = None
+        self._measured = -_MEMORY_SECONDS
         self._last_memory: dict[str, int] = {}
 
     async def health(self) -> Response:
@@ -58,11 +60,13 @@ class Status:
     async def status(self) -> Response:
         """What changes from second to second."""
         metrics = self._engine.metrics
-        if self._memory is None or self._memory.done():
+        if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
+            self._measured = time.monotonic()
             self._memory = asyncio.ensure_future(asyncio.to_thread(self._engine.model.memory_reserved))
-        done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # it waits for its turn
-        if done and self._memory.exception() is None:
-            self._last_memory = self._memory.result()
+        if self._memory is not None:
+            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # it waits for its turn
+            if done and self._memory.exception() is None:
+                self._last_memory = self._memory.result()
         return JSONResponse(
             {
                 "model": self._options.name,
