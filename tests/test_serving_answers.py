@@ -14,6 +14,7 @@ from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Pooling, read_pooling
 from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.grammar import GrammarError
+from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.options import read_serve_options
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
@@ -203,6 +204,20 @@ def test_pooling_does_not_see_padding(mode):
     alone = Pooling(mode)(states[1:, :2], mask[1:, :2])
     assert torch.allclose(pooled[1:], alone)
     assert torch.allclose(pooled.norm(dim=-1), torch.ones(2))
+
+
+def test_answers_are_counted_while_they_wait_and_while_they_are_written():
+    metrics = Metrics("tiny")
+    with metrics.answering() as answer:
+        assert (metrics.running, metrics.waiting, metrics.rate) == (0, 1, 0)
+        answer.has(20)
+        assert (metrics.running, metrics.waiting) == (1, 0)
+        assert metrics.rate > 0
+    with pytest.raises(KeyError), metrics.answering():  # it ends without a token
+        raise KeyError
+    assert metrics.in_flight == 0
+    assert b'vllm:generation_tokens_total{model_name="tiny"} 20.0' in metrics.page()
+    assert b'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics.page()
 
 
 def test_flags_count_before_the_file(tmp_path):
