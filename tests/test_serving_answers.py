@@ -108,6 +108,16 @@ def test_what_looks_like_a_call_and_is_none_is_text(size):
     assert shown + reader.end().text == text
 
 
+@pytest.mark.parametrize("properties", [{"a": {"anyOf": 5}}, {"a": {"type": 7}}, [], {"a": None}])
+def test_a_tool_whose_schema_is_none_disturbs_nothing(properties):
+    template, text = response_template(TOKENIZER, None), '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
+    assert template is not None
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    reader = AnswerReader(TOKENIZER, template, "", tools)
+    read = reader.add(text)
+    assert read.calls or read.text == text
+
+
 @pytest.mark.parametrize(
     ("message", "why"),
     [

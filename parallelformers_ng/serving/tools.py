@@ -45,7 +45,7 @@ class AnswerReader:
         self._held += text
         try:
             return self._take(self._parser.feed(text))
-        except (ValueError, KeyError):  # it looked like a call and is none
+        except Exception:  # it looked like a call and is none, or the client's schema of the tool is no schema
             return self._give_up()
 
     def end(self) -> Read:
@@ -53,7 +53,7 @@ class AnswerReader:
             return Read()
         try:
             return self._take(self._parser.finalize()[1])
-        except (ValueError, KeyError):
+        except Exception:
             return self._give_up()
 
     def _give_up(self) -> Read:
