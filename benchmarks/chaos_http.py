@@ -120,6 +120,7 @@ def hostile(count: int, seed: int) -> list[Figure]:
     """Requests that mean no good, from 8 clients, while 2 honest ones ask on."""
     with served("--client-timeout", "5", "--max-tokens", "4") as server:
         calm = _honest(server, lambda number: number < 300)
+        send_hostile(server.port, random.Random(f"{seed} first"), max(50, count // 50))  # what is made once is made
         workers, before = [process.pid for process in server.workers], server.megabytes
         outcomes: Counter[str] = Counter()
         over = threading.Event()

@@ -61,7 +61,7 @@ def _body(source: random.Random) -> bytes:
             lambda: b'{"prompt": "' + b"\\ud800" * source.randint(1, 1000) + b'"}',
             lambda: source.randbytes(source.randint(0, 5000)),
             lambda: b"x" * (5 << 20),
-            lambda: b'{"prompt": "' + b"x" * (3 << 20) + b'"}',
+            lambda: b'{"prompt": "' + b"x" * (900 << 10) + b'"}',
             lambda: json.dumps({"prompt": [[1]] * 10_000}).encode(),
             lambda: json.dumps({"prompt": list(range(200_000))}).encode(),
             lambda: json.dumps({"messages": [{"role": "user", "content": "x"}] * 20_000}).encode(),

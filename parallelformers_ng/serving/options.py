@@ -48,7 +48,7 @@ class ServeOptions:
     max_stops: Annotated[int, "stop strings of one request"] = 16
     max_top_logprobs: Annotated[int, "alternatives to each token"] = 20
     max_inputs: Annotated[int, "texts of one request for embeddings"] = 256
-    max_body_bytes: Annotated[int, "bytes of a request's body"] = 4 << 20
+    max_body_bytes: Annotated[int, "bytes of a request's body"] = 1 << 20
     timeout: Annotated[Seconds, "seconds for one request, the wait for a row included"] = 600.0
     client_timeout: Annotated[Seconds, "seconds that a client may take to send its request, or to read on"] = 30.0
     drain: Annotated[Seconds, "seconds that requests in flight have to complete after SIGTERM"] = 120.0

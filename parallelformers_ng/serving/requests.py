@@ -10,6 +10,7 @@ from parallelformers_ng.serving.errors import bad_request
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+_MESSAGES = 4096  # a template takes its time for each
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
 
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -148,7 +149,7 @@ class Tool(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -184,5 +185,5 @@ class TokenizeRequest(Request):
     """A prompt, or the messages of a chat."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=_MESSAGES)] | None = None
     add_special_tokens: bool = True
