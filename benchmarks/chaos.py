@@ -21,6 +21,7 @@ import torch
 from benchmarks import (
     chaos_devices,
     chaos_frames,
+    chaos_http,
     chaos_inputs,
     chaos_interrupts,
     chaos_processes,
@@ -52,6 +53,9 @@ SUITES = {
     "cycles": (chaos_processes.cycles, 100, "parallelize and deparallelize, with workers of their own each time"),
     "starts": (chaos_processes.starts, 50, "8 groups of 2 ranks started at once, over gloo"),
     "frames": (chaos_frames.figures, 100_000, "control frames with flipped, lost and added bytes"),
+    "http": (chaos_http.hostile, 10_000, "hostile requests to a server, from 8 clients beside 2 honest ones"),
+    "clients": (chaos_http.clients, 200, "clients of a server go at random moments"),
+    "served": (chaos_http.kills, 20, "a worker of a server is killed under load; then SIGTERM with 8 in flight"),
 }
 
 

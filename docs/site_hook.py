@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = (
-    "*.md", "LICENSE", "docs/*.md", "docs/*.svg", "benchmarks/results/*.md", "docker/*", "examples/*.py",
+    "*.md", "LICENSE", "docs/*.md", "docs/*.svg", "docs/*.png", "benchmarks/results/*.md", "docker/*", "examples/*.py",
     "examples/**/*.md",
 )  # fmt: skip
 """Pages, and what they link to."""

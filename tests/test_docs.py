@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import json
 import re
 import runpy
 import shlex
-import sys
 import textwrap
 import tomllib
+import typing
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,13 @@ import parallelformers_ng
 from benchmarks import plots
 from parallelformers_ng import errors
 from parallelformers_ng.cli import commands as cli
+from parallelformers_ng.serving.options import ServeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("*.md", "docs/*.md", "docker/*.md", "examples/**/*.md", "benchmarks/results/*.md")
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?^( *)```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
-NOT_RUN = {"README.md": 1, "CONTRIBUTING.md": 2, "docker/README.md": 1}
+NOT_RUN = {"README.md": 2, "CONTRIBUTING.md": 2, "docker/README.md": 1}
 """How many blocks of a document are marked as not to be run. Let there be few."""
 
 
@@ -112,7 +115,9 @@ def test_commands_that_are_not_run_name_what_exists(document: Path) -> None:
         elif command[:1] == [".venv/bin/pre-commit"]:
             assert re.search(r"^pre-commit\b", (ROOT / "requirements-dev.txt").read_text(), flags=re.MULTILINE)
         elif command[:2] == ["docker", "compose"]:
-            assert (ROOT / command[3]).exists(), line
+            assert all((ROOT / file).exists() for file in command[3 : command.index("up") : 2]), line
+        elif command[:2] == ["parallelformers-ng", "serve"]:
+            assert served(command[1:]).command is not None, line
         else:
             assert not command, f"{document.name}: no check knows {line!r}"
 
@@ -144,36 +149,47 @@ def test_the_error_that_policy_md_shows_is_the_real_one() -> None:
     assert str(error.value) in " ".join((ROOT / "POLICY.md").read_text().split())
 
 
-def test_what_the_dockerfile_copies_and_runs_exists() -> None:
+def test_the_dockerfile_names_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docker/Dockerfile").read_text()
     for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
         for source in sources.split():
             assert (ROOT / source).exists(), source
-    assert text.index("USER server") < text.index("CMD"), "the server runs without rights"
+    assert text.index("USER server") < text.index("ENTRYPOINT"), "the server runs without rights"
     health = re.search(r'CMD \["python", "-c", "(.*)"\]\n', text)
     assert health
     ast.parse(health.group(1))
+    assert "/ready" in health.group(1)
+    program, *arguments = json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", text, flags=re.MULTILINE)[0])
+    known = served(arguments + json.loads(re.findall(r"^CMD (\[.*\])$", text, flags=re.MULTILINE)[0]))
+    assert (program, known.port) == ("parallelformers-ng", 8000)
+    assert (ROOT / known.model).exists()
 
 
-@pytest.mark.parametrize("server", ["flask", "fastapi"])
-def test_the_compose_files_name_what_exists(
-    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def served(arguments: list[str]) -> argparse.Namespace:
+    """What `parallelformers-ng` understands of a command that serves."""
+    return cli._parser().parse_args(arguments)
+
+
+def test_the_compose_files_name_what_exists() -> None:
     yaml = pytest.importorskip("yaml")
-    composed = yaml.safe_load((ROOT / f"docker/compose.{server}.yml").read_text())
-    service = composed["services"][server]
-    assert "ipc" not in service
-    assert "shm_size" not in service
+    composed = yaml.safe_load((ROOT / "docker/compose.yml").read_text())
+    service = composed["services"]["server"]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert not {"ipc", "shm_size", "privileged"} & service.keys()
     assert (ROOT / "docker" / service["build"]["context"]).resolve() == ROOT
-    text = (ROOT / service["build"]["dockerfile"]).read_text()
-    stage = re.search(rf"^FROM base AS {service['build']['target']}\n(?:CMD (\[.*\])\n)", text, flags=re.MULTILINE)
-    assert stage
-    _python, script, *options = json.loads(stage.group(1))
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert {option for option in options if option.startswith("--")} <= known
+    assert (ROOT / service["build"]["dockerfile"]).exists()
+    assert (ROOT / served(["serve", *service["command"]]).model).exists()
+    more = yaml.safe_load((ROOT / "docker/compose.ipc-host.yml").read_text())
+    assert more == {"services": {"server": {"ipc": "host"}}}
+
+
+def test_the_options_of_the_server_are_those_of_its_page() -> None:
+    text = (ROOT / "docs/serving.md").read_text()
+    kinds = typing.get_type_hints(ServeOptions, include_extras=True)
+    for option in fields(ServeOptions):
+        default = "" if option.default in (None, "", MISSING) else f"`{option.default}`"
+        assert f"| `{option.name}` | {default} | {typing.get_args(kinds[option.name])[1]} |" in text
 
 
 def test_the_map_has_the_rooms_in_the_order_of_imports_and_names_files_that_exist() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallelformers_ng import __version__
+from parallelformers_ng.cli import serve as serving
 from parallelformers_ng.errors import ParallelError
 
 
@@ -191,6 +192,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--no-baseline", action="store_true", help="leave the one process out")
     command.add_argument("--plot", metavar="OUT.png", help="also draw the figures; needs matplotlib")
     command.set_defaults(command=bench)
+
+    command = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's clients ask for it",
+        description="Serve MODEL on N ranks: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models,"
+        " /tokenize, /health, /ready, /metrics, and a page at /. Requests are decoded together. SIGTERM or Ctrl-C"
+        " lets those in flight complete and refuses new ones; a second one ends the server at once.",
+        epilog=f"The key may be in the variable {serving.KEY_VARIABLE}. Flags count before the"
+        " variable, and it before the file.",
+    )
+    serving.add_flags(command)
+    command.set_defaults(command=serving.run)
     return parser
 
 

@@ -147,6 +147,11 @@ class Deployment:
     def pids(self) -> list[int]:
         return self.supervisor.group.pids
 
+    def ping(self) -> None:
+        """Return once every rank has answered to the others. Raises what a call would."""
+        deadline = self.deadline_of(None)
+        self.ready(deadline)[0].call("ping", timeout=deadline - time.monotonic())
+
     def memory(self, what: str) -> dict[str, Any]:
         """What a method of `worker.memory.RankMemory` says on each rank, by device."""
         deadline = self.deadline_of(None)

@@ -341,6 +341,10 @@ class ModelRunner:
         if self.captured is not None and not all("generation_config" in name for name in names):
             self.captured.forget()  # what was recorded went by what has changed
 
+    def ping(self) -> list[int]:
+        """Exchange ranks with the others, as a step does. Returns those that answered."""
+        return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
+
     def memory(self, what: str) -> tuple[str, Any]:
         """The device, and what a method of `RankMemory` says of it."""
         memory = RankMemory(self.device, self.rank, self.plan.bytes_per_rank[self.rank] if self.plan else 0)

@@ -1,0 +1,257 @@
+"""A server of `parallelformers-ng serve` against those who mean it no good, and those who go."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.chaos_figures import Figure
+from benchmarks.chaos_http_requests import request
+from tests.serving import save_served_model
+
+SECONDS = 30.0  # until an answer is missed
+ALLOWED = {"closed", "503", *map(str, range(400, 500))}
+HONEST = {"prompt": "An honest question", "max_tokens": 8, "temperature": 0}
+
+
+class Served:
+    """A server of the tiny model, as a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self.port = port
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=SECONDS,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+        )
+        self.wanted = self.ask(HONEST)
+
+    def ask(self, body: dict[str, Any]) -> str:
+        """The text of a completion; the name of what went wrong where there is none."""
+        try:
+            answer = self.client.post("/v1/completions", json=body)
+        except httpx.TransportError as error:
+            return f"error: lost, {type(error).__name__}"
+        found = answer.json()
+        return found["choices"][0]["text"] if answer.status_code == 200 else f"error: {found['error']['code']}"
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        """The server, what forks its workers, and these."""
+        server = psutil.Process(self.process.pid)
+        return [server, *server.children(recursive=True)]
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        return [process for process in self.family[1:] if process.children() == []]
+
+    @property
+    def megabytes(self) -> float:
+        return sum(process.memory_full_info().pss for process in self.family) / 1e6
+
+    def metric(self, name: str) -> float:
+        lines = self.client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(f"vllm:{name}{{")).rsplit(" ", 1)[1])
+
+    def settle(self) -> float:
+        """Seconds until nothing is in flight."""
+        begun = time.monotonic()
+        while self.metric("num_requests_running") or self.metric("num_requests_waiting"):
+            assert time.monotonic() < begun + SECONDS, "requests stayed"
+            time.sleep(0.002)
+        return time.monotonic() - begun
+
+
+@contextlib.contextmanager
+def served(*flags: str) -> Iterator[Served]:
+    """Start a server, and end it."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        save_served_model(Path(folder))
+        command = [sys.executable, "-m", "parallelformers_ng", "serve", folder, "--num-gpus", "2", "--device", "cpu"]
+        command += ["--port", str(port), "--served-model-name", "tiny", *flags]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            try:
+                for line in process.stderr:
+                    if "serving tiny" in line:
+                        break
+                threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True).start()
+                with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                    _until(lambda: _is_ready(client))
+                yield Served(process, port)
+            finally:
+                process.terminate()
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 2 * SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def hostile(count: int, seed: int) -> list[Figure]:
+    """Requests that mean no good, from 8 clients, while 2 honest ones ask on."""
+    with served("--client-timeout", "5", "--max-tokens", "4") as server:
+        calm = _honest(server, lambda number: number < 300)
+        send_hostile(server.port, random.Random(f"{seed} first"), max(50, count // 50))  # what is made once is made
+        workers, before = [process.pid for process in server.workers], server.megabytes
+        outcomes: Counter[str] = Counter()
+        over = threading.Event()
+        with ThreadPoolExecutor(10) as pool:
+            honest = [pool.submit(_honest, server, lambda _: not over.is_set()) for _ in range(2)]
+            sources = [(random.Random(f"{seed} {number}"), share) for number, share in enumerate(_shares(count, 8))]
+            for found in pool.map(lambda source: send_hostile(server.port, *source), sources):
+                outcomes += found
+            over.set()
+            times = [each for future in honest for each in future.result()[0]]
+            wrong = sum(future.result()[1] for future in honest)
+        server.settle()
+        grown = server.megabytes - before
+        died = workers != [process.pid for process in server.workers]
+    print(f"  outcomes {dict(sorted(outcomes.items()))}, {len(times)} honest requests", flush=True)
+    harmless = outcomes.pop("200", 0)
+    return [
+        Figure("answers other than 4xx and 503", "sum", 0, [sum(outcomes[each] for each in outcomes.keys() - ALLOWED)]),
+        Figure("share that was taken after all", "max", 0.5, [harmless / count]),
+        Figure("wrong honest answers", "sum", 0, [wrong]),
+        Figure("honest p99 against that in calm, ratio", "max", 2, [_p99(times) / _p99(calm[0])]),
+        Figure("more resident memory, MB", "max", 50, [grown]),
+        Figure("restarts", "sum", 0, [int(died)]),
+    ]
+
+
+def clients(count: int, seed: int) -> list[Figure]:
+    """Clients that go at random moments of their answers, and one that stays."""
+    source, freed, wrong = random.Random(seed), list[float](), 0
+    with served("--waiting", "256") as server:
+        for _ in range(max(1, count // 20)):
+            with ThreadPoolExecutor(20) as pool:
+                moments = [source.uniform(0, 0.5) for _ in range(20)]
+                gone = [pool.submit(_go, server.port, moment, source.random() < 0.5) for moment in moments]
+                wrong += server.ask(HONEST) != server.wanted
+                for future in gone:
+                    future.result()
+            freed.append(server.settle())
+        held = server.client.get("/status").json()["running"]
+    return [
+        Figure("last one gone to all rows free, max, s", "max", 1, freed),
+        Figure("wrong answers", "sum", 0, [wrong]),
+        Figure("rows that stayed", "sum", 0, [held]),
+    ]
+
+
+def kills(count: int, seed: int) -> list[Figure]:
+    """A worker killed under load, then SIGTERM with 8 in flight."""
+    source, outcomes = random.Random(seed), Counter[str]()
+    with served() as server:
+        for _ in range(count):
+            with ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(_outcome, server, 200) for _ in range(8)]
+                time.sleep(source.uniform(0.05, 0.5))
+                source.choice(server.workers).kill()
+                outcomes.update(future.result() for future in asked)
+            _until(lambda: _is_ready(server.client))
+            outcomes[_outcome(server, 8)] += 1
+            time.sleep(20)  # three deaths in a minute are a storm, see max_restarts
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(_outcome, server, 400) for _ in range(8)]
+            _until(lambda: server.metric("num_requests_running") == 8)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            begun = time.monotonic()
+            refused = server.client.post("/v1/completions", json=HONEST).status_code
+            after = time.monotonic() - begun
+            complete = sum(future.result() == "right" for future in asked)
+        status = server.process.wait(SECONDS)
+    print(f"  outcomes {dict(outcomes)}", flush=True)
+    return [
+        Figure("wrong answers", "sum", 0, [outcomes["wrong"]]),
+        Figure("hung, or without a type", "sum", 0, [sum(outcomes.values()) - outcomes["right"] - outcomes["typed"]]),
+        Figure("of 8 in flight at SIGTERM incomplete", "sum", 0, [8 - complete]),
+        Figure("new ones not refused with 503", "sum", 0, [int(refused != 503)]),
+        Figure("SIGTERM to a refusal, s", "max", 0.5, [after]),
+        Figure("exit status", "sum", 0, [status]),
+    ]
+
+
+def _outcome(server: Served, tokens: int) -> str:
+    found = server.ask({**HONEST, "max_tokens": tokens})
+    if found.startswith("error: "):
+        return "lost" if "lost" in found else "typed" if found != "error: None" else "untyped"
+    return "right" if found.startswith(server.wanted) else "wrong"
+
+
+def _honest(server: Served, go_on: Callable[[int], bool]) -> tuple[list[float], int]:
+    """Seconds of each request, and how many of their answers were wrong."""
+    times, wrong = list[float](), 0
+    while go_on(len(times)):
+        begun = time.monotonic()
+        wrong += server.ask(HONEST) != server.wanted
+        times.append(time.monotonic() - begun)
+    return times, wrong
+
+
+def _p99(times: list[float]) -> float:
+    return sorted(times)[int(len(times) * 0.99)]
+
+
+def send_hostile(port: int, source: random.Random, count: int) -> Counter[str]:
+    """Send hostile requests, one after another. Returns how often each status came, or "closed", or "hung"."""
+    return Counter(_send(port, request(source), source.random() < 0.1) for _ in range(count))
+
+
+def _send(port: int, sent: bytes, goes: bool) -> str:
+    """The status of the answer to some bytes, after which the client may go."""
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as connection:
+        try:
+            connection.sendall(sent)
+            if goes:
+                return "closed"
+            said = connection.recv(1 << 16)
+        except TimeoutError:
+            return "hung"
+        except OSError:
+            return "closed"
+    return said[9:12].decode(errors="replace") if said.startswith(b"HTTP/1.1 ") else "closed" if not said else "no HTTP"
+
+
+def _shares(count: int, among: int) -> list[int]:
+    return [count // among + (number < count % among) for number in range(among)]
+
+
+def _go(port: int, seconds: float, stream: bool) -> None:
+    with contextlib.suppress(httpx.TimeoutException), httpx.Client(trust_env=False) as client:
+        body = {**HONEST, "max_tokens": 500, "stream": stream}
+        limit = httpx.Timeout(SECONDS, read=seconds)
+        with client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=limit) as answer:
+            end = time.monotonic() + seconds
+            for _ in answer.iter_raw():
+                if time.monotonic() > end:
+                    return

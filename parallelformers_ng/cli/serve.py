@@ -1,0 +1,65 @@
+"""`parallelformers-ng serve`: its flags are the fields of `ServeOptions`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import typing
+from dataclasses import MISSING, fields
+from typing import Any
+
+from parallelformers_ng.errors import ParallelError
+
+KEY_VARIABLE = "PARALLELFORMERS_API_KEY"
+
+_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each option. What is not given is left out, so that a file can say it."""
+    from parallelformers_ng.serving.options import ServeOptions
+
+    kinds = typing.get_type_hints(ServeOptions, include_extras=True)
+    parser.add_argument("--config", metavar="FILE.toml", help="a file with these options, each a word with underscores")
+    for option in fields(ServeOptions):
+        (kind, text), default = typing.get_args(kinds[option.name]), option.default
+        if default not in (None, MISSING, ""):
+            text += f" (default: {default})"
+        if option.name == "model":
+            parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+            continue
+        several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(kind) is list else {}
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            type=_reader(kind),
+            default=argparse.SUPPRESS,
+            metavar=option.name.rpartition("_")[2].upper(),
+            help=text,
+            **several,
+        )
+
+
+def _reader(kind: Any) -> type:
+    """What makes a value of that type of a word."""
+    among = {kind, *typing.get_args(kind)}
+    return float if float in among else int if int in among else str
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve a model until told to end."""
+    try:
+        from parallelformers_ng.serving.options import read_serve_options
+        from parallelformers_ng.serving.run import serve
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDS:
+            raise
+        raise ParallelError(
+            f"serve needs {error.name}, which is not installed: pip install 'parallelformers-ng[serve]'"
+        ) from None
+    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
+    if key := os.environ.get(KEY_VARIABLE):
+        given.setdefault("api_key", key)
+    try:
+        return serve(read_serve_options(options.config, given))
+    except KeyboardInterrupt:  # while the model is loaded
+        return 130

@@ -1,0 +1,111 @@
+"""One answer as it is written: tokens to text, up to a stop string, with its reasoning and tool calls apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallelformers_ng.serving.engine import Asked, Engine
+from parallelformers_ng.serving.likelihoods import Likelihood
+from parallelformers_ng.serving.text import Detokenizer, Stopper
+from parallelformers_ng.serving.tools import AnswerReader, Read
+
+
+@dataclass
+class Piece:
+    """What is new of an answer.
+
+    Attributes:
+        index: of the answer within its request.
+        read: its text, reasoning and tool calls.
+        tokens: how many tokens it has.
+        likelihoods: of each of them, where these were asked for.
+        finish: why the answer ends with it, "stop", "length" or "tool_calls"; None where it goes on.
+    """
+
+    index: int
+    read: Read = field(default_factory=Read)
+    tokens: int = 0
+    likelihoods: list[Likelihood] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the tokens of a request's answers become pieces.
+
+    Attributes:
+        tokenizer: of transformers.
+        stops: strings that an answer ends before.
+        reader: makes what takes reasoning and tool calls out, or None.
+    """
+
+    tokenizer: Any
+    stops: Sequence[str]
+    reader: Callable[[], AnswerReader | None]
+
+
+async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGenerator[Piece, None]:
+    """One answer, piece by piece. The last says why it ended."""
+    reader = form.reader()
+    text = Detokenizer(form.tokenizer, keep_special=reader is not None)
+    stopper = Stopper(form.stops)
+    finish, called = "length", False
+
+    def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
+        nonlocal called
+        shown = stopper.add(text.add([token for token in tokens if token not in engine.ends], last), last)
+        read = Read(text=shown) if reader is None else reader.add(shown)
+        if reader is not None and (last or stopper.stopped):
+            end = reader.end()
+            read = Read(read.text + end.text, read.reasoning + end.reasoning, read.calls + end.calls)
+        called = called or bool(read.calls)
+        return Piece(index, read, len(tokens), likelihoods)
+
+    async with contextlib.aclosing(engine.generate(asked)) as steps:
+        async for step in steps:
+            apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
+            for tokens, likelihoods in apart:
+                yield piece(tokens, likelihoods)
+                if stopper.stopped or tokens[-1] in engine.ends:
+                    finish = "stop"
+                    break
+            if finish == "stop":
+                break
+    end = Piece(index) if stopper.stopped else piece([], [], last=True)
+    end.finish = "tool_calls" if called and finish == "stop" else finish
+    engine.metrics.ended(finish)
+    yield end
+
+
+async def write_all(engine: Engine, form: Form, asked: Sequence[Asked]) -> AsyncGenerator[Piece, None]:
+    """Several answers at once, their pieces as they come. An error in one ends all."""
+    pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def run(index: int, one: Asked) -> None:
+        try:
+            async with contextlib.aclosing(write(engine, form, index, one)) as found:
+                async for piece in found:
+                    pieces.put_nowait(piece)
+            pieces.put_nowait(None)
+        except Exception as error:
+            pieces.put_nowait(error)
+
+    tasks = [asyncio.create_task(run(index, one)) for index, one in enumerate(asked)]
+    try:
+        left = len(tasks)
+        while left:
+            piece = await pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is None:
+                left -= 1
+            else:
+                yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,121 @@
+"""The application: routes, the guard before them, and the page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from parallelformers_ng.serving import errors
+from parallelformers_ng.serving.chat import Chat
+from parallelformers_ng.serving.embeddings import Embeddings
+from parallelformers_ng.serving.engine import Engine
+from parallelformers_ng.serving.errors import ApiError, bad_request
+from parallelformers_ng.serving.generation import Generation
+from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
+from parallelformers_ng.serving.status import Status
+
+_PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+
+
+def create_app(model: Any, tokenizer: Any, options: ServeOptions) -> Guard:
+    """The server of a model.
+
+    Args:
+        model: a parallelized model, with `batching` where its calls are to share batches.
+        tokenizer: its tokenizer.
+        options: the limits, and what clients call it.
+
+    Returns:
+        An ASGI application.
+    """
+    template = None if options.chat_template is None else Path(options.chat_template).read_text()
+    engine = Engine(model, options, Metrics(options.name))
+    chat = Chat(tokenizer, template, engine.longest)
+    generation, status = Generation(engine, chat, options), Status(engine, chat, options)
+    embeddings = Embeddings(engine, chat, options)
+    # The documents of the API that FastAPI makes would be fetched from elsewhere.
+    app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
+    errors.install(app)
+    if options.cors:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.cors, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+
+    def check_name(name: str | None) -> None:
+        if name not in (None, "", options.name):
+            raise ApiError(404, f"there is no model {name!r} here; it is {options.name!r}", "model", "model_not_found")
+
+    @app.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> Response:
+        check_name(request.model)
+        return await generation.complete(request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: ChatRequest) -> Response:
+        check_name(request.model)
+        return await generation.converse(request)
+
+    @app.post("/v1/embeddings")
+    async def embed(request: EmbeddingRequest) -> dict[str, Any]:
+        check_name(request.model)
+        return await embeddings.embed(request)
+
+    @app.post("/tokenize")
+    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+        check_name(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("give either a prompt or messages")
+        ids = await generation.tokenize(request)
+        return {"count": len(ids), "max_model_len": engine.positions, "tokens": ids}
+
+    card = {
+        "id": options.name,
+        "object": "model",
+        "created": status.began,
+        "owned_by": "parallelformers_ng",
+        "max_model_len": engine.positions,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model_named(name: str) -> dict[str, Any]:
+        check_name(name)
+        return card
+
+    for path, handler in (
+        ("/health", status.health),
+        ("/ready", status.ready),
+        ("/metrics", status.metrics),
+        ("/status", status.status),
+        ("/plan", status.plan),
+    ):
+        app.add_api_route(path, handler, response_model=None)
+    for path, (name, kind) in _PAGE.items():
+        app.add_api_route(path, _asset(name, kind), include_in_schema=False, response_model=None)
+    return Guard(app, options)
+
+
+def _asset(name: str, kind: str) -> Any:
+    content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
+
+    async def serve() -> Response:
+        headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+        return Response(content, media_type=kind, headers=headers)
+
+    return serve

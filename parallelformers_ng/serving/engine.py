@@ -1,0 +1,221 @@
+"""The model behind a server: calls of `agenerate`, with their tokens as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.serving.errors import ApiError, bad_request
+from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
+from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.options import ServeOptions
+
+_CANCEL_SECONDS = 60.0  # that ranks have to leave a call; workers that have not are started again
+_LOGITS_BYTES = 1 << 30  # what the logits of a prompt may take, where its probabilities are asked for
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer to one prompt.
+
+    Attributes:
+        ids: the prompt.
+        settings: of `GenerationConfig`, where they differ from the model's own.
+        seed: of its random stream.
+        processors: that change the scores of its tokens.
+        alternatives: how many of the likeliest tokens are told beside each, None where no probabilities are.
+    """
+
+    ids: list[int]
+    settings: dict[str, Any]
+    seed: int
+    processors: list[Any] = field(default_factory=list)
+    alternatives: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens of an answer, with a likelihood each where these were asked for."""
+
+    tokens: list[int]
+    likelihoods: list[Likelihood]
+
+
+class Engine:
+    """Runs calls of one parallelized model.
+
+    Args:
+        model: it should have `batching`, or calls run one after another.
+        options: the limits.
+        metrics: are told of calls, tokens and times.
+
+    Attributes:
+        vocabulary: how many tokens the model knows.
+        positions: how many tokens a prompt and its answer may have.
+        generates: whether it answers with text.
+        longest: how many tokens a prompt may have.
+        ends: the tokens that end an answer.
+    """
+
+    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics) -> None:
+        self.model = model
+        self.options = options
+        self.metrics = metrics
+        text_config = model.config.get_text_config()
+        self.vocabulary: int = text_config.vocab_size
+        self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+        self.generates: bool = model.can_generate()
+        self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
+        ends = model.generation_config.eos_token_id if self.generates else None
+        self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
+        self._ping: asyncio.Future[Any] | None = None
+
+    def admit(self, answers: int) -> None:
+        """Raises an error of status 503 where so many more would have to wait."""
+        limit = self.options.rows + self.options.waiting
+        if self.metrics.in_flight + answers > limit:
+            raise ApiError(
+                503,
+                f"{self.metrics.in_flight} answers are being written or wait, and {limit} may; ask again later",
+                code="overloaded",
+            )
+
+    def check_prompt(self, ids: list[int]) -> None:
+        """Raises an error where the model cannot read a prompt."""
+        if not ids:
+            raise bad_request("the prompt has no tokens", "prompt")
+        if len(ids) > self.longest:
+            raise bad_request(
+                f"the prompt has {len(ids)} tokens, and may have {self.longest}", "prompt", "context_length_exceeded"
+            )
+        if max(ids) >= self.vocabulary:
+            raise bad_request(f"token {max(ids)} is not one of the {self.vocabulary} that the model has", "prompt")
+
+    async def generate(self, asked: Asked) -> AsyncGenerator[Step, None]:
+        """The tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
+        config = self._config(asked)
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor([asked.ids]),
+            "attention_mask": torch.ones(1, len(asked.ids), dtype=torch.long),
+            "generation_config": config,
+            "seed": asked.seed,
+            "timeout": self.options.timeout + _CANCEL_SECONDS,
+        }
+        recorder = None if asked.alternatives is None else Recorder(asked.alternatives)
+        processors = [*([] if recorder is None else [recorder]), *asked.processors]
+        if processors:
+            arguments["logits_processor"] = LogitsProcessorList(processors)
+        news: asyncio.Queue[Step | None] = asyncio.Queue()
+        streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
+        end = asyncio.get_running_loop().time() + self.options.timeout
+        with self.metrics.answering() as answer:
+            call = asyncio.ensure_future(self.model.agenerate(**arguments))
+            call.add_done_callback(lambda _: news.put_nowait(None))
+            try:
+                while True:
+                    async with asyncio.timeout_at(end):
+                        step = await news.get()
+                    if step is None:
+                        break
+                    answer.has(len(step.tokens))
+                    yield step
+                await call
+                if rest := streamer.rest():
+                    answer.has(len(rest.tokens))
+                    yield rest
+            finally:
+                call.cancel()
+
+    async def read(self, ids: list[int], alternatives: int) -> list[Likelihood]:
+        """How likely each token of a prompt was, from the second on."""
+        most = _LOGITS_BYTES // (4 * self.vocabulary)
+        if len(ids) > most:
+            raise bad_request(
+                f"with echo and logprobs a prompt may have {most} tokens, and this has {len(ids)}", "prompt"
+            )
+        return await asyncio.to_thread(self._read, ids, alternatives)
+
+    def _read(self, ids: list[int], alternatives: int) -> list[Likelihood]:
+        places = self.model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        return [
+            Likelihood(token, float(place[token]), likeliest(place, alternatives))
+            for token, place in zip(ids[1:], places, strict=True)
+        ]
+
+    async def ready(self, seconds: float) -> str:
+        """Why the ranks do not answer, "" where each of them has, to the others: within so many seconds, or with a
+        token since."""
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
+        begun = time.monotonic()
+        await asyncio.wait({self._ping}, timeout=seconds)
+        if not self._ping.done():
+            return "" if self.metrics.last_token > begun else f"the ranks have not answered for {seconds:g} s"
+        error = self._ping.exception()
+        return "" if error is None else f"{type(error).__name__}: {error}"
+
+    def _config(self, asked: Asked) -> GenerationConfig:
+        config = copy.deepcopy(self.model.generation_config)
+        room = self.positions - len(asked.ids)
+        settings = {**asked.settings, "max_new_tokens": min(asked.settings["max_new_tokens"], room)}
+        config.update(max_length=None, **settings)
+        if config.pad_token_id is None:
+            config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers asks for one
+        return config
+
+
+def draw_seed() -> int:
+    """A seed for who gives none: with one, calls that sample may share a batch."""
+    return secrets.randbelow(1 << 63)
+
+
+class _Tokens(BaseStreamer):
+    """Brings tokens from the thread that decodes to the loop that serves, with their likelihoods where there are any:
+    a call that runs alone tells these at its end.
+
+    Args:
+        loop: that serves.
+        news: where it takes tokens from.
+        recorder: of the call, or None.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Step | None], recorder: Recorder | None
+    ) -> None:
+        self._loop = loop
+        self._news = news
+        self._recorder = recorder
+        self._is_prompt = True
+        self._told = 0
+        self._held: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._held += value.flatten().tolist()
+        if self._recorder is None or self._recorder.knows(self._told + len(self._held) - 1):
+            self._loop.call_soon_threadsafe(self._news.put_nowait, self.rest())
+
+    def rest(self) -> Step | None:
+        """The tokens that are not told yet, None where there are none."""
+        tokens, begin = self._held, self._told
+        self._held, self._told = [], begin + len(tokens)
+        if not tokens:
+            return None
+        if self._recorder is None:
+            return Step(tokens, [])
+        return Step(tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)])
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,93 @@
+"""Errors as OpenAI's clients know them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from parallelformers_ng.errors import BatchingError, ParallelError
+from parallelformers_ng.serving.grammar import GrammarError
+
+log = logging.getLogger("parallelformers_ng")
+
+RETRY_SECONDS = "1"
+_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+class ApiError(Exception):
+    """What a client is told in place of an answer.
+
+    Args:
+        status: of HTTP.
+        message: in words.
+        param: the field of the request that it is about.
+        code: for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": RETRY_SECONDS} if self.status == 503 else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = 'Basic realm="the key of this server is the password"'
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, GrammarError):  # of a rank
+        return bad_request(
+            "the answer cannot be kept to the schema: it takes too much; send a simpler one", "response_format"
+        )
+    if isinstance(error, BatchingError):
+        return ApiError(503, str(error), code="overloaded")
+    if isinstance(error, TimeoutError):  # ours, or the library's
+        return ApiError(503, "the request did not complete in its time; ask for less, or later", code="timeout")
+    if isinstance(error, ParallelError):  # of the workers: they are started again, where they can be
+        log.error("%s: %s", type(error).__name__, error)
+        return ApiError(503, "the model cannot answer at the moment; ask again", code=type(error).__name__)
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"the server failed with {type(error).__name__}; its log says more")
+
+
+def install(app: FastAPI) -> None:
+    """Have an application answer all that goes wrong in this shape."""
+
+    @app.exception_handler(ApiError)
+    @app.exception_handler(ParallelError)
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        path = request.url.path
+        known = {404: f"there is nothing at {path}", 405: f"{path} takes no {request.method}"}
+        response = ApiError(error.status_code, known.get(error.status_code, str(error.detail))).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return bad_request(f"{where}: {first['msg']}" if where else first["msg"], where or None).response()

@@ -1,0 +1,175 @@
+"""`/v1/completions` and `/v1/chat/completions`: from a request to answers, at once or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from parallelformers_ng.serving.answers import Form, Piece, write_all
+from parallelformers_ng.serving.chat import Chat
+from parallelformers_ng.serving.engine import Asked, Engine, draw_seed
+from parallelformers_ng.serving.errors import api_error, bad_request
+from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from parallelformers_ng.serving.schemas import Schemas
+from parallelformers_ng.serving.shapes import ChatShape, CompletionShape
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it, and as text, where an answer is read by what it continues."""
+
+    ids: list[int]
+    text: str = ""
+
+
+class Generation:
+    """Answers requests for text.
+
+    Args:
+        engine: the model.
+        chat: its tokenizer.
+        options: the limits.
+    """
+
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._options = options
+        self._schemas = Schemas(chat.tokenizer, engine.vocabulary, engine.ends)
+
+    async def complete(self, request: CompletionRequest) -> Response:
+        """`/v1/completions`."""
+        self._check(request, len(request.prompts))
+        prompts = [
+            Prompt(await asyncio.to_thread(self._chat.ids, prompt) if isinstance(prompt, str) else prompt)
+            for prompt in request.prompts
+        ]
+        shape = CompletionShape(self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts])
+        if request.echo and request.logprobs is not None:
+            for prompt in prompts:
+                self._engine.check_prompt(prompt.ids)
+                shape.before.append(await self._engine.read(prompt.ids, request.logprobs))
+        return await self._answer(request, prompts, shape, lambda: None)
+
+    async def converse(self, request: ChatRequest) -> Response:
+        """`/v1/chat/completions`."""
+        self._check(request, 1)
+        tools = self._chat.tools(request)
+        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools)
+        prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, special=False), text)
+        shape = ChatShape(self._options.name, self._chat.tokenizer, request)
+        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools))
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """`/tokenize`: the tokens that a prompt or a chat would be."""
+        if request.messages is None:
+            return await asyncio.to_thread(self._chat.ids, request.prompt or "", request.add_special_tokens)
+        text = await asyncio.to_thread(self._chat.prompt, request.messages, [])
+        return await asyncio.to_thread(self._chat.ids, text, special=False)
+
+    def _check(self, request: GenerationRequest, prompts: int) -> None:
+        limits = self._options
+        if not self._engine.generates:
+            raise bad_request("the model generates no text; it serves /v1/embeddings", "model")
+        for name, value, most in (
+            ("n", (request.n or 1) * prompts, limits.max_choices),
+            ("stop", len(request.stops), limits.max_stops),
+            ("logprobs", request.alternatives or 0, limits.max_top_logprobs),
+        ):
+            if value > most:
+                raise bad_request(f"{name}: the request asks for {value}, and the limit is {most}", name)
+        if not prompts:
+            raise bad_request("there is no prompt", "prompt")
+        if any(not 0 < len(stop) <= _STOP_LENGTH for stop in request.stops):
+            raise bad_request(f"a stop string has 1 to {_STOP_LENGTH} characters", "stop")
+        self._engine.admit((request.n or 1) * prompts)
+
+    async def _answer(
+        self,
+        request: GenerationRequest,
+        prompts: list[Prompt],
+        shape: ChatShape | CompletionShape,
+        reader: Callable[[], Any],
+    ) -> Response:
+        asked = await self._asked(request, prompts)
+        self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
+        shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
+        if not request.stream:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    shape.add(piece)
+            return JSONResponse(shape.whole())
+        # What goes wrong before the first piece is told with a status of its own.
+        first = await anext(pieces)
+        return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
+
+    async def _asked(self, request: GenerationRequest, prompts: list[Prompt]) -> list[Asked]:
+        settings = self._settings(request)
+        seed = draw_seed() if request.seed is None else request.seed
+        schema = None if request.response_format is None else request.response_format.schema_to_meet
+        asked = []
+        for prompt in prompts:
+            self._engine.check_prompt(prompt.ids)
+            for number in range(request.n or 1):
+                processors = []
+                if schema is not None:
+                    processors.append(await asyncio.to_thread(self._schemas.processor, schema, len(prompt.ids)))
+                # The answers to one request differ, and are the same whenever its seed is.
+                own = (seed + number) % (1 << 63)
+                asked.append(Asked(prompt.ids, settings, own, processors, request.alternatives))
+        return asked
+
+    def _settings(self, request: GenerationRequest) -> dict[str, Any]:
+        """What the request says of `GenerationConfig`; the model's own settings hold where it says nothing."""
+        settings: dict[str, Any] = {"max_new_tokens": min(request.most_tokens or self._options.max_tokens, 1 << 31)}
+        own = self._engine.model.generation_config
+        temperature = request.temperature
+        if temperature is None:
+            temperature = (own.temperature or 1.0) if own.do_sample else 1.0
+        settings |= {"do_sample": temperature > 0, "temperature": temperature or None}
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", None)):
+            value = getattr(request, name)
+            if temperature == 0:
+                settings[name] = None
+            elif value is not None:
+                settings[name] = off if value == -1 else value
+            elif not own.do_sample:
+                settings[name] = off  # what stands there is the default of transformers, and no choice of the model's
+        if request.repetition_penalty is not None:
+            settings["repetition_penalty"] = request.repetition_penalty
+        return settings
+
+
+_STOP_LENGTH = 256
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
+
+
+async def _events(
+    first: Piece, pieces: AsyncGenerator[Piece, None], shape: ChatShape | CompletionShape
+) -> AsyncGenerator[str, None]:
+    async with contextlib.aclosing(pieces):
+        try:
+            for chunk in shape.opening():
+                yield _event(chunk)
+            for chunk in shape.chunks(first):
+                yield _event(chunk)
+            async for piece in pieces:
+                for chunk in shape.chunks(piece):
+                    yield _event(chunk)
+            for chunk in shape.closing():
+                yield _event(chunk)
+        except Exception as error:  # the status is sent; the error is an event
+            yield _event(api_error(error).body())
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -1,0 +1,75 @@
+"""A grammar that says which tokens may come next. It runs on the ranks, which import this file and no server."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+
+@functools.lru_cache(maxsize=2)
+def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
+    """A tokenizer as grammars read it, made of one of Hugging Face's. It takes a second, once in each process.
+
+    Args:
+        packed: its JSON, compressed.
+        words: size of the model's vocabulary.
+        ends: tokens that end an answer.
+    """
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(zlib.decompress(packed).decode(), n_vocab=words, eos_token=list(ends))
+
+
+class GrammarError(ValueError):
+    """A grammar takes more than it may, or has come to where nothing goes on."""
+
+
+class Grammar(LogitsProcessor):
+    """Rules out the tokens that no continuation of an answer allows.
+
+    What it needs crosses to the ranks; how far it has read stays where it reads.
+
+    Args:
+        grammar: of llguidance.
+        packed, words, ends: as in `grammar_tokenizer`.
+        prompt: how many tokens there are before the answer.
+    """
+
+    def __init__(self, grammar: str, packed: bytes, words: int, ends: tuple[int, ...], prompt: int) -> None:
+        self.grammar = grammar
+        self.packed = packed
+        self.words = words
+        self.ends = ends
+        self.prompt = prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher = self._caught_up(input_ids[0, self.prompt :].tolist())
+        if matcher.is_error():
+            raise GrammarError(f"the schema cannot be kept to: {matcher.get_error()}")
+        if matcher.is_stopped():
+            allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+            allowed[list(self.ends)] = True
+        else:
+            bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+            allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[: scores.shape[-1]]
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def _caught_up(self, tokens: list[int]) -> Any:
+        from llguidance import LLMatcher
+
+        if self not in _read:
+            _read[self] = LLMatcher(grammar_tokenizer(self.packed, self.words, self.ends), self.grammar, log_level=0), 0
+        matcher, read = _read[self]
+        if tokens[read:]:
+            matcher.consume_tokens(tokens[read:])
+            _read[self] = matcher, len(tokens)
+        return matcher
+
+
+_read: weakref.WeakKeyDictionary[Grammar, tuple[Any, int]] = weakref.WeakKeyDictionary()
+"""Where a grammar stands, and how many tokens it has taken in."""

@@ -1,0 +1,162 @@
+"""What stands before every request: who may come in, how much they may send and how slowly, and when they have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hmac
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.options import ServeOptions
+
+log = logging.getLogger("parallelformers_ng")
+
+_OPEN = "/health"
+"""The path that needs no key, and that is served to the end."""
+
+
+class Guard:
+    """Serves an application to those who may use it.
+
+    A request is read whole, within its limits of bytes and seconds, before the application sees it. From then on the
+    client has nothing to say but that it is gone, which cancels what is done for it.
+
+    Args:
+        app: the application.
+        options: key and limits.
+
+    Attributes:
+        draining: whether new requests are refused, as the server is about to end.
+        in_flight: how many requests are being served.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app = app
+        self._options = options
+        self.draining = False
+        self.in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        self.in_flight += 1
+        try:
+            await self._serve(scope, receive, self._patient(send))
+        finally:
+            self.in_flight -= 1
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+            async with asyncio.timeout(self._options.client_timeout):
+                body = await self._body(scope, receive)
+        except ApiError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        except TimeoutError:
+            seconds = self._options.client_timeout
+            await _refuse(ApiError(408, f"the request was not there within {seconds:g} s"), scope, receive, send)
+            return
+        if body is None:
+            return
+        gone = asyncio.ensure_future(_gone(receive))
+        work = asyncio.ensure_future(self._app(scope, _replay(body, gone), send))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError, Exception):
+                await work  # the application has told and logged what went wrong
+
+    def _check(self, scope: Scope) -> None:
+        if scope["path"] == _OPEN:
+            return
+        if self.draining:
+            raise ApiError(503, "the server is about to end; ask another, or later", code="draining")
+        # A preflight is sent by the browser itself, which adds no key.
+        preflight = scope["method"] == "OPTIONS" and self._options.cors
+        if self._options.api_key is not None and not preflight and not self._has_key(scope):
+            raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks for."""
+        assert self._options.api_key is not None
+        kind, _, given = _header(scope, b"authorization").strip().partition(b" ")
+        if kind.lower() == b"basic":
+            try:
+                given = base64.b64decode(given).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif kind.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(given.strip(), self._options.api_key.encode())
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body of a request, None where the client has gone."""
+        limit, parts, size = self._options.max_body_bytes, [], 0
+        announced = _header(scope, b"content-length")
+        if announced.isdigit() and int(announced) > limit:
+            raise _too_large(limit)
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _patient(self, send: Send) -> Send:
+        """`send`, for clients that read. One that does not is left."""
+
+        async def sending(message: Message) -> None:
+            async with asyncio.timeout(self._options.client_timeout):
+                await send(message)
+
+        return sending
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes")
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    response = error.response()
+    response.headers["Connection"] = "close"  # whatever else the client sends need not be read
+    with contextlib.suppress(TimeoutError):
+        await response(scope, receive, send)
+
+
+async def _gone(receive: Receive) -> None:
+    """Waits until the client is."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _replay(body: bytes, gone: asyncio.Future[None]) -> Receive:
+    """A `receive` that brings a body, and then waits for the end."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.wait({gone})
+        return {"type": "http.disconnect"}
+
+    return receive

@@ -1,0 +1,106 @@
+"""What a server can be told: by flags, by a file, or by both, where the flags count."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.options import BatchingOptions, Seconds, checked_seconds, read_options
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The model, the address and the limits of a server.
+
+    Every field is a flag of `parallelformers-ng serve`, with dashes, and a word of the file that `--config` names. The
+    text beside its type is the flag's help.
+    """
+
+    model: Annotated[str, "a model folder or a name on the Hugging Face hub"] = ""
+    num_gpus: Annotated[int | None, "number of ranks; by default all GPUs, or 2 CPU ranks where there is none"] = None
+    revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
+    dtype: Annotated[str | None, "float32, bfloat16 or float16; by default the model's"] = None
+    device: Annotated[str, "auto, cpu or cuda"] = "auto"
+    served_model_name: Annotated[str | None, "name of the model in requests and answers; by default the model's"] = None
+    chat_template: Annotated[str | None, "a file with a chat template, in the place of the tokenizer's own"] = None
+
+    host: Annotated[str, "address to listen on; 0.0.0.0 is every address of the machine"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on; 0 takes a free one"] = 8000
+    api_key: Annotated[
+        str | None,
+        "key that every request but /health must bring; better in the variable PARALLELFORMERS_API_KEY, unseen",
+    ] = None
+    cors: Annotated[
+        list[str], "origins whose pages may call the server, as in https://example.org; none by default"
+    ] = field(default_factory=list)
+
+    rows: Annotated[int, "sequences that are decoded at a time"] = 16
+    waiting: Annotated[int, "sequences that may wait for a row; beyond them a request is answered 503"] = 64
+    prefill_chunk: Annotated[int, "tokens of prompts that are run at a time, between steps of other rows"] = 128
+    prefix_tokens: Annotated[int, "tokens whose keys and values are kept for prompts that begin alike"] = 4096
+    cache_tokens: Annotated[int | None, "tokens of all rows together; by default what memory has room for"] = None
+    max_tokens: Annotated[int, "tokens of an answer, where the request names no number"] = 1024
+    max_prompt_tokens: Annotated[int | None, "tokens of a prompt; by default what the model has positions for"] = None
+    max_choices: Annotated[int, "answers of one request: its n, for each of its prompts"] = 16
+    max_stops: Annotated[int, "stop strings of one request"] = 16
+    max_top_logprobs: Annotated[int, "alternatives to each token"] = 20
+    max_inputs: Annotated[int, "texts of one request for embeddings"] = 256
+    max_body_bytes: Annotated[int, "bytes of a request's body"] = 1 << 20
+    timeout: Annotated[Seconds, "seconds for one request, the wait for a row included"] = 600.0
+    client_timeout: Annotated[Seconds, "seconds that a client may take to send its request, or to read on"] = 30.0
+    drain: Annotated[Seconds, "seconds that requests in flight have to complete after SIGTERM"] = 120.0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ParallelError("no model is named; give a folder or a name on the hub")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ParallelError(f"device is {self.device!r}; it takes 'auto', 'cpu' or 'cuda'")
+        if not 0 <= self.port < 1 << 16:
+            raise ParallelError(f"port is {self.port}; it takes a number from 0 to 65535")
+        for name in ("timeout", "client_timeout", "drain"):
+            checked_seconds(getattr(self, name), name)
+        for name, lowest in _LOWEST.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ParallelError(f"{name} is {value}; it takes a number, at least {lowest}")
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+    @property
+    def batching(self) -> BatchingOptions:
+        shared = {name: getattr(self, name) for name in _OF_BATCHES}
+        return BatchingOptions(**shared)
+
+
+_OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_tokens")
+_LOWEST = {
+    "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
+    "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
+    "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1,
+}  # fmt: skip
+
+
+def read_serve_options(file: str | None, flags: Mapping[str, Any]) -> ServeOptions:
+    """Options of a file, and flags, which count where both name a thing.
+
+    Args:
+        file: a TOML file with fields of `ServeOptions`, or None.
+        flags: fields that were given as flags.
+
+    Raises:
+        ParallelError: an unknown word, or a value that a field does not take; the file and the word are named.
+    """
+    written: dict[str, Any] = {}
+    if file is not None:
+        try:
+            with open(file, "rb") as opened:
+                written = tomllib.load(opened)
+        except tomllib.TOMLDecodeError as error:
+            raise ParallelError(f"{file} is no TOML: {error}") from None
+    return read_options(ServeOptions, {**written, **flags}, file or "serve")

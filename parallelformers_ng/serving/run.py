@@ -1,0 +1,161 @@
+"""A server from its start to its end: load, listen, and after SIGTERM let those in flight complete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import uvicorn
+from transformers import AutoTokenizer
+
+from parallelformers_ng.api import parallelize
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.serving.app import create_app
+from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.protocol import PatientProtocol
+
+log = logging.getLogger("parallelformers_ng")
+
+_LEAVE_SECONDS = 2  # that connections have to close once all requests are served
+
+
+class Server(uvicorn.Server):
+    """Serves until it is told to end.
+
+    The first SIGTERM or Ctrl-C has it refuse new requests at once, with status 503, and end when those in flight are
+    complete, or their time is over. The second ends it now.
+
+    Args:
+        app: what it serves.
+        options: address and limits.
+        say: is told of what happens, a line at a time.
+        abandon: ends the calls of requests that are not waited for any longer.
+    """
+
+    def __init__(
+        self, app: Guard, options: ServeOptions, say: Callable[[str], None], abandon: Callable[[], None]
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_level="error",  # clients could fill a log with warnings,
+                ws="none",
+                http=type("Protocol", (PatientProtocol,), {"seconds": options.client_timeout}),
+                backlog=1024,
+                server_header=False,
+                h11_max_incomplete_event_size=64 << 10,
+                timeout_graceful_shutdown=_LEAVE_SECONDS,
+            )
+        )
+        self._app = app
+        self._options = options
+        self._say = say
+        self._abandon = abandon
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._told_to_end)
+
+    def _told_to_end(self) -> None:
+        if self._drain is not None:
+            self._say("ending now")
+            self._end()
+            return
+        self._app.draining = True
+        self._say(f"ending: {self._app.in_flight} requests are in flight and may complete, new ones get 503")
+        self._drain = asyncio.ensure_future(self._end_when_served())
+
+    async def _end_when_served(self) -> None:
+        try:
+            async with asyncio.timeout(self._options.drain):
+                while self._app.in_flight:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            self._say(f"{self._app.in_flight} requests were not complete after {self._options.drain:g} s")
+        self._end()
+
+    def _end(self) -> None:
+        if self._app.in_flight:
+            threading.Thread(target=self._abandon, daemon=True).start()  # their clients are told so
+        self.should_exit = True
+
+
+def serve(options: ServeOptions) -> int:
+    """Load the model, listen, and serve until told to end.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ParallelError: the model cannot be served; see `parallelize`.
+        OSError: the address cannot be listened on.
+    """
+    with bound(options) as listening:  # before a minute of loading
+        model, tokenizer = load(options)
+        end = deployment_of(model).close
+        try:
+            server = Server(create_app(model, tokenizer, options), options, say, end)
+            say(started(model, options, listening.getsockname()[1]))
+            server.run([listening])
+        finally:
+            end()
+    return 0
+
+
+def bound(options: ServeOptions) -> socket.socket:
+    """A socket that has its address, and refuses clients until the server listens."""
+    found = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((options.host, options.port))
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def load(options: ServeOptions) -> tuple[Any, Any]:
+    """The model, parallelized, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
+    on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
+    found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    model = parallelize(
+        options.model,
+        options.num_gpus,
+        dtype=options.dtype,
+        workers={"device": options.device, "timeout": options.timeout},
+        batching=options.batching if on_cpu else False,
+        **found,
+    )
+    return model, tokenizer
+
+
+def started(model: Any, options: ServeOptions, port: int) -> str:
+    """One line that says what is served, where, on what and within which limits."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    devices = ", ".join(deployment_of(model).supervisor.group.device_names)
+    key = "a key" if options.api_key else "no key"
+    return (
+        f"serving {options.name} on http://{host}:{port} with {key}: {type(model).__name__} on ranks {devices};"
+        f" {options.rows} rows, {options.waiting} waiting, {options.max_tokens} tokens unless asked for others,"
+        f" {options.timeout:g} s a request"
+    )
+
+
+def say(line: str) -> None:
+    print(f"parallelformers-ng: {line}", file=sys.stderr, flush=True)

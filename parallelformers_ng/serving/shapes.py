@@ -1,0 +1,213 @@
+"""Answers in the shapes of OpenAI's API: whole ones, and chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from parallelformers_ng.serving.answers import Piece
+from parallelformers_ng.serving.likelihoods import Likelihood
+from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
+
+
+class _Shape:
+    """What chats and completions have in common.
+
+    Args:
+        name: of the model.
+        tokenizer: of transformers.
+        request: that is answered.
+
+    Attributes:
+        prompt_tokens: of all prompts.
+    """
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, name: str, tokenizer: Any, request: GenerationRequest) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        self.prompt_tokens = 0
+        self._tokens = 0
+        self._pieces: dict[int, list[Piece]] = {}
+        self._calls: Counter[int] = Counter()
+        self._common = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+
+    def add(self, piece: Piece) -> None:
+        """Take a piece of an answer that is told whole."""
+        self._tokens += piece.tokens
+        self._pieces.setdefault(piece.index, []).append(piece)
+
+    def whole(self) -> dict[str, Any]:
+        """The answers, complete."""
+        choices = [self._choice(index, self._pieces[index]) for index in sorted(self._pieces)]
+        return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before any text."""
+        yield from ()
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """A piece as chunks of a stream."""
+        self._tokens += piece.tokens
+        for choice in self._deltas(piece):
+            yield self._chunk([choice])
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Chunks after all text."""
+        if self._request.tells_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
+
+    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._common, "object": self.chunk_kind, "choices": choices}
+        return {**chunk, "usage": None} if self._request.tells_usage else chunk
+
+    def _usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self._tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
+
+    def _word(self, token: int) -> str:
+        word: str = self._tokenizer.decode([token])
+        return word
+
+
+class ChatShape(_Shape):
+    """Of `/v1/chat/completions`."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _request: ChatRequest
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for index in range(self._request.n or 1):
+            yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+
+    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        calls = [call for piece in pieces for call in piece.read.calls]
+        text, reasoning = (
+            "".join(piece.read.text for piece in pieces),
+            "".join(piece.read.reasoning for piece in pieces),
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs([each for piece in pieces for each in piece.likelihoods]),
+            "finish_reason": pieces[-1].finish,
+        }
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        delta: dict[str, Any] = {}
+        if piece.read.text or piece.likelihoods:
+            delta["content"] = piece.read.text
+        if piece.read.reasoning:
+            delta["reasoning_content"] = piece.read.reasoning
+        if piece.read.calls:
+            before = self._calls[piece.index]
+            self._calls[piece.index] += len(piece.read.calls)
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(piece.read.calls, start=before)]
+        if delta or piece.finish:
+            logprobs = self._logprobs(piece.likelihoods)
+            yield {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    def _logprobs(self, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
+        if not likelihoods:
+            return None
+        return {
+            "content": [
+                {
+                    **self._one(each.token, each.logprob),
+                    "top_logprobs": [self._one(token, logprob) for token, logprob in each.top],
+                }
+                for each in likelihoods
+            ],
+            "refusal": None,
+        }
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": max(logprob, _LEAST), "bytes": list(word.encode())}
+
+
+_LEAST = -9999.0  # JSON has no infinity
+
+
+class CompletionShape(_Shape):
+    """Of `/v1/completions`.
+
+    Args:
+        name, tokenizer, request: as above.
+        prompts: as tokens.
+
+    Attributes:
+        before: for each prompt, how likely each of its tokens was from the second on, where they are echoed with that.
+    """
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    _request: CompletionRequest
+
+    def __init__(self, name: str, tokenizer: Any, request: CompletionRequest, prompts: list[list[int]]) -> None:
+        super().__init__(name, tokenizer, request)
+        self._prompts = prompts
+        self.before: list[list[Likelihood]] = []
+        self._offsets: dict[int, int] = {}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        if self._request.echo:
+            for index in range(len(self._prompts) * (self._request.n or 1)):
+                text, logprobs = self._echo(index), self._logprobs(index, [])
+                yield self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}])
+
+    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        text = self._echo(index) + "".join(piece.read.text for piece in pieces)
+        logprobs = self._logprobs(index, [each for piece in pieces for each in piece.likelihoods])
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": pieces[-1].finish}
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        if piece.read.text or piece.likelihoods or piece.finish:
+            logprobs = self._logprobs(piece.index, piece.likelihoods)
+            text = piece.read.text
+            yield {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    def _echo(self, index: int) -> str:
+        if not self._request.echo:
+            return ""
+        text: str = self._tokenizer.decode(self._prompts[index // (self._request.n or 1)])
+        return text
+
+    def _logprobs(self, index: int, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        prompt = index // (self._request.n or 1)
+        if self.before and index not in self._offsets:
+            first = self._prompts[prompt][0]
+            self._note(found, index, first, None, None)  # nothing comes before it that could have foretold it
+            likelihoods = self.before[prompt] + likelihoods
+        for each in likelihoods:
+            top = {self._word(token): logprob for token, logprob in each.top}
+            self._note(found, index, each.token, max(each.logprob, _LEAST), top)
+        return found
+
+    def _note(
+        self, found: dict[str, list[Any]], index: int, token: int, logprob: float | None, top: dict[str, float] | None
+    ) -> None:
+        offset, word = self._offsets.get(index, 0), self._word(token)
+        self._offsets[index] = offset + len(word)
+        for name, value in (
+            ("tokens", word), ("token_logprobs", logprob), ("top_logprobs", top), ("text_offset", offset)
+        ):  # fmt: skip
+            found[name].append(value)

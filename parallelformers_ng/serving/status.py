@@ -1,0 +1,102 @@
+"""Whether the server lives, whether its ranks do, what it counts, and what its page shows of all that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from parallelformers_ng.serving.chat import Chat
+from parallelformers_ng.serving.engine import Engine
+from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.options import ServeOptions
+
+_READY_SECONDS = 5.0
+_MEMORY_SECONDS = 5.0  # between looks at the memory, for which ranks walk their pages
+
+
+class Status:
+    """Says how the server is.
+
+    Args:
+        engine: the model.
+        chat: its tokenizer.
+        options: of the server.
+
+    Attributes:
+        began: when the server did, in seconds of Unix.
+    """
+
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
+        self.began = int(time.time())
+        self._engine = engine
+        self._chat = chat
+        self._options = options
+        self._memory: asyncio.Future[dict[str, int]] | None = None
+        self._measured = -_MEMORY_SECONDS
+        self._last_memory: dict[str, int] = {}
+
+    async def health(self) -> Response:
+        """The process answers."""
+        return PlainTextResponse("alive\n")
+
+    async def ready(self) -> Response:
+        """Every rank has answered to the others."""
+        if why := await self._engine.ready(_READY_SECONDS):
+            raise ApiError(503, f"the ranks are not ready: {why}", code="not_ready")
+        return PlainTextResponse("ready\n")
+
+    async def metrics(self) -> Response:
+        """For Prometheus."""
+        return Response(self._engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    async def plan(self) -> Response:
+        """How the model is cut: for each kind of tensor its bytes, whole and on each rank."""
+        return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
+
+    async def status(self) -> Response:
+        """What changes from second to second."""
+        metrics = self._engine.metrics
+        if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
+            self._measured = time.monotonic()
+            self._memory = asyncio.ensure_future(asyncio.to_thread(self._engine.model.memory_reserved))
+        if self._memory is not None:
+            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # it waits for its turn
+            if done and self._memory.exception() is None:
+                self._last_memory = self._memory.result()
+        return JSONResponse(
+            {
+                "model": self._options.name,
+                "generates": self._engine.generates,
+                "chats": self._chat.has_template,
+                "memory_bytes": self._last_memory,
+                "tokens_per_second": metrics.rate,
+                "running": metrics.running,
+                "waiting": metrics.waiting,
+                "rows": self._options.rows,
+            }
+        )
+
+
+def summary(model: Any) -> dict[str, Any]:
+    """A plan in short: tensors of one place of the model together, layers that differ only in their number too."""
+    plan = model.shard_plan
+    parts: dict[str, dict[str, Any]] = {}
+    for tensor in plan.stored():
+        path = [word for word in tensor.name.split(".")[:-1] if word]
+        name = ".".join("*" if word.isdigit() else word for word in path) or tensor.name
+        part = parts.setdefault(name, {"name": name, "bytes": 0, "ranks": [0] * plan.world_size, "cut": False})
+        part["bytes"] += tensor.bytes_whole
+        part["cut"] = part["cut"] or not tensor.is_replicated
+        for rank in range(plan.world_size):
+            part["ranks"][rank] += tensor.bytes_on(rank)
+    return {
+        "model": plan.model_class,
+        "policy": f"{plan.policy} ({plan.source})",
+        "bytes_whole": plan.bytes_whole,
+        "bytes_per_rank": plan.bytes_per_rank,
+        "parts": list(parts.values()),
+    }

@@ -1,0 +1,149 @@
+"""How a model writes tool calls, and reading them out of its answers with transformers' parser."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+_THINKING = ("reasoning_content", "thinking", "reasoning")  # what response templates name it
+_NAME, _KEY, _VALUE = "probe_tool", "probe_argument", "probe value"
+
+
+@dataclass
+class Read:
+    """What a piece of an answer says.
+
+    Attributes:
+        text, reasoning: what is added to either.
+        calls: tool calls that are complete, in OpenAI's shape.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class AnswerReader:
+    """Reads an answer piece by piece.
+
+    Args:
+        tokenizer: of transformers.
+        template: a response template, see `tokenizer.parse_response`.
+        prompt: the text that the answer continues; its template may have begun the answer.
+        tools: that the model may call.
+    """
+
+    def __init__(self, tokenizer: Any, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
+        self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)
+        self._held = ""
+
+    def add(self, text: str) -> Read:
+        if self._parser is None:
+            return Read(text=text)
+        self._held += text
+        try:
+            return self._take(self._parser.feed(text))
+        except Exception:  # it looked like a call and is none, or the client's schema of the tool is no schema
+            return self._give_up()
+
+    def end(self) -> Read:
+        if self._parser is None:
+            return Read()
+        try:
+            return self._take(self._parser.finalize()[1])
+        except Exception:
+            return self._give_up()
+
+    def _give_up(self) -> Read:
+        self._parser = None
+        return Read(text=self._held)
+
+    def _take(self, events: list[dict[str, Any]]) -> Read:
+        read = Read()
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if kind == "region_chunk" and name == "content":
+                read.text += event["text"]
+            elif kind == "region_chunk" and name in _THINKING:
+                read.reasoning += event["text"]
+            elif kind == "region_close" and name == "tool_calls":
+                value = event["value"]
+                read.calls += map(_openai_call, value if isinstance(value, list) else [value])
+                self._held = ""
+            if kind == "region_chunk" and name != "tool_calls":
+                self._held = self._held.partition(event["text"])[2]
+        return read
+
+
+def _openai_call(value: dict[str, Any]) -> dict[str, Any]:
+    function = value["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    called = {"name": str(function["name"]), "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called}
+
+
+def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, Any] | None:
+    """How answers of a model are read: as its tokenizer says; else as its chat template writes a call that an assistant
+    has made, where that is JSON behind a mark of its own. None where neither tells.
+
+    Args:
+        chat_template: in the place of the tokenizer's own.
+    """
+    told: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if told is not None:
+        return told
+    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    schema = {"type": "object", "properties": {_KEY: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": schema}}]
+    calls = [{"type": "function", "id": "probe0000", "function": function}]
+    asked = [{"role": "user", "content": "?"}]
+    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+    try:
+        before, after = (
+            tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=chat_template, tokenize=False, add_generation_prompt=prompts
+            )
+            for messages, prompts in ((asked, True), (answered, False))
+        )
+    except Exception:  # whatever a template raises of what it does not know
+        return None
+    if not after.startswith(before):
+        return None
+    return _template_of(after[len(before) :], tokenizer.eos_token or "\0")
+
+
+def _template_of(written: str, end: str) -> dict[str, Any] | None:
+    """The response template of a call as it was written."""
+    written = written.partition(end)[0]
+    for start, character in enumerate(written):
+        if character not in "[{":
+            continue
+        try:
+            call, size = json.JSONDecoder().raw_decode(written[start:])
+        except ValueError:
+            continue
+        opening, closing = written[:start].strip(), written[start + size :].strip()
+        one = call[0] if isinstance(call, list) and call else call
+        if not opening or not isinstance(one, dict) or _NAME not in one.values():
+            return None
+        arguments = next((key for key, value in one.items() if value == {_KEY: _VALUE}), None)
+        if arguments is None:
+            return None
+        name = next(key for key, value in one.items() if value == _NAME)
+        within = "" if one is not call else "content."
+        function = {"name": f"{{{within}{name}}}", "arguments": f"{{{within}{arguments}}}"}
+        calls = {
+            "open": opening,
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": function},
+            "transform_each": one is not call,
+        }
+        if closing:
+            calls["close"] = closing
+        return {"start_anchor": opening, "fields": {"tool_calls": calls, "content": {"content": "text"}}}
+    return None

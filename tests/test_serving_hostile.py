@@ -1,0 +1,34 @@
+"""Requests that mean no good, at two ranks: each is refused, no worker ends, honest clients get their answers."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.chaos_http import ALLOWED, HONEST, send_hostile
+from parallelformers_ng import parallelize
+from parallelformers_ng.model.parallelized import deployment_of
+from tests.serving import serving, tiny_model, tiny_tokenizer
+
+
+def test_hostile_requests_are_refused_and_disturb_nobody(groups):
+    tokenizer = tiny_tokenizer()
+    with parallelize(tiny_model(tokenizer), workers=groups(2), batching=True) as model:
+        pids = deployment_of(model).pids
+        with (
+            serving(model, tokenizer, client_timeout=1, max_tokens=4) as running,
+            ThreadPoolExecutor(4) as pool,
+            running.client() as http,
+        ):
+            port = int(running.url.rpartition(":")[2])
+            want = http.post("/v1/completions", json=HONEST).json()["choices"]
+            sent = [pool.submit(send_hostile, port, random.Random(number), 25) for number in range(4)]
+            while not all(future.done() for future in sent):
+                answer = http.post("/v1/completions", json=HONEST)
+                assert answer.status_code == 503 or answer.json()["choices"] == want
+            outcomes = sum((future.result() for future in sent[1:]), sent[0].result())
+            running.until(lambda: running.app.in_flight == 0)
+            assert http.post("/v1/completions", json=HONEST).json()["choices"] == want
+        assert outcomes.keys() <= ALLOWED | {"200"}, outcomes
+        assert outcomes["200"] < 50, "most of them mean no good"
+        assert deployment_of(model).pids == pids
