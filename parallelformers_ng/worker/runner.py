@@ -142,9 +142,7 @@ class ModelRunner:
         """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
-        if (
-            self.device.type != "cpu"
-        ):  # where they would no longer lie in the files and the memory that they are mapped from
+        if self.device.type != "cpu":  # there they would no longer lie in what they are mapped from
             lay_side_by_side(self.model)
             torch.cuda.empty_cache()
         gc.collect()
