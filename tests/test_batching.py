@@ -68,7 +68,10 @@ def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
     return model.generate(**call)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "mamba2"))],
+)
 def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
     whole, asked = FAMILIES[family](), calls(40)
     want = [alone(whole, call) for call in asked]
