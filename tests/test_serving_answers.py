@@ -178,8 +178,7 @@ def test_schemas_that_cannot_be_kept_to_are_refused(schema):
     [
         {"type": "string", "pattern": "(((a{0,99}){0,99}){0,99}){0,99}b"},
         {"type": "string", "pattern": "(.*a.{18}b)|(.*b.{19}a)"},
-        {"anyOf": [{"type": "object", "required": [f"a{number}"]} for number in range(2100)]},
-        {"enum": [f"x{number}" for number in range(20_000)]},
+        {"enum": [f"x{number}" for number in range(12_000)]},
         {"allOf": [{"properties": {f"p{n}": {"pattern": f"a{n}.*"} for n in range(20)}} for _ in range(30)]},
     ],
 )

@@ -22,13 +22,13 @@ def test_hostile_requests_are_refused_and_disturb_nobody(groups):
         ):
             port = int(running.url.rpartition(":")[2])
             want = http.post("/v1/completions", json=HONEST).json()["choices"]
-            sent = [pool.submit(send_hostile, port, random.Random(number), 25) for number in range(4)]
-            while not all(future.done() for future in sent):
+            sent = [pool.submit(send_hostile, port, random.Random(number), 12) for number in range(4)]
+            for _ in range(8):
                 answer = http.post("/v1/completions", json=HONEST)
                 assert answer.status_code == 503 or answer.json()["choices"] == want
             outcomes = sum((future.result() for future in sent[1:]), sent[0].result())
             running.until(lambda: running.app.in_flight == 0)
             assert http.post("/v1/completions", json=HONEST).json()["choices"] == want
         assert outcomes.keys() <= ALLOWED | {"200"}, outcomes
-        assert outcomes["200"] < 50, "most of them mean no good"
+        assert outcomes["200"] < 24, "most of them mean no good"
         assert deployment_of(model).pids == pids
