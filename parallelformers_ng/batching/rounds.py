@@ -19,7 +19,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
 
-_PIECES_AT_ONCE = 4
+_PIECES_AT_ONCE = 2
 """Where no row waits for its next token: long pieces cost less a token than short ones."""
 
 
