@@ -17,7 +17,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from parallelformers_ng import plan
+from parallelformers_ng import parallelize, plan
+from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.options import ServeOptions
@@ -164,6 +165,16 @@ def serving(model: Any, tokenizer: Any, /, **options: Any) -> Iterator[Running]:
         finally:
             server.should_exit = server.force_exit = True
             thread.join(PROMPTLY)
+
+
+@contextmanager
+def serving_on(group: WorkerGroup, tokenizer: PreTrainedTokenizerFast) -> Iterator[Running]:
+    """Serve the tiny model from the workers of a group, until the block ends."""
+    with (
+        parallelize(tiny_model(tokenizer), workers=group, batching=True) as model,
+        serving(model, tokenizer) as found,
+    ):
+        yield found
 
 
 def save_served_model(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.embeddings import Pooling
 from tests.patience import await_incarnation, kill
-from tests.serving import Running, serving, tiny_model, tiny_tokenizer
+from tests.serving import Running, serving, serving_on, tiny_model, tiny_tokenizer
 from tests.zoo.build import build
 
 TOKENIZER = tiny_tokenizer()
@@ -33,10 +33,7 @@ def whole() -> Any:
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
-    with (
-        parallelize(tiny_model(TOKENIZER), workers=groups(2), batching=True) as model,
-        serving(model, TOKENIZER) as found,
-    ):
+    with serving_on(groups(2), TOKENIZER) as found:
         yield found
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.patience import PROMPTLY
-from tests.serving import Running, ScriptedModel, serving, tiny_model, tiny_tokenizer
+from tests.serving import Running, ScriptedModel, serving, serving_on, tiny_tokenizer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -51,10 +50,7 @@ def shows(page: Any, place: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
-    with (
-        parallelize(tiny_model(TOKENIZER), workers=groups(2), batching=True) as model,
-        serving(model, TOKENIZER) as found,
-    ):
+    with serving_on(groups(2), TOKENIZER) as found:
         yield found
 
 

@@ -51,7 +51,7 @@ class Prefixes:
             layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]  # what follows makes copies of them
         return length
 
-    def keep(self, ids: torch.Tensor, cache: Cache | None, row: int) -> None:
+    def keep(self, ids: torch.Tensor, cache: Cache, row: int) -> None:
         """Keep a sequence, in place of those that it begins with.
 
         Args:
@@ -64,7 +64,7 @@ class Prefixes:
             return
         layers = [
             tuple(held[row : row + 1, :, held.shape[-2] - tokens :].clone() for held in (layer.keys, layer.values))
-            for layer in cache.layers  # type: ignore[union-attr]
+            for layer in cache.layers
         ]
         self._kept = [kept for kept in self._kept if _common(kept.ids, ids[0]) < len(kept.ids)]
         self._kept.append(_Kept(ids[0].clone(), layers))

@@ -13,7 +13,8 @@ import torch
 from transformers import StoppingCriteriaList
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.errors import DivergedError, RequestCancelledError
+from parallelformers_ng.errors import DivergedError
+from parallelformers_ng.runtime.cancellation import cancellation_error
 
 
 class AgreedCriteria(StoppingCriteriaList):
@@ -50,7 +51,7 @@ class AgreedCriteria(StoppingCriteriaList):
         cancelled = self._communicator.cancel_sequence() == self._sequence
         if self._communicator.world_size == 1:
             if cancelled:
-                raise _cancelled()
+                raise cancellation_error()
             return ended
         mine = torch.empty(2 + len(ended), dtype=torch.long, device=input_ids.device)
         mine[:1] = cancelled  # a slice is filled with it; a single element would be copied from the host
@@ -75,7 +76,7 @@ class AgreedCriteria(StoppingCriteriaList):
             return
         seen = self._seen[:, :2].tolist()
         if any(cancelled for cancelled, _ in seen):
-            raise _cancelled()
+            raise cancellation_error()
         if any(fingerprint != seen[0][1] for _, fingerprint in seen):
             raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
 
@@ -87,10 +88,6 @@ class AgreedCriteria(StoppingCriteriaList):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
         self._fingerprint = (newest * self._weights).sum() + 31 * self._fingerprint
         return self._fingerprint
-
-
-def _cancelled() -> RequestCancelledError:
-    return RequestCancelledError("the request was cancelled by its caller")
 
 
 @contextlib.contextmanager

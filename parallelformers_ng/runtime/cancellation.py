@@ -28,7 +28,12 @@ class Cancellation:
 
     def check(self) -> None:
         if self.asked:
-            raise RequestCancelledError("the request was cancelled by its caller")
+            raise cancellation_error()
+
+
+def cancellation_error() -> RequestCancelledError:
+    """What a request raises that its caller wants no more."""
+    return RequestCancelledError("the request was cancelled by its caller")
 
 
 _of_thread: ContextVar[Cancellation | None] = ContextVar("parallelformers_ng_cancellation", default=None)

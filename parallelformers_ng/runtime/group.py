@@ -162,11 +162,8 @@ class WorkerGroup:
         return self._processes.ended or self._processes.why_over is not None or os.getpid() != self.owner
 
     def deadline(self, timeout: float | None = None) -> float:
-        """When a call must be done that begins now, on the clock of `time.monotonic`. The `deadline` of the calling
-        thread counts, where that is earlier.
-
-        Args: `timeout`, seconds that it may take; by default, the group's.
-        """
+        """When a call must be done that begins now and may take `timeout` seconds, by default the group's; on the clock
+        of `time.monotonic`. The `deadline` of the calling thread counts, where that is earlier."""
         seconds = self.timeout if timeout is None else checked_seconds(timeout, "timeout")
         return min(thread_deadline.get(), time.monotonic() + seconds)
 
@@ -344,7 +341,8 @@ class WorkerGroup:
 
 
 def _end_unless_busy(processes: Processes, requests: FairLock) -> None:
-    """A daemon thread with a request in flight at interpreter exit must not wake up to an error."""
+    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
+    up to an error; the workers end by themselves, with this process."""
     processes.ended = True
     if requests.acquire(timeout=0.0):
         processes.end()
