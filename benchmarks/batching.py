@@ -15,6 +15,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks import measure
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
+from parallelformers_ng.model.replica import RUNNER
+from parallelformers_ng.runtime.group import WorkerGroup
 
 SHAPE = SHAPES["135M"]
 THREADS = 2  # as many as there are ranks, for the peer in one process
@@ -102,7 +104,15 @@ def main() -> None:
     alone = whole(dtype)
     for made in (together, apart, forgetful):
         made.generate(**lone[0])
+    single = parallelize(whole(dtype), workers=WorkerGroup(1, target=RUNNER, threads=1), progress=False)
+    double = parallelize(whole(dtype), 1, workers={"device": "cpu", "replicas": 2}, progress=False)
+    for made in (single, double):
+        tokens_per_second(made, full[:4], 4)  # from when on they share
     contests = {
+        "16 mixed calls, replicas of one rank with one thread": {
+            "one": lambda: tokens_per_second(single, mixed, 16),
+            "two": lambda: tokens_per_second(double, mixed, 16),
+        },
         "16 mixed calls": {
             "one after another": lambda: tokens_per_second(apart, mixed, 16),
             "together": lambda: tokens_per_second(together, mixed, 16),

@@ -86,12 +86,12 @@ def restarts(kills: int) -> list[float]:
     found = []
     for number in range(kills):
         deployment = deployment_of(model)
-        pids = deployment.supervisor.group.pids
+        pids = deployment.pids
         begun = time.perf_counter()
         os.kill(pids[number % 2], 9)
         while deployment.incarnation == number:
             time.sleep(0.005)
-        deployment.ready(time.monotonic() + 60)
+        deployment.replicas[0].ready(time.monotonic() + 60)
         found.append(time.perf_counter() - begun)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,8 +24,9 @@ from parallelformers_ng.errors import (
     PlacementError,
     UnsupportedModelError,
 )
-from parallelformers_ng.model.deployment import RUNNER, Deployment
+from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
+from parallelformers_ng.model.replica import RUNNER, Replica
 from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, WorkerOptions, read_options
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
@@ -115,14 +116,14 @@ def parallelize(
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
-    make_group: Callable[..., WorkerGroup] | None = None
+    makers: list[functools.partial[WorkerGroup]] = []
     if isinstance(workers, WorkerGroup):
         world_size, kind = workers.world_size, workers.device
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     else:
-        make_group = maker = _group_maker(num_gpus, options)
-        world_size, kind = maker.args
+        makers = _group_makers(num_gpus, options)
+        world_size, kind = makers[0].args
     target = _target_dtype(fp16, dtype)
     steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
@@ -130,9 +131,13 @@ def parallelize(
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
     loaded: Any = model
-    # They import torch while this process plans.
-    group = workers if isinstance(workers, WorkerGroup) else maker(wait=False)
+    replicas: list[Replica] = []
     try:
+        if isinstance(workers, WorkerGroup):
+            replicas.append(Replica(workers, None))
+        for maker in makers:  # they import torch while this process plans
+            group = maker(wait=False)
+            replicas.append(Replica(group, maker))
         if source is not None:
             loaded = open_source(source, model, target)
         sharding = _make_plan(loaded, world_size, custom_policies, target)
@@ -141,8 +146,7 @@ def parallelize(
         deployment = Deployment(
             loaded,
             sharding,
-            group,
-            make_group,
+            replicas,
             keep_weights=kind == "cpu" or options.host_copy,
             restart=options.restart,
             limit=RestartLimit(options.max_restarts, options.restart_window),
@@ -153,8 +157,8 @@ def parallelize(
         with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
             deployment.start(loaded, advance)
     except BaseException:
-        if make_group is not None:
-            group.close()
+        for replica in replicas:
+            replica.leave()
         raise
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
@@ -183,9 +187,11 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
     for name in OF_A_MODEL:
         if name in options:
             raise ParallelError(
-                f"start_group takes no {name}: a group that serves one model after another is not restarted"
+                f"start_group takes no {name}: it starts one group, which serves one model after another and is not"
+                " restarted"
             )
-    group = _group_maker(num_gpus, read_options(WorkerOptions, options, "start_group"))(wait=False)
+    (make,) = _group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"))
+    group = make(wait=False)
     try:
         # While the workers import torch, this process makes ready what it will plan and load with.
         written_policies()
@@ -262,20 +268,26 @@ def _batching(
     return options
 
 
-def _group_maker(num_gpus: int | None, options: WorkerOptions) -> functools.partial[WorkerGroup]:
-    """Check where the workers go; starting them is left to the caller, who may have to do it again."""
+def _group_makers(num_gpus: int | None, options: WorkerOptions) -> list[functools.partial[WorkerGroup]]:
+    """Check where the workers go; starting a group of each replica is left to the caller, who may have to do it
+    again."""
     check_platform()
-    world_size, kind = placement(num_gpus, options.device, options.device_ids)
-    return functools.partial(
-        WorkerGroup,
-        world_size,
-        kind,
-        target=RUNNER,
-        device_ids=options.device_ids,
-        backend=options.backend,
-        timeout=options.timeout,
-        start_timeout=options.start_timeout,
-    )
+    count, ids = options.replicas, options.device_ids
+    size, kind = placement(num_gpus, options.device, ids, count)
+    return [
+        functools.partial(
+            WorkerGroup,
+            size,
+            kind,
+            target=RUNNER,
+            device_ids=None if ids is None else ids[index * size : (index + 1) * size],
+            backend=options.backend,
+            timeout=options.timeout,
+            start_timeout=options.start_timeout,
+            among=(index, count),
+        )
+        for index in range(count)
+    ]
 
 
 def _check_model(model: nn.Module) -> None:

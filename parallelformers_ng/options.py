@@ -27,6 +27,8 @@ class WorkerOptions:
         restart: start new workers when one died, where the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
         restart_window: seconds.
+        replicas: groups of `num_gpus` workers that have the whole model each; a call goes to the one with the least to
+            do. They may take different devices; on CPU they share the cores and the memory of the weights.
         host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
             memory is the shards, and is always kept.
     """
@@ -39,6 +41,7 @@ class WorkerOptions:
     restart: bool = True
     max_restarts: int = 3
     restart_window: Seconds = 60.0
+    replicas: int = 1
     host_copy: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +49,8 @@ class WorkerOptions:
             raise PlacementError(f"device is {self.device!r}; it takes 'auto', 'cpu' or 'cuda'")
         for name in ("timeout", "start_timeout", "restart_window"):
             checked_seconds(getattr(self, name), name)
+        if self.replicas < 1:
+            raise ParallelError(f"replicas is {self.replicas}; it takes a number, at least 1")
         if self.max_restarts < 0:
             raise ParallelError(f"max_restarts is {self.max_restarts}; it takes a number, at least 0")
 
@@ -81,7 +86,7 @@ class BatchingOptions:
                 raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
 
 
-OF_A_MODEL = ("restart", "max_restarts", "restart_window", "host_copy")
+OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
 
 

@@ -108,7 +108,7 @@ def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
     gc.collect()
     llama.parallel(**llama.inputs, use_cache=False)
     deployment = deployment_of(llama.parallel)
-    group, _ = deployment.ready(deployment.deadline_of(None))
+    group, _ = deployment.replicas[0].ready()
     assert group.call("held_caches") <= 1
 
 
@@ -140,7 +140,7 @@ def test_the_halves_of_an_encoder_decoder_cache(groups) -> None:
         gc.collect()
         model(**seq2seq_inputs(), use_cache=False)
         deployment = deployment_of(model)
-        assert deployment.ready(deployment.deadline_of(None))[0].call("held_caches") == 0
+        assert deployment.replicas[0].ready()[0].call("held_caches") == 0
 
 
 def test_a_half_goes_to_the_decoder_alone_and_comes_back(groups) -> None:

@@ -34,7 +34,7 @@ def test_what_weights_take_is_known_without_looking_at_the_process(monkeypatch: 
         raise AssertionError("the pages of the process were counted")
 
     monkeypatch.setattr(memory, "proportional_set_size", looked)
-    rank = RankMemory(torch.device("cpu"), 3, 2_720_000_000)
+    rank = RankMemory(torch.device("cpu"), "cpu:3", 2_720_000_000)
     assert rank.allocated() == 2_720_000_000
     assert rank.line() == "CPU:3 => 2.72GB"
 

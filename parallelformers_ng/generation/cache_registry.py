@@ -18,7 +18,7 @@ from parallelformers_ng.wire.format import Handle
 from parallelformers_ng.wire.interrupts import CriticalSection
 
 if TYPE_CHECKING:
-    from parallelformers_ng.model.deployment import Deployment
+    from parallelformers_ng.model.replica import Replica
 
 
 class _Entry(weakref.ref[CacheHandle]):
@@ -37,7 +37,7 @@ class CacheRegistry:
         workers: whose caches these are. It does not keep them.
     """
 
-    def __init__(self, workers: Deployment) -> None:
+    def __init__(self, workers: Replica) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
         self.unwanted: deque[_Entry | tuple[int, int]] = deque()
@@ -47,7 +47,7 @@ class CacheRegistry:
         """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
 
     @property
-    def workers(self) -> Deployment | None:
+    def workers(self) -> Replica | None:
         """Whose caches these are; None where they are gone."""
         return self._workers()
 

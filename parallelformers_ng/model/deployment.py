@@ -1,14 +1,11 @@
-"""What stands behind a parallelized model: its plan, its worker group and the memory that holds its shards."""
+"""What stands behind a parallelized model: its plan, its workers and the memory that holds its shards."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +19,25 @@ from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
-from parallelformers_ng.errors import PlacementError, SharedMemoryError
-from parallelformers_ng.generation.cache_registry import CacheRegistry
-from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
+from parallelformers_ng.errors import GroupError, SharedMemoryError
+from parallelformers_ng.model.replica import Replica, attach, build_ranks
+from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
-from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor
-
-RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
-_BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
+from parallelformers_ng.wire.format import OUT_OF_MEMORY
 
 
 class Deployment:
     """Owns the workers of one model and the weights they map.
 
-    A group whose worker died is not mended: all ranks live and die together, and a new group maps the same memory.
-
     Attributes:
         plan: how the model is cut.
-        caches: the registry of the caches that the workers hold.
-        supervisor: has the group, and replaces it.
+        replicas: the groups of workers, each of which has all of it. On CPU they map the same memory.
         ended: whether the workers and the weights that they hold are gone.
 
     Args:
         model: the model, weights loaded. After `start` its tensors are on `meta`.
         plan: how it is cut.
-        group: for the plan's world size, running or about to.
-        make_group: starts another in the place of one that died. None: `group` is borrowed, to be left running, and is
-            not replaced when it dies.
+        replicas: each for the plan's world size.
         keep_weights: keep the memory that the weights were handed over in. On CPU it is the shards themselves; on CUDA
             it is a copy in host memory, without which a dead group cannot be replaced.
         restart: whether a dead group is replaced.
@@ -63,8 +51,7 @@ class Deployment:
         self,
         model: nn.Module,
         plan: ShardPlan,
-        group: WorkerGroup,
-        make_group: Callable[[], WorkerGroup] | None,
+        replicas: Sequence[Replica],
         *,
         keep_weights: bool = True,
         restart: bool = True,
@@ -73,24 +60,16 @@ class Deployment:
         show_progress: bool = True,
     ) -> None:
         self.plan = plan
-        self.caches = CacheRegistry(self)
+        self.replicas = list(replicas)
         self.show_progress = show_progress
         self._checkpoint = checkpoint or Checkpoint({})
         keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
-        self._make_group = make_group
         self._keeps_weights = keep_weights
-        self._restart = restart and make_group is not None and keep_weights
-        self._borrowed = make_group is None
+        self._restart = restart and keep_weights
         self._limit = limit
         self._lock = threading.Lock()
         self.ended = False
         self._skeleton = Skeleton.of(model, plan)
-        if group.in_use:
-            gc.collect()  # the other model may be one that nobody holds any more
-        if group.in_use:
-            raise PlacementError("the group given serves another model; end that one first, or start another group")
-        group.user = weakref.ref(self)
-        self.supervisor = Supervisor(group)
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
@@ -102,19 +81,18 @@ class Deployment:
             StartupError: a worker could not start.
             SharedMemoryError: the system has no memory for the shards.
         """
-        group = self.supervisor.group
         try:
-            group.wait_until_ready()
-            build_ranks(group, self._skeleton)
+            for replica in self.replicas:
+                replica.group.wait_until_ready()
+                build_ranks(replica.group, self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             hand_over(model, store, progress)
             try:
-                attach(group, self.plan, store, self._checkpoint, progress)
-                if self._restart and self._make_group is not None:
-                    again = functools.partial(
-                        revive, self._make_group, self._skeleton, self.plan, store, self._checkpoint
-                    )
-                    self.supervisor = Supervisor(group, again, self._limit)
+                for replica in self.replicas:
+                    attach(replica.group, self.plan, store, self._checkpoint, progress)
+                    progress = None  # of one alone: all take the same weights
+                    if self._restart:
+                        replica.keep_alive(self._skeleton, self.plan, store, self._checkpoint, self._limit)
             except BaseException:
                 take_back(model, store.plan, store.read)
                 raise
@@ -130,33 +108,41 @@ class Deployment:
         if not self._keeps_weights:
             self._release_store()
 
-    def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
-        """The group to send requests to and its incarnation; see `Supervisor.ready`."""
-        return self.supervisor.ready(deadline)
-
-    def deadline_of(self, timeout: float | None) -> float:
-        """When a call must be done that begins now, on the clock of `time.monotonic`."""
-        return self.supervisor.group.deadline(timeout)
-
     @property
     def incarnation(self) -> int:
-        """How often the workers were started again."""
-        return self.supervisor.current[1]
+        """How often workers were started again."""
+        return sum(replica.incarnation for replica in self.replicas)
 
     @property
     def pids(self) -> list[int]:
-        return self.supervisor.group.pids
+        return [pid for replica in self.replicas for pid in replica.group.pids]
+
+    @property
+    def device_names(self) -> list[str]:
+        """The device of each rank, replica after replica."""
+        return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Return once every rank has answered to the others. Raises what a call would."""
-        deadline = self.deadline_of(None)
-        self.ready(deadline)[0].call("ping", timeout=deadline - time.monotonic())
+        """Return once every rank of a replica has answered to the others. Raises what a call would."""
+        errors: list[GroupError] = []
+        for replica in self.replicas:
+            try:
+                return replica.call("ping")
+            except GroupError as error:
+                errors.append(error)
+        raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
         """What a method of `worker.memory.RankMemory` says on each rank, by device."""
-        deadline = self.deadline_of(None)
-        group, _ = self.ready(deadline)
-        return dict(group.call_each("memory", [(what,)], timeout=deadline - time.monotonic()))
+        return {
+            name: found
+            for replica in self.replicas
+            for name, found in zip(
+                replica.group.device_names,
+                replica.call_each("memory", *((what, name) for name in replica.group.device_names)),
+                strict=True,
+            )
+        }
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""
@@ -180,7 +166,7 @@ class Deployment:
         Args:
             progress: called with the bytes that rank 0 has written; the others write theirs at the same time.
         """
-        group, _ = self.ready(self.deadline_of(None))
+        group, _ = self.replicas[0].ready()
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
@@ -190,19 +176,19 @@ class Deployment:
             WrongProcessError: this is a forked process. Reading the weights gives their memory back, which is the
                 parent's as well.
         """
-        self.supervisor.group.check_process()
+        self.replicas[0].group.check_process()
         with self._lock:
             if self._store is not None:
-                self._leave_group()  # first, so that memory can be given back as it is read
+                self._leave_groups()  # first, so that memory can be given back as it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 take_back(model, self.plan, self._read, progress=advance)
-            self._leave_group()
+            self._leave_groups()
             self._release_store()
 
     def close(self) -> None:
         """Stop the workers and let the weights go. Idempotent."""
         with self._lock:
-            self._leave_group()
+            self._leave_groups()
             self._release_store()
 
     def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
@@ -215,7 +201,7 @@ class Deployment:
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
         """A rank's part of a tensor, from the rank itself: on CUDA the devices hold the only copy."""
-        group = self.supervisor.group
+        group = self.replicas[0].group
         asked = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
         return group.call_each("export", asked)[rank][0]
 
@@ -224,68 +210,7 @@ class Deployment:
             self._store.close()
             self._store = None
 
-    def _leave_group(self) -> None:
-        self.supervisor.stop()
-        group = self.supervisor.group
-        if self._borrowed and not self.ended and group.alive:
-            group.call("drop")
-            group.user = None
-        elif not self._borrowed:
-            group.close()
+    def _leave_groups(self) -> None:
+        for replica in self.replicas:
+            replica.leave()
         self.ended = True
-
-
-def attach(
-    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
-) -> None:
-    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
-    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    group.call_each("attach", [(*pair, checkpoint) for pair in fds])
-    for names, size in _batches(plan, checkpoint):
-        group.call("load", names)
-        if progress is not None:
-            progress(size)
-    group.call("loaded")
-
-
-def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Tensors to load with one request each, so that progress shows, and their bytes."""
-    names: list[str] = []
-    size = 0
-    for tensor in plan.stored():
-        if tensor.name in checkpoint.nodes:
-            names.append(tensor.name)
-            size += tensor.bytes_whole
-            if size >= _BATCH_BYTES:
-                yield names, size
-                names, size = [], 0
-    if names:
-        yield names, size
-
-
-def build_ranks(group: WorkerGroup, skeleton: Skeleton) -> None:
-    """Build the modules of a group's ranks. What the first ranks of this process find out about the kernels, later ones
-    are told."""
-    global _layers_agree
-    _layers_agree = group.call("build", skeleton, _layers_agree)
-
-
-_layers_agree: bool | None = None
-
-
-def revive(
-    make_group: Callable[[], WorkerGroup],
-    skeleton: Skeleton,
-    plan: ShardPlan,
-    store: ShardStore,
-    checkpoint: Checkpoint,
-) -> WorkerGroup:
-    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
-    group = make_group()
-    try:
-        build_ranks(group, skeleton)
-        attach(group, plan, store, checkpoint)
-    except BaseException:
-        group.close()
-        raise
-    return group

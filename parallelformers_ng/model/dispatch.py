@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
-import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,27 +16,24 @@ from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
-from parallelformers_ng.errors import NotPortableError, ParallelError, WorkerError
+from parallelformers_ng.errors import NotPortableError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
-from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
 from parallelformers_ng.model.marks import has_own_loop, own_loop
+from parallelformers_ng.model.random_stream import RandomStream, Stream
+from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.model.shared_calls import SharedCalls
-from parallelformers_ng.options import BatchingOptions, checked_seconds
+from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.supervisor import Supervisor
-from parallelformers_ng.sharding.tensors import is_within
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.interrupts import CriticalSection
 from parallelformers_ng.worker.call import Answer, Call
 
 log = logging.getLogger("parallelformers_ng")
-
-Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
-"""The state of a random stream, and what takes its state afterwards."""
 
 
 @dataclass(frozen=True)
@@ -61,52 +55,40 @@ class CallOptions:
 
 
 class Dispatcher:
-    """Turns calls into requests for one model.
+    """Turns calls of a model into requests for one group of workers.
 
     Args:
         model: the parallelized model.
-        deployment: its workers.
-        seed: seeds a stream of its own for the model; None follows the caller's generator.
+        replica: the workers.
+        plan: how the model is cut.
+        stream: what calls without a seed follow.
+        hooks: the caller's.
         steps: how the decode steps are compiled or captured, None where they are not.
-        batching: how many calls of `generate` are decoded together, None where each runs alone.
-        prove_at_once: see `Trial`.
+        share: makes what decodes calls of `generate` together; None where each runs alone.
+
+    Attributes:
+        shared: the calls that are decoded together.
+        edits: what the workers do not know yet of the model's settings.
     """
 
     def __init__(
         self,
         model: Any,
-        deployment: Deployment,
-        seed: int | None = None,
-        steps: StaticSteps | None = None,
-        batching: BatchingOptions | None = None,
-        prove_at_once: bool = True,
+        replica: Replica,
+        plan: ShardPlan,
+        stream: RandomStream,
+        hooks: HookRegistry,
+        steps: StaticSteps | None,
+        share: Callable[[Replica, Edits], SharedCalls] | None,
     ) -> None:
-        self.deployment = deployment
-        self._edits = Edits(model)
-        self._stream = None if seed is None else torch.Generator().manual_seed(seed)
-        self._follower = threading.RLock()  # of who draws from that stream, or from the caller's generator
-        self._draws = itertools.count()
+        self.replica = replica
+        self.edits = Edits(model)
+        self._world_size = plan.world_size
+        self._stream = stream
+        self._hooks = hooks
         self._steps = steps
-        self.hooks = HookRegistry(model, deployment.plan)
         self._said: set[tuple[str, int]] = set()
-        self._workers = functools.partial(_ready, deployment.supervisor)
-        self.shared: SharedCalls | None = None
-        if batching is not None:
-            self.shared = SharedCalls(deployment, self._edits, self._workers, batching, prove_at_once)
-
-    def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """Have the workers set an attribute of a module before the next call.
-
-        Raises:
-            ParallelError: the ranks have values of their own for it.
-        """
-        for layer in self.deployment.plan.layers:
-            if layer.path == path and any(is_within(each, name) for each in layer.attributes[0]):
-                raise ParallelError(
-                    f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
-                    " first"
-                )
-        self._edits.set_attribute(path, name, value)
+        self.shared = None if share is None else share(replica, self.edits)
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
@@ -122,19 +104,18 @@ class Dispatcher:
             NotPortableError: an argument cannot cross by value; nothing was run.
             GroupError: see its subclasses.
         """
-        supervisor = self.deployment.supervisor
-        end = supervisor.current[0].deadline(how.timeout)
-        with self.hooks.turn(end) if self._may_be_hooked() else contextlib.nullcontext() as hooks:
+        end = self.replica.deadline_of(how.timeout)
+        with self._hooks.turn(end) if self._may_be_hooked() else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
-            workers = self._workers(end)
+            workers = self.replica.ready(end)
             streams = how.streamer is not None
             call = Call(path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.captured)
             # What is noted here, and what the workers have done, must not part.
-            with CriticalSection(), self._random_stream(how.seed) as stream:
+            with CriticalSection(), self._stream.of_call(how.seed) as stream:
                 return self._request(model, call, how, end, hooks, workers, stream)
 
     def _may_be_hooked(self) -> bool:
-        return bool(self.hooks.paths) or torch_module._has_any_global_hook()
+        return bool(self._hooks.paths) or torch_module._has_any_global_hook()
 
     def _request(
         self,
@@ -148,7 +129,7 @@ class Dispatcher:
     ) -> Any:
         """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
         group, incarnation = workers
-        registry, caches = self.deployment.caches, dict[int, Cache]()
+        registry, caches = self.replica.caches, dict[int, Cache]()
         if not all(isinstance(value, PLAIN) for value in (*call.args, *call.kwargs.values())):
             call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: registry.send(cache, caches))
             call.has_caches = bool(caches)
@@ -162,7 +143,7 @@ class Dispatcher:
             call.hooks = hooks.packed
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
-        call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
+        call.configs, call.attributes, arrived = self.edits.changes(model, incarnation)
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()
@@ -228,7 +209,7 @@ class Dispatcher:
         if path or self.shared is None or not self._may_share(self.shared):
             return self._generate_alone(model, path, original, merged, how)
         # Beside others a call has no place in the order in which the caller's generator is drawn from.
-        draw_seed = self._draw_seed if self.shared.queue.busy or self.deployment.supervisor.current[0].busy else None
+        draw_seed = self._stream.draw_seed if self.shared.queue.busy or self.replica.group.busy else None
         try:
             found = self.shared.generate(module, merged, how.seed, how.timeout, how.streamer, draw_seed)
         except NotPortableError as error:
@@ -240,7 +221,7 @@ class Dispatcher:
 
     def _may_share(self, shared: SharedCalls) -> bool:
         """By default calls share a batch from when two first come at the same time: others need no proof."""
-        if not shared.trial.is_due and not self.deployment.supervisor.current[0].busy:
+        if not shared.trial.is_due and not self.replica.group.busy:
             return False
         return not (self._may_be_hooked() or has_own_loop() or torch.is_autocast_enabled("cpu"))
 
@@ -249,11 +230,11 @@ class Dispatcher:
     ) -> Any:
         module, steps = model.get_submodule(path), None if path else self._steps
         as_they_are = given
-        if self.deployment.supervisor.current[0].device == "cuda":
-            check_compiler(module, given, self.deployment.plan.world_size)
+        if self.replica.group.device == "cuda":
+            check_compiler(module, given, self._world_size)
             as_they_are = eager_generation(module, given)
         sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
-        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.paths else reason):
+        if steps is not None and (reason := "its modules have forward hooks" if self._hooks.paths else reason):
             self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
             sent = as_they_are
         there = replace(how, captured=steps is not None and steps.captured and not reason)
@@ -274,7 +255,7 @@ class Dispatcher:
         self._say_once(steps.without, why)
         if steps.by_default:
             self._steps = None
-            self._workers(self.deployment.supervisor.current[0].deadline())[0].call("forget_steps")
+            self.replica.call("forget_steps")
         return steps.by_default
 
     def _generate_instead(
@@ -288,10 +269,10 @@ class Dispatcher:
             kwargs = {**kwargs, "streamer": how.streamer}
         # The time is that of the whole loop, not of each of its requests.
         limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
-        if how.seed is None and self._stream is None:
+        if how.seed is None and not self._stream.is_own:
             with limit, own_loop():
                 return original(model, **kwargs)
-        with limit, self._random_stream(how.seed) as (before, store):
+        with limit, self._stream.of_call(how.seed) as (before, store):
             with own_loop(), torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(before)
                 output = original(model, **kwargs)
@@ -303,28 +284,3 @@ class Dispatcher:
         if (what, level) not in self._said:
             self._said.add((what, level))
             log.log(level, "%s: %s", what, why)
-
-    @contextlib.contextmanager
-    def _random_stream(self, seed: int | None) -> Iterator[Stream]:
-        """Gives the state to start from, and what takes the state afterwards."""
-        if seed is None and not self._follower.acquire(blocking=False):
-            seed = self._draw_seed()  # from where the call began that follows the generator, this would draw the same
-        if seed is not None:
-            yield torch.Generator().manual_seed(seed).get_state(), lambda after: None
-            return
-        stream = self._stream or torch.default_generator
-        try:
-            yield stream.get_state(), stream.set_state
-        finally:
-            self._follower.release()
-
-    def _draw_seed(self) -> int:
-        """For a call beside others: each has its own, and the generator that they do not follow stays as it is."""
-        state = (self._stream or torch.default_generator).get_state()
-        return zlib.crc32(state.numpy()) << 32 | next(self._draws)
-
-
-def _ready(supervisor: Supervisor, end: float) -> tuple[WorkerGroup, int]:
-    """The group that is ready, and its incarnation; waits for it where it is being started again."""
-    workers = supervisor.current
-    return workers if workers[0].ready else supervisor.ready(end)

@@ -17,8 +17,8 @@ from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import NotParallelizedError
 from parallelformers_ng.model import remote_tree
 from parallelformers_ng.model.awaiting import agenerate
+from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
-from parallelformers_ng.model.dispatch import Dispatcher
 from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
 from parallelformers_ng.options import BatchingOptions
@@ -105,10 +105,9 @@ class Parallelized(RemoteModule):
         self.deparallelize()
 
     def extra_repr(self) -> str:
-        deployment = deployment_of(self)
-        plan, devices = deployment.plan, deployment.supervisor.group.device_names
+        plan, devices = deployment_of(self).plan, deployment_of(self).device_names
         return (
-            f"# parallelized over {plan.world_size} workers ({', '.join(devices)}) by {plan.policy}"
+            f"# parallelized over {len(devices)} workers ({', '.join(devices)}) by {plan.policy}"
             f" ({plan.source}); {plan.cut_share:.0%} of what can be cut is cut"
         )
 
@@ -126,7 +125,7 @@ def enter(
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, _Fetch(model, deployment, names[0]), names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
-    remote_tree.enter(model, Dispatcher(model, deployment, seed, steps, batching, prove_at_once), Parallelized)
+    remote_tree.enter(model, Calls(model, deployment, seed, steps, batching, prove_at_once), Parallelized)
 
 
 class _Fetch:
@@ -158,4 +157,4 @@ def deployment_of(model: object) -> Deployment:
     """
     if not isinstance(model, Parallelized):
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")
-    return remote_of(model).dispatcher.deployment
+    return remote_of(model).calls.deployment

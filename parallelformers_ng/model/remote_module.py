@@ -18,7 +18,8 @@ from torch import nn
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model.dispatch import CallOptions, Dispatcher
+from parallelformers_ng.model.calls import Calls
+from parallelformers_ng.model.dispatch import CallOptions
 from parallelformers_ng.model.gradients import refuse_gradients
 from parallelformers_ng.model.methods import REFUSED, generates
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
@@ -35,7 +36,7 @@ class Remote:
 
     Args:
         model: the parallelized model.
-        dispatcher: what carries its calls.
+        calls: what carries its calls.
         path: of the module in it, "" for the model itself.
 
     Attributes:
@@ -43,9 +44,9 @@ class Remote:
         tables: the parameters, buffers and children that the module had, and will have again.
     """
 
-    def __init__(self, model: nn.Module, dispatcher: Dispatcher, path: str) -> None:
+    def __init__(self, model: nn.Module, calls: Calls, path: str) -> None:
         self._model = weakref.ref(model)
-        self.dispatcher = dispatcher
+        self.calls = calls
         self.path = path
         self.parts: list[nn.Module] = []
         self.tables: dict[str, dict[str, Any]] = {}
@@ -65,12 +66,12 @@ class Remote:
     @functools.cached_property
     def alone(self) -> Alone:
         """Whether a call of this module gives a whole result."""
-        return Alone.WHOLE if not self.path else alone(self.dispatcher.deployment.plan, self.path)
+        return Alone.WHOLE if not self.path else alone(self.calls.deployment.plan, self.path)
 
     @functools.cached_property
     def cut(self) -> str:
         """How the module itself is cut, for people."""
-        plan = self.dispatcher.deployment.plan
+        plan = self.calls.deployment.plan
         kinds = [layer.kind for layer in plan.layers if layer.path == self.path]
         tensor = plan.tensors.get(f"{self.path}.weight")
         if tensor is not None and not tensor.is_replicated:
@@ -82,7 +83,7 @@ class Remote:
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         how = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.dispatcher.call(self.model, self.path, method, args, kwargs, how))
+        return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, how))
 
 
 class RemoteModule(nn.Module):
@@ -101,7 +102,7 @@ class RemoteModule(nn.Module):
         known = before is not _ABSENT or isinstance(getattr(type(self), name, None), property)
         if known and before is not value and not name.startswith("_"):
             remote = remote_of(self)
-            remote.dispatcher.set_attribute(remote.path, name, value)
+            remote.calls.set_attribute(remote.path, name, value)
         super().__setattr__(name, value)
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
@@ -145,7 +146,7 @@ class RemoteModule(nn.Module):
         if not hasattr(destination, "_metadata"):
             destination._metadata = OrderedDict()
         remote = remote_of(self)
-        with remote.dispatcher.deployment.gathering(type(self).__name__, self._bytes()) as advance:
+        with remote.calls.deployment.gathering(type(self).__name__, self._bytes()) as advance:
             setattr(destination, REMOTE, _Gathered(advance))
             try:
                 return super().state_dict(**kwargs)
@@ -256,7 +257,7 @@ def forwarded(name: str, original: Callable) -> Callable:
         if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
             return remote.call(name, args, kwargs)
         run = functools.partial(remote.call, name, args, kwargs)
-        return remote.dispatcher.generating(self, name, original, run, args, kwargs)
+        return remote.calls.generating(self, name, original, run, args, kwargs)
 
     return call
 
@@ -267,7 +268,7 @@ def generated(name: str, original: Callable) -> Callable:
     @_in_place_of(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         remote = remote_of(self)
-        return remote.dispatcher.generate(remote.model, remote.path, original, args, kwargs)
+        return remote.calls.generate(remote.model, remote.path, original, args, kwargs)
 
     return generate
 

@@ -14,7 +14,7 @@ from torch import nn
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.model.dispatch import Dispatcher
+from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
 from parallelformers_ng.model.remote_module import (
     REMOTE,
@@ -40,7 +40,7 @@ def _concerns_workers(module: nn.Module) -> bool:
     return False
 
 
-def enter(model: nn.Module, dispatcher: Dispatcher, root: type) -> None:
+def enter(model: nn.Module, calls: Calls, root: type) -> None:
     """Make the modules of `model` remote ones, in place.
 
     Args:
@@ -48,7 +48,7 @@ def enter(model: nn.Module, dispatcher: Dispatcher, root: type) -> None:
     """
     parts = [(path, part) for path, part in model.named_modules() if path and _concerns_workers(part)]
     for path, module in (("", model), *parts):
-        vars(module)[REMOTE] = Remote(model, dispatcher, path)
+        vars(module)[REMOTE] = Remote(model, calls, path)
         lock(module)
         cls: Any = type(module)
         module.__class__ = _remote_class(RemoteModule if path else root, cls)
@@ -70,7 +70,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         for module in modules:
             lock(module)
         raise
-    remote_of(model).dispatcher.hooks.leave()
+    remote_of(model).calls.hooks.leave()
     for module in modules:
         module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
         del vars(module)[REMOTE]
@@ -151,7 +151,7 @@ class _Nodes(Mapping[str, Node]):
     """Where to read each tensor of a module, worked out when it is asked for."""
 
     def __init__(self, remote: Remote) -> None:
-        self._deployment = remote.dispatcher.deployment
+        self._deployment = remote.calls.deployment
         self._prefix = f"{remote.path}." if remote.path else ""
 
     def __getitem__(self, name: str) -> Node:

@@ -12,10 +12,9 @@ from parallelformers_ng.batching.proof import Trial
 from parallelformers_ng.batching.queue import Queue
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.sharing import shared_call, tokens_of
-from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.edits import Edits
+from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.worker.call import Call
 
 
@@ -23,30 +22,20 @@ class SharedCalls:
     """The calls of one model that share a batch.
 
     Args:
-        deployment: the model's workers.
-        edits: what they do not know yet of the model's settings.
-        workers: gives the group that is ready, and its incarnation, until a deadline.
         options: the limits.
-        prove_at_once: see `Trial`.
+        trial: says whether any call of the model may.
+        replica: the workers.
+        edits: what they do not know yet of the model's settings.
 
     Attributes:
-        trial: says whether any call of the model may.
         queue: where they wait.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        edits: Edits,
-        workers: Callable[[float], tuple[WorkerGroup, int]],
-        options: BatchingOptions,
-        prove_at_once: bool,
-    ) -> None:
-        self._deployment = deployment
+    def __init__(self, options: BatchingOptions, trial: Trial, replica: Replica, edits: Edits) -> None:
+        self.trial = trial
+        self.queue = Queue(options, trial)
+        self._replica = replica
         self._edits = edits
-        self._workers = workers
-        self.trial = Trial(at_once=prove_at_once)
-        self.queue = Queue(options, self.trial)
 
     def generate(
         self,
@@ -74,7 +63,7 @@ class SharedCalls:
         call = self.trial.why_alone(type(model), model.config) or shared_call(model, arguments, seed, draw_seed)
         if isinstance(call, str):
             return call
-        end = self._deployment.supervisor.current[0].deadline(timeout)
+        end = self._replica.deadline_of(timeout)
         send = functools.partial(self._decode_rows, model)
         if streamer is None:
             return self.queue.generate(call, send, end)
@@ -90,7 +79,7 @@ class SharedCalls:
 
     def _decode_rows(self, model: Any, asked: Round) -> list[News]:
         """Have the ranks run a round, with what they do not know yet of the model's settings."""
-        group, incarnation = self._workers(self._deployment.supervisor.current[0].deadline())
+        group, incarnation = self._replica.ready()
         call = Call("", "decode_rows", (), {})
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         news = group.call_each("decode_rows", [(call, asked)])

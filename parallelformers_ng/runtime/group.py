@@ -52,6 +52,7 @@ class WorkerGroup:
         timeout: seconds that a request may take, unless the call says otherwise.
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
+        among: which of how many groups, alike, that share the CPUs.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
 
@@ -77,10 +78,12 @@ class WorkerGroup:
         timeout: float = 600.0,
         start_timeout: float = 120.0,
         threads: int | None = None,
+        among: tuple[int, int] = (0, 1),
         wait: bool = True,
     ) -> None:
         self.world_size, self.device = world_size, device
-        self.device_names = [f"{device}:{index}" for index in device_ids or range(world_size)]
+        first, ranks = among[0] * world_size, among[1] * world_size
+        self.device_names = [f"{device}:{index}" for index in device_ids or range(first, first + world_size)]
         if reason := why_unserved(backend, device, device_ids):
             raise PlacementError(reason)
         self.timeout = timeout
@@ -99,7 +102,8 @@ class WorkerGroup:
                 backend=backend,
                 timeout=timeout,
                 start_timeout=start_timeout,
-                threads=threads or max(1, usable_cpus() // world_size),
+                threads=threads or max(1, usable_cpus() // ranks),
+                among=(first, ranks),
             )
         except BaseException:
             self._processes.end()

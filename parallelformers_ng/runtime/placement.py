@@ -15,8 +15,10 @@ from parallelformers_ng.errors import PlacementError, UnsupportedPlatformError
 log = logging.getLogger("parallelformers_ng")
 
 
-def placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | None) -> tuple[int, str]:
-    """Number of workers and kind of device, from the arguments of these names of `parallelize`.
+def placement(
+    num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1
+) -> tuple[int, str]:
+    """Number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
 
     Returns:
         (world size, "cpu" or "cuda").
@@ -30,20 +32,21 @@ def placement(num_gpus: int | None, device: str, device_ids: Sequence[int] | Non
         _say_once(
             "no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} says so and silences this)"
         )
-    count = num_gpus if num_gpus is not None else len(device_ids) if device_ids else available if kind == "cuda" else 2
+    count = num_gpus
+    if count is None:
+        count = 2 if kind == "cpu" else (len(device_ids) if device_ids else available) // replicas
     check_count(count)
     if kind == "cpu":
         if device_ids is not None:
             raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
         return count, kind
-    ids = list(device_ids) if device_ids is not None else list(range(count))
-    if len(ids) != count:
-        raise PlacementError(f"num_gpus is {count}, but device_ids names {len(ids)} devices: {ids}")
+    asked = f"num_gpus is {count}" + (f" for each of {replicas} replicas" if replicas > 1 else "")
+    ids = list(device_ids) if device_ids is not None else list(range(count * replicas))
+    if len(ids) != count * replicas:
+        raise PlacementError(f"{asked}, but device_ids names {len(ids)} devices: {ids}")
     missing = [index for index in ids if not 0 <= index < available]
     if missing:
-        raise PlacementError(
-            f"num_gpus is {count}, but only {available} CUDA devices are visible (no device {missing})"
-        )
+        raise PlacementError(f"{asked}, but only {available} CUDA devices are visible (no device {missing})")
     return count, kind
 
 

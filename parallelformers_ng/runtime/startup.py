@@ -55,6 +55,7 @@ def launch(
     timeout: float,
     start_timeout: float,
     threads: int,
+    among: tuple[int, int],
 ) -> Callable[[], None]:
     """Start one worker per device. The caller ends the processes if this raises.
 
@@ -67,6 +68,7 @@ def launch(
         timeout: of the collectives, in seconds.
         start_timeout: seconds until all must be ready.
         threads: of each worker.
+        among: the first rank's place among how many ranks that share the CPUs.
 
     Returns:
         What waits until all are ready: `await_ready` with its arguments.
@@ -76,7 +78,8 @@ def launch(
     """
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
-    cpus = cores.cpus_of_ranks(world_size, threads) if device_names[0].startswith("cpu") else None
+    first, ranks = among
+    cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
     server, environment = forks.running(), environment_of_worker(threads)
     for rank in range(world_size):
         processes.workers.append(WorkerProcess(rank, environment, server))
@@ -103,8 +106,8 @@ def launch(
             own = {
                 "rank": rank,
                 "device": device_names[rank],
-                "spins": rank < spare_cpus,
-                "cpus": None if cpus is None else sorted(cpus[rank]),
+                "spins": first + rank < spare_cpus,
+                "cpus": None if cpus is None else sorted(cpus[first + rank]),
             }
             worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:

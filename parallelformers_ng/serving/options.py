@@ -21,6 +21,7 @@ class ServeOptions:
 
     model: Annotated[str, "a model folder or a name on the Hugging Face hub"] = ""
     num_gpus: Annotated[int | None, "number of ranks; by default all GPUs, or 2 CPU ranks where there is none"] = None
+    replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
     dtype: Annotated[str | None, "float32, bfloat16 or float16; by default the model's"] = None
     device: Annotated[str, "auto, cpu or cuda"] = "auto"
@@ -80,7 +81,7 @@ class ServeOptions:
 
 _OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_tokens")
 _LOWEST = {
-    "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
+    "replicas": 1, "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
     "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
     "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1,
 }  # fmt: skip

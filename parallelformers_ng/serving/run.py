@@ -138,7 +138,7 @@ def load(options: ServeOptions) -> tuple[Any, Any]:
         options.model,
         options.num_gpus,
         dtype=options.dtype,
-        workers={"device": options.device, "timeout": options.timeout},
+        workers={"device": options.device, "timeout": options.timeout, "replicas": options.replicas},
         batching=options.batching if on_cpu else False,
         **found,
     )
@@ -148,7 +148,7 @@ def load(options: ServeOptions) -> tuple[Any, Any]:
 def started(model: Any, options: ServeOptions, port: int) -> str:
     """One line that says what is served, where, on what and within which limits."""
     host = f"[{options.host}]" if ":" in options.host else options.host
-    devices = ", ".join(deployment_of(model).supervisor.group.device_names)
+    devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"
     return (
         f"serving {options.name} on http://{host}:{port} with {key}: {type(model).__name__} on ranks {devices};"

@@ -15,15 +15,12 @@ class RankMemory:
 
     Args:
         device: where it computes.
-        rank: its number.
+        name: "cuda:0", "cpu:1", …; on CPU the number is the rank's.
         shard_bytes: what the plan says its weights take.
-
-    Attributes:
-        device: "cuda:0", "cpu:1", …; on CPU the number is the rank.
     """
 
-    def __init__(self, device: torch.device, rank: int, shard_bytes: int) -> None:
-        self.device = str(device) if device.type == "cuda" else f"cpu:{rank}"
+    def __init__(self, device: torch.device, name: str, shard_bytes: int) -> None:
+        self._name = name
         self._cuda = device if device.type == "cuda" else None
         self._shard_bytes = shard_bytes
 
@@ -37,7 +34,7 @@ class RankMemory:
 
     def line(self) -> str:
         """As Parallelformers prints it: `GPU:0 => 2.72GB`."""
-        kind, _, number = self.device.partition(":")
+        kind, _, number = self._name.partition(":")
         count = self.allocated()
         size = f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
         return f"{kind.upper() if self._cuda is None else 'GPU'}:{number} => {size}"
@@ -52,7 +49,7 @@ class RankMemory:
             ("Allocated memory (shard)", self._shard_bytes, self._shard_bytes),
             ("Process memory (PSS)", proportional_set_size(), _bytes_in("status", "VmHWM")),
         ]
-        title = f"CPU memory summary, worker {self.device.removeprefix('cpu:')}"
+        title = f"CPU memory summary, worker {self._name.removeprefix('cpu:')}"
         lines = [
             f"|{'=' * _WIDTH}|",
             f"|{title:^{_WIDTH}}|",

@@ -343,7 +343,7 @@ class ModelRunner:
         """Exchange ranks with the others, as a step does. Returns those that answered."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
-    def memory(self, what: str) -> tuple[str, Any]:
-        """The device, and what a method of `RankMemory` says of it."""
-        memory = RankMemory(self.device, self.rank, self.plan.bytes_per_rank[self.rank] if self.plan else 0)
-        return memory.device, getattr(memory, what)()
+    def memory(self, what: str, name: str) -> Any:
+        """What a method of `RankMemory` says of this rank's device, which the caller calls so."""
+        memory = RankMemory(self.device, name, self.plan.bytes_per_rank[self.rank] if self.plan else 0)
+        return getattr(memory, what)()
