@@ -26,7 +26,7 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.model.deployment import RUNNER, Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
-from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, WorkerOptions, read_options
+from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, FitOptions, WorkerOptions, read_options
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
@@ -54,6 +54,7 @@ def parallelize(
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
+    fit: FitOptions | Mapping[str, Any] | None = None,
     decode: Decode = "auto",
     batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"] = "auto",
     seed: int | None = None,
@@ -80,6 +81,8 @@ def parallelize(
         workers: where the workers run and how long they are waited for: `WorkerOptions`, or a dict of the same words
             (`{"device": "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and
             goes on running when its parallelization ends; `num_gpus` is then the group's.
+        fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
+            same words.
         decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
@@ -115,6 +118,7 @@ def parallelize(
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
+    read_options(FitOptions, fit, "fit")
     make_group: Callable[..., WorkerGroup] | None = None
     if isinstance(workers, WorkerGroup):
         world_size, kind = workers.world_size, workers.device
@@ -204,6 +208,7 @@ def plan(
     *,
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
+    fit: FitOptions | Mapping[str, Any] | None = None,
 ) -> ShardPlan:
     """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
@@ -213,6 +218,7 @@ def plan(
         fp16: as in `parallelize`; it decides the bytes.
         dtype: as in `parallelize`; it decides the bytes.
         custom_policies: as in `parallelize`.
+        fit: as in `parallelize`.
 
     Returns:
         The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
@@ -222,6 +228,7 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
+    read_options(FitOptions, fit, "fit")
     return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
 
 

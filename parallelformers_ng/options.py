@@ -10,6 +10,7 @@ import dacite
 
 from parallelformers_ng.errors import ParallelError, PlacementError, did_you_mean
 
+Number = int | float
 Seconds = int | float
 _Options = TypeVar("_Options")
 
@@ -80,6 +81,34 @@ class BatchingOptions:
             if value is not None and value < least:
                 raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
 
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a model is laid over devices that are small, or unlike each other.
+
+    Attributes:
+        strategy: "tensor": every rank holds a part of every layer.
+        tensor: ranks that share each stage of a pipeline.
+        ratio: for each rank, how much it is to hold beside the others.
+        max_memory: what each device, and the "cpu", may hold: bytes, or a size as text ("10GiB").
+        offload_folder: where weights go that fit into no memory.
+        cache: how keys and values are kept.
+    """
+
+    strategy: str = "tensor"
+    tensor: int | None = None
+    ratio: list[Number] | tuple[Number, ...] | None = None
+    max_memory: dict[int | str, int | str] | None = None
+    offload_folder: str | None = None
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name in _NOT_YET and getattr(self, field.name) != field.default:
+                raise ParallelError(f"fit: {field.name} does nothing yet; leave it out")
+
+
+_NOT_YET = ("strategy", "tensor", "ratio", "max_memory", "offload_folder", "cache")
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
