@@ -118,7 +118,7 @@ def parallelize(
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
-    read_options(FitOptions, fit, "fit")
+    fitting = read_options(FitOptions, fit, "fit")
     make_group: Callable[..., WorkerGroup] | None = None
     if isinstance(workers, WorkerGroup):
         world_size, kind = workers.world_size, workers.device
@@ -127,6 +127,7 @@ def parallelize(
     else:
         make_group = maker = _group_maker(num_gpus, options)
         world_size, kind = maker.args
+    parts = fitting.parts(world_size)
     target = _target_dtype(fp16, dtype)
     steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
@@ -139,9 +140,9 @@ def parallelize(
     try:
         if source is not None:
             loaded = open_source(source, model, target)
-        sharding = _make_plan(loaded, world_size, custom_policies, target)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, parts)
         if prove and custom_policies is not None:
-            prove_custom(loaded, check_custom(custom_policies), world_size)
+            prove_custom(loaded, check_custom(custom_policies), world_size, parts)
         deployment = Deployment(
             loaded,
             sharding,
@@ -228,8 +229,8 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
-    read_options(FitOptions, fit, "fit")
-    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
+    parts = read_options(FitOptions, fit, "fit").parts(num_gpus)
+    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), parts)
 
 
 def _source(
@@ -302,9 +303,11 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
 
 
-def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
+def _make_plan(
+    model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, parts: Sequence[float]
+) -> ShardPlan:
     _check_model(model)
-    made = build_plan(model, world_size, select(model, custom, world_size), dtype)
+    made = build_plan(model, world_size, select(model, custom, world_size, parts), dtype, parts=parts)
     if made.warning:
         log.warning("%s", made.warning)
     return made
