@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelformers_ng.api import parallelize, plan, start_group
+    from parallelformers_ng.checkpoint.device_map import balanced_device_map
     from parallelformers_ng.errors import *
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import BatchingOptions, FitOptions, WorkerOptions
@@ -28,12 +29,13 @@ __all__ = [
     "PolicyError", "ProtocolError", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError",
     "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "Stored",
     "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
-    "WorkerOptions", "WrongProcessError", "deadline", "parallelize", "plan", "save_sharded", "start_group",
-    "warm_up",
+    "WorkerOptions", "WrongProcessError", "balanced_device_map", "deadline", "parallelize", "plan", "save_sharded",
+    "start_group", "warm_up",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
+    "balanced_device_map": "checkpoint.device_map",
     "deadline": "runtime.deadline",
     "parallelize": "api",
     "plan": "api",
