@@ -13,27 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelformers_ng.api import parallelize, plan, start_group
+    from parallelformers_ng.checkpoint.device_map import balanced_device_map
     from parallelformers_ng.errors import *
     from parallelformers_ng.model.saving import save_sharded
-    from parallelformers_ng.options import BatchingOptions, WorkerOptions
+    from parallelformers_ng.options import BatchingOptions, FitOptions, WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.runtime.forks import warm_up
     from parallelformers_ng.sharding.rules import *
 
 __all__ = [
     "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError",
-    "CollectiveAbortedError", "Column",
-    "DivergedError", "Experts", "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
+    "CollectiveAbortedError", "Column", "DivergedError", "Experts", "FitOptions",
+    "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
     "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
     "PolicyError", "ProtocolError", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError",
     "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "Stored",
     "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
-    "WorkerOptions", "WrongProcessError", "deadline", "parallelize", "plan", "save_sharded", "start_group",
-    "warm_up",
+    "WorkerOptions", "WrongProcessError", "balanced_device_map", "deadline", "parallelize", "plan", "save_sharded",
+    "start_group", "warm_up",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
+    "balanced_device_map": "checkpoint.device_map",
     "deadline": "runtime.deadline",
     "parallelize": "api",
     "plan": "api",
@@ -41,6 +43,7 @@ _HOMES = {
     "start_group": "api",
     "warm_up": "runtime.forks",
     "BatchingOptions": "options",
+    "FitOptions": "options",
     "WorkerOptions": "options",
 }
 

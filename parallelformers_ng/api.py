@@ -27,7 +27,7 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import RUNNER, Replica
-from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, WorkerOptions, read_options
+from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, FitOptions, WorkerOptions, read_options
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
@@ -55,6 +55,7 @@ def parallelize(
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
+    fit: FitOptions | Mapping[str, Any] | None = None,
     decode: Decode = "auto",
     batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"] = "auto",
     seed: int | None = None,
@@ -81,6 +82,8 @@ def parallelize(
         workers: where the workers run and how long they are waited for: `WorkerOptions`, or a dict of the same words
             (`{"device": "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and
             goes on running when its parallelization ends; `num_gpus` is then the group's.
+        fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
+            same words.
         decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
@@ -117,6 +120,7 @@ def parallelize(
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
     makers: list[functools.partial[WorkerGroup]] = []
+    fitting = read_options(FitOptions, fit, "fit")
     if isinstance(workers, WorkerGroup):
         world_size, kind = workers.world_size, workers.device
         if num_gpus not in (None, world_size):
@@ -124,6 +128,7 @@ def parallelize(
     else:
         makers = _group_makers(num_gpus, options)
         world_size, kind = makers[0].args
+    parts = fitting.parts(world_size)
     target = _target_dtype(fp16, dtype)
     steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
@@ -140,9 +145,9 @@ def parallelize(
             replicas.append(Replica(group, maker))
         if source is not None:
             loaded = open_source(source, model, target)
-        sharding = _make_plan(loaded, world_size, custom_policies, target)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, parts)
         if prove and custom_policies is not None:
-            prove_custom(loaded, check_custom(custom_policies), world_size)
+            prove_custom(loaded, check_custom(custom_policies), world_size, parts)
         deployment = Deployment(
             loaded,
             sharding,
@@ -210,6 +215,7 @@ def plan(
     *,
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
+    fit: FitOptions | Mapping[str, Any] | None = None,
 ) -> ShardPlan:
     """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
@@ -219,6 +225,7 @@ def plan(
         fp16: as in `parallelize`; it decides the bytes.
         dtype: as in `parallelize`; it decides the bytes.
         custom_policies: as in `parallelize`.
+        fit: as in `parallelize`.
 
     Returns:
         The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
@@ -228,7 +235,8 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
-    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
+    parts = read_options(FitOptions, fit, "fit").parts(num_gpus)
+    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), parts)
 
 
 def _source(
@@ -307,9 +315,11 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
 
 
-def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
+def _make_plan(
+    model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, parts: Sequence[float]
+) -> ShardPlan:
     _check_model(model)
-    made = build_plan(model, world_size, select(model, custom, world_size), dtype)
+    made = build_plan(model, world_size, select(model, custom, world_size, parts), dtype, parts=parts)
     if made.warning:
         log.warning("%s", made.warning)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import dacite
 
 from parallelformers_ng.errors import ParallelError, PlacementError, did_you_mean
 
+Number = int | float
 Seconds = int | float
 _Options = TypeVar("_Options")
 
@@ -85,6 +87,47 @@ class BatchingOptions:
             if value is not None and value < least:
                 raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
 
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a model is laid over devices that are small, or unlike each other.
+
+    Attributes:
+        strategy: "tensor": every rank holds a part of every layer.
+        tensor: ranks that share each stage of a pipeline.
+        ratio: for each rank, how much it is to hold beside the others: `(1, 3)` gives the second three times the first.
+        max_memory: what each device, and the "cpu", may hold: bytes, or a size as text ("10GiB").
+        offload_folder: where weights go that fit into no memory.
+        cache: how keys and values are kept.
+    """
+
+    strategy: str = "tensor"
+    tensor: int | None = None
+    ratio: list[Number] | tuple[Number, ...] | None = None
+    max_memory: dict[int | str, int | str] | None = None
+    offload_folder: str | None = None
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name in _NOT_YET and getattr(self, field.name) != field.default:
+                raise ParallelError(f"fit: {field.name} does nothing yet; leave it out")
+        if self.ratio is not None and not all(0 < part < math.inf for part in self.ratio):
+            raise ParallelError(f"fit: ratio is {self.ratio!r}; it takes numbers, each more than 0")
+
+    def parts(self, world_size: int) -> list[float]:
+        """What part of the model each of so many ranks is to hold, 1 in all; none where all are to hold the same.
+
+        Raises:
+            ParallelError: `ratio` is for another number of ranks.
+        """
+        ratio = self.ratio or ()
+        if self.ratio is not None and len(ratio) != world_size:
+            raise ParallelError(f"fit: ratio has {len(ratio)} numbers, and there are {world_size} ranks; give one each")
+        return [part / sum(ratio) for part in ratio] if len(set(ratio)) > 1 else []
+
+
+_NOT_YET = ("strategy", "tensor", "max_memory", "offload_folder", "cache")
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""

@@ -163,7 +163,7 @@ def test_uneven_shares_of_the_rest_give_what_is_given_whole(heads: int, world_si
     made = plan(whole, world_size)
     up = made.tensors["model.layers.1.mlp.up_proj.weight"]
     rows = [shard.shape(up.shape)[0] for shard in up.shards]
-    assert max(rows) - min(rows) >= 16
+    assert max(rows) - min(rows) >= 8
     ids = torch.tensor([[5, 9, 17, 31]])
     want = whole(ids).logits
     for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(ids).logits):

@@ -46,27 +46,30 @@ _TWINS: dict[tuple[Any, ...], Twin] = {}
 """The latest twin only: proofs for several world sizes follow one another."""
 
 
-def prove(model: PreTrainedModel, base: Selection, world_size: int) -> Proof:
+def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()) -> Proof:
     """Find and prove policies for the blocks that `base` leaves.
 
     Args:
         model: the model, on any device; only its class and configuration are read.
         base: policies that apply already, possibly none.
         world_size: number of ranks, at least 1.
+        parts: what part of the model each rank is to hold, as for `build_plan`.
 
     Raises:
         UnsupportedModelError: no twin could be made, or every proposal failed.
     """
-    found = _cached(model, base, world_size)
+    found = _cached(model, base, world_size, parts)
     if isinstance(found, UnsupportedModelError):
         raise found
     return found
 
 
-def _cached(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
-    key = (*_identity(model), world_size, base.policies)
+def _cached(
+    model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()
+) -> Proof | UnsupportedModelError:
+    key = (*_identity(model), world_size, parts, base.policies)
     if key not in _CACHE:
-        _CACHE[key] = _search(model, base, world_size)
+        _CACHE[key] = _search(model, base, world_size, parts)
     return _CACHE[key]
 
 
@@ -80,27 +83,31 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
     return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
 
 
-def prove_custom(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> None:
+def prove_custom(
+    model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float] = ()
+) -> None:
     """Refuse a caller's policies under which the outputs of a twin change, or that no twin can prove.
 
     Raises:
         PolicyError: names the policies, what was wrong and the next step.
     """
-    key = (*_identity(model), world_size, policies, str([policy.plan for policy in policies]))
+    key = (*_identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
-        _CUSTOM[key] = _objection(model, policies, world_size)
+        _CUSTOM[key] = _objection(model, policies, world_size, parts)
     if _CUSTOM[key]:
         names = ", ".join(policy.__name__ for policy in policies)
         raise PolicyError(f"{names} on {world_size} ranks: {_CUSTOM[key]}; prove=False uses it unproven")
 
 
-def _objection(model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int) -> str:
+def _objection(
+    model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float]
+) -> str:
     """Why the policies are refused, in words; "" where a twin proves them."""
     try:
         twin = _twin(model)
     except UnsupportedModelError as error:
         return f"it cannot be proven: {error}"
-    trials = Trials(twin, Selection(policies, "custom", vocabulary=False, leftovers=False), world_size)
+    trials = Trials(twin, Selection(policies, "custom", vocabulary=False, leftovers=False), world_size, parts)
     name = type(model).__name__
     hint = "look for projections that share a layer (fused=) and for what the forward reads (scaled=)"
     if not trials.match([], False):
@@ -108,19 +115,21 @@ def _objection(model: PreTrainedModel, policies: tuple[type[Policy], ...], world
     prompt = trials.prompt()
     if prompt is not None and not trials.same_tokens([], False, *prompt):
         return f"a tiny twin of {name} generates, cut by it, other tokens ({trials.failure}); {hint}"
-    untried = unproven_rules(build_plan(twin.model, world_size, trials.base), twin)
+    untried = unproven_rules(build_plan(twin.model, world_size, trials.base, parts=parts), twin)
     return f"it cannot be proven: the twin's inputs do not reach what {untried[0]} cuts" if untried else ""
 
 
-def _search(model: PreTrainedModel, base: Selection, world_size: int) -> Proof | UnsupportedModelError:
+def _search(
+    model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...]
+) -> Proof | UnsupportedModelError:
     try:
         twin = _twin(model)
     except UnsupportedModelError as error:
         # Written policies need no proof. What they leave stays whole, as the plan says.
         return Proof(base, unproven=str(error)) if base.policies else error
-    first = _cached(model, base, _FIRST) if world_size > _FIRST else None
+    first = _cached(model, base, _FIRST) if world_size > _FIRST or parts else None
     earlier = first if isinstance(first, Proof) else Proof(base)
-    search = Search(Trials(twin, base, world_size), earlier.chosen, earlier.selection.vocabulary)
+    search = Search(Trials(twin, base, world_size, parts), earlier.chosen, earlier.selection.vocabulary)
     try:
         return Proof(search.result(), [*earlier.tried, *search.tried], twin.unreached, search.chosen)
     except UnsupportedModelError as error:

@@ -13,7 +13,10 @@ from parallelformers_ng.sharding.rules import Policy
 
 
 def select(
-    model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
+    model: nn.Module,
+    custom: type[Policy] | Sequence[type[Policy]] | None = None,
+    world_size: int | None = None,
+    parts: Sequence[float] = (),
 ) -> Selection:
     """Find the policies for a model: the caller's first, then the written ones for blocks those leave, then inferred
     ones for what is still left of a transformers model, accepted after a twin proof.
@@ -22,6 +25,7 @@ def select(
         model: the model, on any device.
         custom: the caller's policies.
         world_size: number of ranks that a proof is made for; None looks at the written policies alone.
+        parts: what part of the model each rank is to hold, as for `build_plan`.
 
     Raises:
         PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that
@@ -41,7 +45,7 @@ def select(
     from parallelformers_ng.autopolicy.proof import prove  # slow to import, and only models without policies need it
 
     try:
-        return prove(model, selection, world_size).selection
+        return prove(model, selection, world_size, tuple(parts)).selection
     except UnsupportedModelError as error:
         if type(model).forward is nn.Module.forward:  # it has methods alone, which nobody knows how to call
             return Selection((), "held in parts", vocabulary=False)

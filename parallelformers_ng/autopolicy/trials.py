@@ -36,11 +36,12 @@ class Trials:
         twin: the twin.
         base: the policies that are part of every trial.
         world_size: number of ranks.
+        parts: what part of the twin each rank holds, as for `build_plan`.
         failure: why the latest trial failed, or "".
     """
 
-    def __init__(self, twin: Twin, base: Selection, world_size: int) -> None:
-        self.twin, self.base, self.world_size = twin, base, world_size
+    def __init__(self, twin: Twin, base: Selection, world_size: int, parts: Sequence[float] = ()) -> None:
+        self.twin, self.base, self.world_size, self.parts = twin, base, world_size, parts
         self.failure = ""
         self._count = 0
 
@@ -106,7 +107,7 @@ class Trials:
     def _plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
-        return build_plan(self.twin.model, self.world_size, selection, exhaustive=True)
+        return build_plan(self.twin.model, self.world_size, selection, exhaustive=True, parts=self.parts)
 
     def _on_each_rank(self, plan: ShardPlan, body: Callable[[nn.Module], Any]) -> Callable[[Communicator], Any]:
         def on_rank(communicator: Communicator) -> Any:

@@ -33,7 +33,8 @@ def plan(options: argparse.Namespace) -> int:
     from parallelformers_ng.checkpoint.model_class import empty_model
 
     model, custom = empty_model(options.model, options.revision), _custom(options)
-    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom)
+    fit = {"ratio": options.ratio}
+    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit)
     _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
     return 0
 
@@ -93,6 +94,10 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
 def _custom(options: argparse.Namespace) -> Any:
     """The policies of `--policy`, None without."""
     from parallelformers_ng.sharding.policy_file import policies_of_file
@@ -141,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         " alone: no weights, no GPU.",
     )
     command.add_argument("--dtype", help="count bytes for this type: float16, bfloat16, float32 (default: the model's)")
+    command.add_argument(
+        "--ratio",
+        type=_numbers,
+        metavar="R,R,…",
+        help="how much each rank holds beside the others: 1,3 (default: alike)",
+    )
     command.set_defaults(command=plan)
 
     command = commands.add_parser(

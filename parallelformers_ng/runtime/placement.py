@@ -50,10 +50,10 @@ def placement(
     return count, kind
 
 
-def check_count(count: Any) -> None:
-    """Raise PlacementError where `count` is no number of workers."""
+def check_count(count: Any, argument: str = "num_gpus") -> None:
+    """Raise PlacementError where `count` is no number of devices."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PlacementError(f"num_gpus is {count!r}; it takes a number, at least 1")
+        raise PlacementError(f"{argument} is {count!r}; it takes a number, at least 1")
 
 
 def check_platform() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, truediv
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from parallelformers_ng.sharding.registry import Selection
 
 _ABOUT_THE_SAME = 1.05
-"""A tensor counts as spread evenly while its largest shard is at most this many times its smallest."""
+"""A tensor counts as spread evenly, or by the ratio, while the rank that has most of it beside its part has at most
+this many times what the one with least has."""
 
 
 def build_plan(
@@ -35,6 +36,7 @@ def build_plan(
     selection: Selection,
     dtype: torch.dtype | None = None,
     exhaustive: bool = False,
+    parts: Sequence[float] = (),
 ) -> ShardPlan:
     """Work out what each rank holds.
 
@@ -44,13 +46,14 @@ def build_plan(
         selection: the policies that apply, from `known_policies`.
         dtype: data type to cast floating-point parameters to; None leaves them.
         exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
+        parts: what part of the model each rank is to hold, 1 in all; none where all are to hold the same.
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer it matches.
     """
 
     def build(shares: Sequence[float] = ()) -> ShardPlan:
-        builder = _Builder(model, world_size, shares)
+        builder = _Builder(model, world_size, parts, shares)
         for policy in selection.policies:
             builder.apply(policy)
         if selection.vocabulary:
@@ -59,16 +62,19 @@ def build_plan(
             cut_leftovers(builder.draft, exhaustive)
         return builder.finish(selection, dtype)
 
-    even = build()
-    shares = even_out(even.bytes_per_rank, _flexible_bytes(even))
-    return min(even, build(shares), key=lambda made: max(made.bytes_per_rank)) if shares else even
+    def fullest(made: ShardPlan) -> float:
+        return max(map(truediv, made.bytes_per_rank, parts or [1.0] * world_size))
+
+    plain = build(parts)
+    shares = even_out(plain.bytes_per_rank, _flexible_bytes(plain, parts), parts)
+    return min(plain, build(shares), key=fullest) if shares else plain
 
 
-def _flexible_bytes(plan: ShardPlan) -> int:
-    """Bytes of the tensors that are spread evenly: mostly those that are not counted in heads."""
+def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
+    """Bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
     found = 0
     for tensor in plan.stored():
-        held = [tensor.bytes_on(rank) for rank in range(plan.world_size)]
+        held = list(map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size))
         if not tensor.is_replicated and max(held) <= _ABOUT_THE_SAME * min(held):
             found += tensor.bytes_whole
     return found
@@ -84,10 +90,12 @@ def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, world_size: int, shares: Sequence[float] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, parts: Sequence[float] = (), shares: Sequence[float] = ()
+    ) -> None:
         self.model = model
         self.world_size = world_size
-        self.draft = Draft(model, world_size, shares)
+        self.draft = Draft(model, world_size, parts, shares)
         self.blocks: list[str] = []
 
     def apply(self, policy: type[Policy]) -> None:
@@ -135,7 +143,7 @@ class _Builder:
             if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
                 continue
             self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {dotted(path, rule_path)}"
-            shares[rule_path] = share_heads(*rule.count(self.draft, module), self.world_size)
+            shares[rule_path] = share_heads(*rule.count(self.draft, module), self.world_size, self.draft.parts)
         return shares
 
     def cut_vocabulary(self) -> None:

@@ -20,6 +20,7 @@ class Draft:
 
     Attributes:
         world_size: number of ranks.
+        parts: what part of all each rank is to have, 1 in all; none where all are to have the same.
         shares: what part each rank is to have of what is not counted in heads, as for `spread`.
         modules: dotted path → module.
         cuts: tensor name → one shard per rank, and the rule that made them.
@@ -28,8 +29,11 @@ class Draft:
         counter: the module that counts the heads for it; None where none does.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, shares: Sequence[float] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, parts: Sequence[float] = (), shares: Sequence[float] = ()
+    ) -> None:
         self.world_size = world_size
+        self.parts = parts
         self.shares = shares
         self.model = model
         self.modules = dict(model.named_modules())

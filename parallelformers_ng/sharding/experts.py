@@ -74,7 +74,7 @@ class Experts(Rule):
         if up.shape[out_dim] != width * (2 if fused else 1):
             raise PolicyError(f"{draft.who}: {up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
         # A rank without columns holds a few of zeros, as the grouped matrix products take no empty operand.
-        held = spread_aligned(width, draft.world_size)
+        held = spread_aligned(width, draft.world_size, shares=draft.shares)
         idle = [start == stop for start, stop in held]
         held = [held[0] if off else bounds for bounds, off in zip(held, idle, strict=True)]
         if not fused:

@@ -22,7 +22,7 @@ from parallelformers_ng.sharding.structure import Place, places, uses
 from parallelformers_ng.sharding.tensors import dotted
 
 _ENOUGH = 0.02
-"""Nothing more is cut once what is replicated adds no more than this to each rank's even share of the bytes."""
+"""Nothing more is cut once what is replicated adds no more than this to each rank's share of the bytes."""
 _WORTH = 0.0015
 """A kind of parameter with a smaller share of all bytes is not worth the collectives that cutting it costs."""
 _MUCH = 0.15
@@ -50,9 +50,10 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)
     uneven = _regions_that_differ(draft, where)
+    smallest = min(draft.parts, default=1 / draft.world_size)
     for kind in sorted(kinds, key=lambda kind: -sum(leftover.bytes for leftover in kind)):
         size = sum(leftover.bytes for leftover in kind)
-        excess = whole * (draft.world_size - 1) / max(1, total)
+        excess = whole * (1 / smallest - 1) / max(1, total)
         if not exhaustive and (excess <= _ENOUGH or size < _WORTH * total):
             break
         if not exhaustive and kind[0].is_recurrent and excess <= _MUCH:

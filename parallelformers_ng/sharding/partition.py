@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise, starmap
+from itertools import accumulate, chain, groupby, pairwise, starmap
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Unit
 
 _TOO_MUCH = 1.15
 """A rank that holds more than this many even shares gets less of what is not counted in heads."""
+_OFF_RATIO = 1.01
+"""The same, times its part of a ratio that was asked for."""
 
 Range = tuple[int, int]
 """A half-open interval `[start, stop)` along one dimension."""
@@ -21,50 +23,71 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
     """Cut `count` items into consecutive ranges, one per rank, as evenly as they go, longer ones first.
 
     Args:
-        shares: what part of the whole each rank is to have, 1 in all; none where all are to have the same.
+        shares: what part of the whole each rank is to have, 1 in all; none where all are to have the same. While there
+            are items enough, each rank has one at least; where there are not, the first ranks have one each.
 
     >>> spread(12, 5)
     [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
-    >>> spread(96, 3, (0.2, 0.4, 0.4))
-    [(0, 16), (16, 64), (64, 96)]
+    >>> spread(12, 3, (0.02, 0.49, 0.49))
+    [(0, 1), (1, 6), (6, 12)]
     """
-    granule = math.gcd(count, 16) if shares else 0  # whole cache lines, where they leave each rank some
-    while granule:
-        bounds = [round(count * sum(shares[:rank]) / granule) * granule for rank in range(world_size + 1)]
-        if all(start < stop for start, stop in pairwise(bounds)):
-            return list(pairwise(bounds))
-        granule //= 2
+    if shares and count >= world_size:
+        bounds = [0]
+        for rank in range(1, world_size):
+            wanted = round(count * sum(shares[:rank]))
+            bounds.append(min(max(wanted, bounds[-1] + 1), count - world_size + rank))
+        return list(pairwise([*bounds, count]))
     share, rest = divmod(count, world_size)
     starts = [rank * share + min(rank, rest) for rank in range(world_size + 1)]
     return list(pairwise(starts))
 
 
-def even_out(loads: Sequence[int], flexible: int) -> list[float]:
-    """What part each rank is to have of what can be shared out freely, so that no rank has far too much in all.
+def spread_columns(width: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
+    """Like `spread`; by shares in whole cache lines, as long as that moves no border by more than a hundredth.
 
-    A rank with more heads than others is given less of the rest only where it would hold over `_TOO_MUCH` of an even
-    share: the ranks wait for each other within every layer, so that even layers are faster than even ranks.
-
-    Args:
-        loads: bytes on each rank while all share that evenly.
-        flexible: how many of them, in all, can be shared out freely.
-
-    Returns:
-        One number per rank, 1 in all; none where all may have the same.
+    >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
+    [(0, 192), (192, 576), (576, 960)]
     """
-    most = _TOO_MUCH * sum(loads) / len(loads)
-    if max(loads) <= most or not flexible:
-        return []
-    each = flexible / len(loads)
-    wanted = [max(each / 10, each - max(0.0, load - most)) for load in loads]
-    return [share / sum(wanted) for share in wanted]
+    for granule in (16, 8, 4, 2) if shares else ():
+        ranges = spread_aligned(width, world_size, granule, shares)
+        wanted = (width * part for part in accumulate(shares))
+        if all(abs(stop - place) <= width / 100 for (_, stop), place in zip(ranges, wanted, strict=True)):
+            return ranges
+    return spread(width, world_size, shares)
 
 
-def spread_aligned(width: int, world_size: int, granule: int = 8) -> list[Range]:
+def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequence[float] = ()) -> list[Range]:
     """Like `spread`, in multiples of `granule` columns where the width allows: grouped matrix products refuse rows
     that are not a multiple of 16 bytes, and tensor cores are slower on them."""
     granule = math.gcd(width, granule)
-    return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size)]
+    return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size, shares)]
+
+
+def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -> list[float]:
+    """What part each rank is to have of what can be shared out freely, so that no rank has far too much in all.
+
+    A rank with more heads than others is given less of the rest only where it would hold over `_TOO_MUCH` of an even
+    share: the ranks wait for each other within every layer, so that even layers are faster than even ranks. A ratio
+    that the caller asked for is kept more closely.
+
+    Args:
+        loads: bytes on each rank while all share that by their parts.
+        flexible: how many of them, in all, can be shared out freely.
+        parts: what part of all bytes each rank is to have, 1 in all; none where all are to have the same.
+
+    Returns:
+        One number per rank, 1 in all; none where the loads will do.
+    """
+    slack = _OFF_RATIO if parts else _TOO_MUCH
+    parts = parts or [1 / len(loads)] * len(loads)
+    most = [slack * part * sum(loads) for part in parts]
+    if all(load <= limit for load, limit in zip(loads, most, strict=True)) or not flexible:
+        return []
+    wanted = [
+        max(part * flexible / 10, part * flexible - max(0.0, load - limit))
+        for part, load, limit in zip(parts, loads, most, strict=True)
+    ]
+    return [share / sum(wanted) for share in wanted]
 
 
 @dataclass(frozen=True)
@@ -85,7 +108,7 @@ class HeadShare:
     idle: bool = False
 
 
-def share_heads(query_heads: int, key_heads: int, world_size: int) -> list[HeadShare]:
+def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Sequence[float] = ()) -> list[HeadShare]:
     """Give each rank whole query heads and the key/value heads that they read.
 
     Where the ratio of query to key/value heads differs within a rank (6 query and 3 key/value heads on 2 ranks: q0 q1
@@ -94,17 +117,25 @@ def share_heads(query_heads: int, key_heads: int, world_size: int) -> list[HeadS
     the one is taken whose largest rank has fewer rows of weights: 9 query and 3 key/value heads on 2 ranks are cut in
     6 + 3 with 2 + 1, not in 5 + 4 with as many key/value heads.
 
+    Args:
+        shares: what part of the heads each rank is to have, 1 in all; none where all are to have the same.
+
     Raises:
         PolicyError: the query heads are not a multiple of the key/value heads.
     """
     if query_heads < 1 or key_heads < 1 or query_heads % key_heads:
         raise PolicyError(f"{query_heads} query heads cannot share {key_heads} key/value heads evenly")
-    ratio = query_heads // key_heads
-    even = _share_queries(spread(query_heads, world_size), ratio)
+    readers = query_heads // key_heads
+    single = _share_queries(spread(query_heads, world_size, shares), readers)
     if key_heads < world_size:
-        return even
-    groups = _share_queries([(start * ratio, stop * ratio) for start, stop in spread(key_heads, world_size)], ratio)
-    return min(even, groups, key=lambda shares: max(len(share.query) + len(share.key) for share in shares))
+        return single
+    ranges = [(start * readers, stop * readers) for start, stop in spread(key_heads, world_size, shares)]
+    parts = shares or [1.0] * world_size
+
+    def fullest(heads: list[HeadShare]) -> float:
+        return max((len(mine.query) + len(mine.key)) / part for mine, part in zip(heads, parts, strict=True))
+
+    return min(single, _share_queries(ranges, readers), key=fullest)
 
 
 def _share_queries(ranges: Sequence[Range], ratio: int) -> list[HeadShare]:
@@ -176,7 +207,7 @@ def cut_width(
     offset = 0
     for part, width in zip(parts, widths, strict=True):
         if part == "column":
-            for rank, (start, stop) in enumerate(spread(width, world_size, shares)):
+            for rank, (start, stop) in enumerate(spread_columns(width, world_size, shares)):
                 per_rank[rank].append((offset + start, offset + stop))
         else:
             if width % whole[part]:

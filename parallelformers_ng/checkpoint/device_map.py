@@ -1,0 +1,112 @@
+"""A `device_map` for `from_pretrained` that spreads a model evenly, or by a ratio, over devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+from parallelformers_ng.checkpoint.model_class import class_of
+from parallelformers_ng.errors import ParallelError, PlacementError
+from parallelformers_ng.options import FitOptions
+from parallelformers_ng.runtime.placement import check_count
+from parallelformers_ng.sharding.stages import Sizes, find_stages, tensors_of, units
+from parallelformers_ng.sharding.tensors import is_within
+
+
+def balanced_device_map(
+    model_or_config: PreTrainedModel | PreTrainedConfig,
+    num_devices: int,
+    ratio: Sequence[float] | None = None,
+    device_ids: Sequence[int | str] | None = None,
+    *,
+    batch: int = 1,
+    length: int = 0,
+) -> dict[str, int | str]:
+    """Where each part of a model goes so that the fullest device holds as little as it can: what
+    `from_pretrained(device_map=…)` takes. Layers that follow one another share a device; each is counted in bytes, the
+    embedding and the head too. What transformers says must not be split stays whole, and tied weights stay together.
+
+    Args:
+        model_or_config: a model on any device, also `meta`; or a configuration alone.
+        num_devices: over how many.
+        ratio: how much each device is to hold beside the others; None for the same on all.
+        device_ids: their numbers or names; by default 0, 1, 2, ….
+        batch, length: count the keys and values of so many sequences of so many tokens too.
+
+    Returns:
+        Path of a module, or of a parameter that belongs to none of them, → device.
+
+    Raises:
+        PlacementError: there are fewer parts than devices, or `device_ids` names another number of them.
+        ParallelError: the ratio does not fit.
+    """
+    check_count(num_devices, "num_devices")
+    parts = FitOptions(ratio=None if ratio is None else tuple(ratio)).parts(num_devices)
+    shares = parts or [1 / num_devices] * num_devices
+    devices = list(range(num_devices) if device_ids is None else device_ids)
+    if len(devices) != num_devices:
+        raise PlacementError(f"num_devices is {num_devices}, but device_ids names {len(devices)}: {devices}")
+    if batch < 1 or length < 0:
+        raise ParallelError(f"batch is {batch} and length {length}; batch is at least 1, length at least 0")
+    model = _on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
+    held: dict[str, Sizes] = {
+        unit: {id(t): t.nbytes for t in tensors_of(model, unit).values()} for unit in units(model)
+    }
+    cached = _cache_bytes(model, batch, length)
+    sizes: dict[str, dict[Hashable, float]] = {}
+    homes = _tied_homes(held)
+    for unit, home in homes.items():
+        size = sizes.setdefault(home, {})
+        size.update(held[unit])
+        size[unit] = sum(each for path, each in cached.items() if is_within(path, unit))
+    firsts = list(sizes)
+    stages = zip(find_stages(list(sizes.values()), shares), devices, strict=True)
+    where = {home: device for (start, stop), device in stages for home in firsts[start:stop]}
+    return {unit: where[home] for unit, home in homes.items()}
+
+
+def _tied_homes(held: dict[str, Sizes]) -> dict[str, str]:
+    """Each unit → the first of those that it is tied to, and that these are tied to: itself where there is none."""
+    homes: dict[str, str] = {}
+    owners: dict[Hashable, str] = {}
+    for unit, tensors in held.items():
+        tied = {homes[owners[key]] for key in tensors if key in owners}
+        first = next((home for home in homes.values() if home in tied), unit)
+        homes = {each: first if home in tied else home for each, home in homes.items()} | {unit: first}
+        owners = dict.fromkeys(tensors, unit) | owners
+    return homes
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return class_of(config)._from_config(copy.deepcopy(config))
+
+
+def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
+    """Path of an attention of the decoder → bytes of its keys and values."""
+    config = model.config.get_text_config(decoder=True)
+    queries = getattr(config, "num_attention_heads", None)
+    if not length or not model.can_generate() or not queries:
+        return {}
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
+    layers = StaticCache(config, max_cache_len=length).layers
+    decoder: Any = model.get_decoder()
+    start = next(path for path, module in model.named_modules() if module is decoder)
+    found = {}
+    for path, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
+            tokens = getattr(layers[index], "max_cache_len", 0)  # states of another kind have no length
+            found[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
+    return found
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    """Whether it is the module itself that keeps keys and values, and not one around it that knows its number too."""
+    return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

@@ -1,0 +1,125 @@
+"""Which parts of a model cannot be divided between devices, and how they go into stages: runs of parts that follow one
+another, as many as there are devices. `balanced_device_map` and the pipeline find theirs here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from parallelformers_ng.errors import PlacementError
+from parallelformers_ng.sharding.partition import Range
+from parallelformers_ng.sharding.tensors import dotted
+
+Sizes = Mapping[Hashable, float]
+"""What a part holds: key → bytes. A key that several parts of a stage have counts once: a tied weight."""
+
+_CLOSE = 1e-9
+
+
+def units(model: nn.Module) -> list[str]:
+    """Paths of what stays together, in the model's order: repeated blocks, the classes that `_no_split_modules` names,
+    single layers, and parameters that belong to a module with further modules in it. Every tensor lies in one."""
+    atomic = set(getattr(model, "_no_split_modules", None) or ())
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str, is_repeated: bool) -> Iterator[str]:
+        if id(module) in seen or next(_tensors(module), None) is None:
+            return
+        seen.add(id(module))
+        children = list(module.named_children())
+        if not children or (path and (is_repeated or type(module).__name__ in atomic)):
+            yield path
+            return
+        yield from (dotted(path, name) for name, _ in _own(module))
+        for name, child in children:
+            yield from visit(child, dotted(path, name), isinstance(module, nn.ModuleList))
+
+    return list(visit(model, "", False))
+
+
+def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a unit, by their names in the model."""
+    path, _, name = unit.rpartition(".")
+    own = dict(_own(model.get_submodule(path)))
+    if name in own:
+        return {unit: own[name]}
+    module = model.get_submodule(unit)
+    return {dotted(unit, name): tensor for name, tensor in _tensors(module)}
+
+
+def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: float = 0) -> list[Range]:
+    """Cut parts that follow one another into runs, one for each device, so that the fullest holds as little as it can
+    beside its share; of the ways to do so the one whose stages are most alike. Exact.
+
+    Args:
+        parts: what each holds, in order.
+        shares: what part of the whole each device is to have, 1 in all.
+        everywhere: bytes that every device holds besides.
+
+    Returns:
+        For each device its parts, one at least.
+
+    Raises:
+        PlacementError: there are fewer parts than devices.
+
+    >>> find_stages([{0: 3}, {1: 1}, {2: 1}, {3: 1}], [0.5, 0.5])
+    [(0, 1), (1, 4)]
+    >>> find_stages([{each: 1} for each in range(8)], [0.25, 0.75])
+    [(0, 2), (2, 8)]
+    """
+    count, stages = len(parts), len(shares)
+    if count < stages:
+        raise PlacementError(f"{stages} stages need as many parts, and the model has {count} that cannot be divided")
+
+    def runs(start: int, most: float, share: float) -> Iterator[tuple[int, float]]:
+        """Where a stage that begins at `start` may end, and how full it then is beside its share."""
+        held: set[Hashable] = set()
+        size = everywhere
+        for stop in range(start, count):
+            size += sum(size for key, size in parts[stop].items() if key not in held)
+            held |= parts[stop].keys()
+            if size / share > most:
+                return
+            yield stop + 1, size / share
+
+    def fits(most: float) -> bool:
+        start = 0
+        for stage, share in enumerate(shares):
+            reach = max((stop for stop, _ in runs(start, most, share)), default=start)
+            stop = min(reach, count - (stages - stage - 1))  # each later stage needs a part, too
+            if stop <= start:
+                return False
+            start = stop
+        return start == count
+
+    low, high = 0.0, (everywhere + sum(size for part in parts for size in part.values())) / min(shares)
+    while high - low > _CLOSE * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+
+    # Of all the ways that keep to it: the least sum of squares, from the last stage to the first.
+    best: list[dict[int, tuple[float, int]]] = [{count: (0.0, count)}]
+    for share in reversed(shares):
+        later, found = best[-1], dict[int, tuple[float, int]]()
+        for start in range(count):
+            ways = [(later[stop][0] + full**2, stop) for stop, full in runs(start, high, share) if stop in later]
+            if ways:
+                found[start] = min(ways)
+        best.append(found)
+    bounds = [0]
+    for found in reversed(best[1:]):
+        bounds.append(found[bounds[-1]][1])
+    return list(pairwise(bounds))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
