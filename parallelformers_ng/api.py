@@ -24,6 +24,7 @@ from parallelformers_ng.errors import (
     PlacementError,
     UnsupportedModelError,
 )
+from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.deployment import RUNNER, Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, FitOptions, WorkerOptions, read_options
@@ -118,7 +119,7 @@ def parallelize(
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
-    read_options(FitOptions, fit, "fit")
+    fitting = read_options(FitOptions, fit, "fit")
     make_group: Callable[..., WorkerGroup] | None = None
     if isinstance(workers, WorkerGroup):
         world_size, kind = workers.world_size, workers.device
@@ -128,7 +129,8 @@ def parallelize(
         make_group = maker = _group_maker(num_gpus, options)
         world_size, kind = maker.args
     target = _target_dtype(fp16, dtype)
-    steps, unlike_asked = static_steps(decode, kind, world_size)
+    check_kind(fitting.cache, kind, decode)
+    steps, unlike_asked = static_steps(decode if fitting.cache is None else "eager", kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
     batch = _batching(batching, kind, decode)
@@ -139,7 +141,7 @@ def parallelize(
     try:
         if source is not None:
             loaded = open_source(source, model, target)
-        sharding = _make_plan(loaded, world_size, custom_policies, target)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size)
         deployment = Deployment(
@@ -228,8 +230,8 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
-    read_options(FitOptions, fit, "fit")
-    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype))
+    fitting = read_options(FitOptions, fit, "fit")
+    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), fitting)
 
 
 def _source(
@@ -302,9 +304,12 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
 
 
-def _make_plan(model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None) -> ShardPlan:
+def _make_plan(
+    model: Any, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, fitting: FitOptions
+) -> ShardPlan:
     _check_model(model)
     made = build_plan(model, world_size, select(model, custom, world_size), dtype)
+    made.cache = kind_for(model, fitting.cache)
     if made.warning:
         log.warning("%s", made.warning)
     return made

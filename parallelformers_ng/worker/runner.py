@@ -20,6 +20,7 @@ from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
+from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
 from parallelformers_ng.generation.in_place_cache import append_in_place
@@ -63,6 +64,7 @@ class ModelRunner(RankWeights):
 
     def _clear(self) -> None:
         super()._clear()
+        keep_caches(None)
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
@@ -86,6 +88,7 @@ class ModelRunner(RankWeights):
         if self.device.type == "cpu":
             installation.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
+        keep_caches(self.plan.cache)
         self.model = model
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
         return installation.layers_agree
@@ -225,7 +228,7 @@ class ModelRunner(RankWeights):
     def _take_cache(self, handle: Handle, used: set[int]) -> Cache:
         if handle.kind == "new cache":
             (number, cache), subcache = handle.payload, ""
-            self.caches.adopt(number, cache)
+            self.caches.adopt(number, take_kind(cache))
         else:
             number, subcache = handle.payload
         used.add(number)
