@@ -24,6 +24,7 @@ from parallelformers_ng.errors import (
     PlacementError,
     UnsupportedModelError,
 )
+from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import RUNNER, Replica
@@ -130,7 +131,8 @@ def parallelize(
         world_size, kind = makers[0].args
     parts = fitting.parts(world_size)
     target = _target_dtype(fp16, dtype)
-    steps, unlike_asked = static_steps(decode, kind, world_size)
+    check_kind(fitting.cache, kind, decode)
+    steps, unlike_asked = static_steps(decode if fitting.cache is None else "eager", kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
     batch = _batching(batching, kind, decode)
@@ -145,7 +147,7 @@ def parallelize(
             replicas.append(Replica(group, maker))
         if source is not None:
             loaded = open_source(source, model, target)
-        sharding = _make_plan(loaded, world_size, custom_policies, target, parts)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, parts)
         deployment = Deployment(
@@ -235,8 +237,8 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
-    parts = read_options(FitOptions, fit, "fit").parts(num_gpus)
-    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), parts)
+    fitting = read_options(FitOptions, fit, "fit")
+    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), fitting)
 
 
 def _source(
@@ -316,10 +318,12 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _make_plan(
-    model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, parts: Sequence[float]
+    model: Any, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, fitting: FitOptions
 ) -> ShardPlan:
     _check_model(model)
+    parts = fitting.parts(world_size)
     made = build_plan(model, world_size, select(model, custom, world_size, parts), dtype, parts=parts)
+    made.cache = kind_for(model, fitting.cache)
     if made.warning:
         log.warning("%s", made.warning)
     return made

@@ -98,7 +98,9 @@ class FitOptions:
         ratio: for each rank, how much it is to hold beside the others: `(1, 3)` gives the second three times the first.
         max_memory: what each device, and the "cpu", may hold: bytes, or a size as text ("10GiB").
         offload_folder: where weights go that fit into no memory.
-        cache: how keys and values are kept.
+        cache: how keys and values are kept: "int8", with a scale for each head and token, in about a quarter of the
+            bytes of float32; "offload", on CUDA devices, in host memory but for the layer that runs. None: as the model
+            computes them.
     """
 
     strategy: str = "tensor"
@@ -112,6 +114,8 @@ class FitOptions:
         for field in fields(self):
             if field.name in _NOT_YET and getattr(self, field.name) != field.default:
                 raise ParallelError(f"fit: {field.name} does nothing yet; leave it out")
+        if self.cache not in (None, "int8", "offload"):
+            raise ParallelError(f"fit: cache is {self.cache!r}; it takes 'int8', 'offload' or None")
         if self.ratio is not None and not all(0 < part < math.inf for part in self.ratio):
             raise ParallelError(f"fit: ratio is {self.ratio!r}; it takes numbers, each more than 0")
 
@@ -127,7 +131,7 @@ class FitOptions:
         return [part / sum(ratio) for part in ratio] if len(set(ratio)) > 1 else []
 
 
-_NOT_YET = ("strategy", "tensor", "max_memory", "offload_folder", "cache")
+_NOT_YET = ("strategy", "tensor", "max_memory", "offload_folder")
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""

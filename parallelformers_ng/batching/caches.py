@@ -53,7 +53,7 @@ def name_in(arguments: dict[str, Any]) -> str:
 
 def is_of_tokens_alone(cache: Any) -> bool:
     """Whether a cache, which may be empty yet, is to hold keys and values and no states."""
-    holders = ({**vars(cache), "layers": None}, *map(vars, _layers(cache)))
+    holders = ({**vars(cache), "layers": None}, *map(vars, layers_of(cache)))
     return not any(isinstance(value, (list, dict)) for holder in holders for value in holder.values())
 
 
@@ -100,15 +100,20 @@ def token_bytes(cache: Any) -> int:
     return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[-2]) for tensor in held)
 
 
-def _layers(cache: Any) -> list[Any]:
+def layers_of(cache: Any) -> list[Any]:
+    """What holds the tensors of a cache.
+
+    Raises:
+        BatchingError: nothing of which that is known.
+    """
     layers = getattr(cache, "layers", None)
     if not layers:
         raise BatchingError(f"no row can be added to a {type(cache).__name__}")
-    return layers
+    return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # one in int8 is made of two
 
 
 def _note_columns(cache: Any, columns: int) -> None:
-    for layer in _layers(cache):
+    for layer in layers_of(cache):
         if hasattr(layer, "cumulative_length"):  # of a window that slides: of all columns, also those it left
             layer.cumulative_length = columns
 
@@ -119,7 +124,7 @@ def _all_held(cache: Any) -> Iterator[_Held]:
     Raises:
         BatchingError: there is one of which it is not known how rows are added to it.
     """
-    for holder in (cache, *_layers(cache)):
+    for holder in (cache, *layers_of(cache)):
         for name, value in vars(holder).items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 if name not in _ALIGNED:

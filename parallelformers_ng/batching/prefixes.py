@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from parallelformers_ng.batching.caches import is_of_tokens_alone
+from parallelformers_ng.batching.caches import is_of_tokens_alone, layers_of
 
 LEAST_TOKENS = 16
 """Shorter beginnings cost less to run than to look after."""
@@ -46,7 +46,7 @@ class Prefixes:
             return 0
         self._kept.remove(kept)
         self._kept.append(kept)
-        for layer, (keys, values) in zip(cache.layers, kept.layers, strict=True):
+        for layer, (keys, values) in zip(layers_of(cache), kept.layers, strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]  # what follows makes copies of them
         return length
@@ -64,7 +64,7 @@ class Prefixes:
             return
         layers = [
             tuple(held[row : row + 1, :, held.shape[-2] - tokens :].clone() for held in (layer.keys, layer.values))
-            for layer in cache.layers
+            for layer in layers_of(cache)
         ]
         self._kept = [kept for kept in self._kept if _common(kept.ids, ids[0]) < len(kept.ids)]
         self._kept.append(_Kept(ids[0].clone(), layers))
@@ -79,7 +79,7 @@ class Prefixes:
 
 def _keeps_all(cache: Any) -> bool:
     """Whether a cache keeps the keys and values of all tokens, and nothing else."""
-    return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+    return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from parallelformers_ng.generation.int8_layer import Int8Layer
 from parallelformers_ng.wire.format import Handle
 
 
@@ -60,7 +61,7 @@ def _class_of(cache: Cache) -> tuple[str, str]:
     return type(cache).__module__, type(cache).__qualname__
 
 
-_COUNTING = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_COUNTING = (DynamicLayer, Int8Layer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 def shows_every_write(cache: Cache) -> bool:

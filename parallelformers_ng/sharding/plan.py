@@ -138,6 +138,7 @@ class ShardPlan:
         source: where they came from, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
+        cache: how ranks keep keys and values, as in `FitOptions`.
     """
 
     model_class: str
@@ -149,6 +150,7 @@ class ShardPlan:
     source: str
     cuttable: frozenset[str] = field(default_factory=frozenset)
     settings: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None
 
     def stored(self) -> Iterator[TensorPlan]:
         """Every tensor once, tied ones under the name that holds the bytes."""
@@ -226,6 +228,7 @@ class ShardPlan:
             "cut_share": self.cut_share,
             "whole_share": self.whole_share,
             "replicated": self.replicated,
+            "cache": self.cache,
             "tensors": tensors,
         }
 
@@ -250,11 +253,13 @@ class ShardPlan:
         body.insert(1, "-" * max(len(line) for line in body))
         per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
         whole_everywhere = sum(self.replicated.values())
+        kept = f"keys and values: {self.cache}\n" if self.cache else ""
         head = (
             f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})\n"
             f"whole: {human_bytes(self.bytes_whole)}  {per_rank}\n"
             f"cut: {self.cut_share:.1%} of the cuttable bytes, {1 - self.whole_share:.1%} of all"
-            f"  replicated: {human_bytes(whole_everywhere)}\n" + (f"warning: {self.warning}\n" if self.warning else "")
+            f"  replicated: {human_bytes(whole_everywhere)}\n"
+            f"{kept}" + (f"warning: {self.warning}\n" if self.warning else "")
         )
         return head + "\n".join(body)
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,13 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.rounds import News, RankBatch, Round
-from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.nodes import Node, release
-from parallelformers_ng.checkpoint.reading import read_shard
-from parallelformers_ng.checkpoint.sharded_directory import write_rank
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.staging import Staging
-from parallelformers_ng.checkpoint.store import map_shards
-from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
+from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
 from parallelformers_ng.generation.in_place_cache import append_in_place
@@ -39,31 +32,26 @@ from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
-from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
-from parallelformers_ng.kernels.side_by_side import lay_side_by_side
+from parallelformers_ng.kernels.operators import install_attention
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.inject import inject, set_config
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
-from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.stored import StoredInParts
-from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wholeness import check_is_whole
-from parallelformers_ng.wire.format import FileDescriptor, Handle
+from parallelformers_ng.wire.format import Handle
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.memory import RankMemory
+from parallelformers_ng.worker.weights import RankWeights
 
 
-class ModelRunner:
+class ModelRunner(RankWeights):
     """Built empty when the worker starts; `build` and `attach` give it a model, another `build` replaces it."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
-        self.rank = rank
+        super().__init__(rank, device, emit)
         self.world_size = world_size
-        self.device = device
         self.communicator = communicator
-        self.emit = emit
         self.captured: CapturedSteps | None = None
-        self._clear()
         if device.type == "cpu":
             install_attention()
             append_in_place()
@@ -75,14 +63,11 @@ class ModelRunner:
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
-        self.model: Any = None
-        self.plan: ShardPlan | None = None
-        self.checkpoint = Checkpoint({})
-        self.aliases: dict[str, list[str]] = {}
+        super()._clear()
+        keep_caches(None)
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
-        self.staging: Staging | None = None
         self.batch: RankBatch | None = None
 
     def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
@@ -103,80 +88,10 @@ class ModelRunner:
         if self.device.type == "cpu":
             installation.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
+        keep_caches(self.plan.cache)
         self.model = model
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
         return installation.layers_agree
-
-    def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
-        """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
-
-        Args:
-            checkpoint: the files that hold the other weights; `load` takes those.
-        """
-        assert self.plan is not None, "build comes before attach"
-        self.checkpoint = checkpoint
-        self.aliases = self.plan.aliases()
-        plan = self.checkpoint.in_memory(self.plan)
-        try:
-            held = map_shards(plan, self.rank, own.fd, shared.fd)
-        finally:
-            own.close()
-            shared.close()
-        if self.device.type != "cpu":
-            held = {name: tensor.to(self.device) for name, tensor in held.items()}
-        for name, tensor in plan.tensors.items():
-            set_tensor(self.model, name, held[tensor.storage], tensor.is_buffer)
-
-    def load(self, names: list[str]) -> None:
-        """Take some stored tensors out of the checkpoint's files: mapped where they lie as this rank holds them, else
-        only this rank's part is copied."""
-        assert self.plan is not None
-        for stored in names:
-            node = self.checkpoint.nodes[stored]
-            aliases = self.aliases[stored]
-            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, aliases)))
-            for name in aliases:
-                set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
-
-    def loaded(self) -> None:
-        """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
-        self.checkpoint = Checkpoint({})
-        self.staging = None
-        if self.device.type != "cpu":  # there they would no longer lie in what they are mapped from
-            lay_side_by_side(self.model)
-            torch.cuda.empty_cache()
-        gc.collect()
-
-    def _streams(self, name: str) -> bool:
-        """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
-        path, _, attribute = name.rpartition(".")
-        return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
-
-    def _read(self, node: Node, shard: Shard, rows_apart: bool) -> torch.Tensor:
-        """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer."""
-        if self.device.type == "cpu":
-            return read_shard(node, shard, self.rank, rows_apart=rows_apart)
-        if self.staging is None:
-            self.staging = Staging(self.device)
-        part = self.staging.to_device(read_shard(node, shard, self.rank, copy=False))
-        release(node)
-        return part
-
-    def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
-        """Write this rank's files of a sharded directory; the arguments are those of `write_rank`.
-
-        Rank 0 emits the bytes that it wrote, tensor by tensor.
-        """
-        assert self.plan is not None
-        return write_rank(Path(directory), self.plan, names, self.rank, limit, self._own_part, self.emit)
-
-    def _own_part(self, tensor: TensorPlan) -> torch.Tensor:
-        return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
-
-    def export(self, names: list[str]) -> list[torch.Tensor]:
-        """This rank's part of some stored tensors, on CPU."""
-        assert self.plan is not None
-        return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
@@ -313,7 +228,7 @@ class ModelRunner:
     def _take_cache(self, handle: Handle, used: set[int]) -> Cache:
         if handle.kind == "new cache":
             (number, cache), subcache = handle.payload, ""
-            self.caches.adopt(number, cache)
+            self.caches.adopt(number, take_kind(cache))
         else:
             number, subcache = handle.payload
         used.add(number)

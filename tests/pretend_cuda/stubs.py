@@ -206,5 +206,5 @@ def install() -> None:
     """Have `torch.cuda` speak of the pretended devices, for as long as this process lives."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
-    torch.Event = Event  # type: ignore[misc, assignment]
+    torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]
     torch.compile = no_compiler  # type: ignore[assignment]
