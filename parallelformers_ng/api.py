@@ -32,7 +32,7 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.casting import holds_plain_weights
+from parallelformers_ng.sharding.casting import holds_plain_weights, target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import check_custom, written_policies
@@ -41,8 +41,6 @@ from parallelformers_ng.sharding.rules import Policy
 log = logging.getLogger("parallelformers_ng")
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
-
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 def parallelize(
@@ -129,7 +127,7 @@ def parallelize(
         makers = _group_makers(num_gpus, options)
         world_size, kind = makers[0].args
     parts = fitting.parts(world_size)
-    target = _target_dtype(fp16, dtype)
+    target = target_dtype(fp16, dtype)
     steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
@@ -236,7 +234,7 @@ def plan(
     """
     check_count(num_gpus)
     parts = read_options(FitOptions, fit, "fit").parts(num_gpus)
-    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), parts)
+    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), parts)
 
 
 def _source(
@@ -323,18 +321,3 @@ def _make_plan(
     if made.warning:
         log.warning("%s", made.warning)
     return made
-
-
-def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype == "auto":
-        dtype = None
-    if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.")
-        if name not in _DTYPES:
-            raise ParallelError(f"dtype is {dtype!r}; it takes one of {', '.join(_DTYPES)}")
-        dtype = _DTYPES[name]
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ParallelError(f"dtype is {dtype!r}; it takes a floating-point torch.dtype")
-    if fp16 and dtype not in (None, torch.float16):
-        raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
-    return torch.float16 if fp16 else dtype
