@@ -27,7 +27,15 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import RUNNER, Replica
-from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, FitOptions, WorkerOptions, read_options
+from parallelformers_ng.options import (
+    OF_A_MODEL,
+    BatchingOptions,
+    FitOptions,
+    QuantizeOptions,
+    WorkerOptions,
+    read_options,
+    read_quantize,
+)
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
@@ -54,6 +62,7 @@ def parallelize(
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
+    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
     decode: Decode = "auto",
     batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"] = "auto",
     seed: int | None = None,
@@ -82,6 +91,8 @@ def parallelize(
             goes on running when its parallelization ends; `num_gpus` is then the group's.
         fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
             same words.
+        quantize: hold weights in few bits, quantized on their way to the ranks: "int8", `QuantizeOptions`, or a dict of
+            the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`). docs/quantization.md says what comes back.
         decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
@@ -131,6 +142,7 @@ def parallelize(
     steps, unlike_asked = static_steps(decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
+    bits = read_quantize(quantize)
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
     loaded: Any = model
@@ -143,7 +155,7 @@ def parallelize(
             replicas.append(Replica(group, maker))
         if source is not None:
             loaded = open_source(source, model, target)
-        sharding = _make_plan(loaded, world_size, custom_policies, target, parts)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, parts, bits)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, parts)
         deployment = Deployment(
@@ -214,6 +226,7 @@ def plan(
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
+    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> ShardPlan:
     """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
@@ -224,6 +237,7 @@ def plan(
         dtype: as in `parallelize`; it decides the bytes.
         custom_policies: as in `parallelize`.
         fit: as in `parallelize`.
+        quantize: as in `parallelize`; it decides the bytes.
 
     Returns:
         The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
@@ -233,8 +247,8 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
-    parts = read_options(FitOptions, fit, "fit").parts(num_gpus)
-    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), parts)
+    parts, bits = read_options(FitOptions, fit, "fit").parts(num_gpus), read_quantize(quantize)
+    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), parts, bits)
 
 
 def _source(
@@ -314,10 +328,16 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _make_plan(
-    model: nn.Module, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, parts: Sequence[float]
+    model: nn.Module,
+    world_size: int,
+    custom: CustomPolicies,
+    dtype: torch.dtype | None,
+    parts: Sequence[float],
+    quantize: QuantizeOptions | None,
 ) -> ShardPlan:
     _check_model(model)
-    made = build_plan(model, world_size, select(model, custom, world_size, parts), dtype, parts=parts)
+    selection = select(model, custom, world_size, parts)
+    made = build_plan(model, world_size, selection, dtype, parts=parts, quantize=quantize)
     if made.warning:
         log.warning("%s", made.warning)
     return made

@@ -42,7 +42,8 @@ from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import StreamingLinear, install_attention
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
 from parallelformers_ng.sharding import look_ups
-from parallelformers_ng.sharding.inject import inject, set_config
+from parallelformers_ng.sharding.attributes import set_config
+from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.stored import StoredInParts
