@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.checkpoint.device_map import balanced_device_map
     from parallelformers_ng.errors import *
     from parallelformers_ng.model.saving import save_sharded
-    from parallelformers_ng.options import BatchingOptions, FitOptions, WorkerOptions
+    from parallelformers_ng.options import BatchingOptions, FitOptions, QuantizeOptions, WorkerOptions
     from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.runtime.forks import warm_up
     from parallelformers_ng.sharding.rules import *
@@ -26,7 +26,8 @@ __all__ = [
     "CollectiveAbortedError", "Column", "DivergedError", "Experts", "FitOptions",
     "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
     "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
-    "PolicyError", "ProtocolError", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError",
+    "PolicyError", "ProtocolError", "QuantizeOptions", "Reduce", "Renewed",
+    "RequestCancelledError", "RequestTimeoutError",
     "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "Stored",
     "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
     "WorkerOptions", "WrongProcessError", "balanced_device_map", "deadline", "parallelize", "plan", "save_sharded",
@@ -44,6 +45,7 @@ _HOMES = {
     "warm_up": "runtime.forks",
     "BatchingOptions": "options",
     "FitOptions": "options",
+    "QuantizeOptions": "options",
     "WorkerOptions": "options",
 }
 

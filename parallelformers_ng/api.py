@@ -28,12 +28,20 @@ from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import RUNNER, Replica
-from parallelformers_ng.options import OF_A_MODEL, BatchingOptions, FitOptions, WorkerOptions, read_options
+from parallelformers_ng.options import (
+    OF_A_MODEL,
+    BatchingOptions,
+    FitOptions,
+    QuantizeOptions,
+    WorkerOptions,
+    read_options,
+    read_quantize,
+)
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.casting import holds_plain_weights
+from parallelformers_ng.sharding.casting import holds_plain_weights, target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import check_custom, written_policies
@@ -42,8 +50,6 @@ from parallelformers_ng.sharding.rules import Policy
 log = logging.getLogger("parallelformers_ng")
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
-
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 def parallelize(
@@ -57,6 +63,7 @@ def parallelize(
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
+    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
     decode: Decode = "auto",
     batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"] = "auto",
     seed: int | None = None,
@@ -85,6 +92,8 @@ def parallelize(
             goes on running when its parallelization ends; `num_gpus` is then the group's.
         fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
             same words.
+        quantize: hold weights in few bits, quantized on their way to the ranks: "int8", `QuantizeOptions`, or a dict of
+            the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`). docs/quantization.md says what comes back.
         decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
@@ -130,11 +139,12 @@ def parallelize(
         makers = _group_makers(num_gpus, options)
         world_size, kind = makers[0].args
     parts = fitting.parts(world_size)
-    target = _target_dtype(fp16, dtype)
+    target = target_dtype(fp16, dtype)
     check_kind(fitting.cache, kind, decode)
     steps, unlike_asked = static_steps(decode if fitting.cache is None else "eager", kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
+    bits = read_quantize(quantize)
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
     loaded: Any = model
@@ -147,7 +157,7 @@ def parallelize(
             replicas.append(Replica(group, maker))
         if source is not None:
             loaded = open_source(source, model, target)
-        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, parts)
         deployment = Deployment(
@@ -218,6 +228,7 @@ def plan(
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
+    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> ShardPlan:
     """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
@@ -228,6 +239,7 @@ def plan(
         dtype: as in `parallelize`; it decides the bytes.
         custom_policies: as in `parallelize`.
         fit: as in `parallelize`.
+        quantize: as in `parallelize`; it decides the bytes.
 
     Returns:
         The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
@@ -237,8 +249,8 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
-    fitting = read_options(FitOptions, fit, "fit")
-    return _make_plan(model, num_gpus, custom_policies, _target_dtype(fp16, dtype), fitting)
+    fitting, bits = read_options(FitOptions, fit, "fit"), read_quantize(quantize)
+    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), fitting, bits)
 
 
 def _source(
@@ -318,27 +330,18 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _make_plan(
-    model: Any, world_size: int, custom: CustomPolicies, dtype: torch.dtype | None, fitting: FitOptions
+    model: Any,
+    world_size: int,
+    custom: CustomPolicies,
+    dtype: torch.dtype | None,
+    fitting: FitOptions,
+    quantize: QuantizeOptions | None,
 ) -> ShardPlan:
     _check_model(model)
     parts = fitting.parts(world_size)
-    made = build_plan(model, world_size, select(model, custom, world_size, parts), dtype, parts=parts)
+    selection = select(model, custom, world_size, parts)
+    made = build_plan(model, world_size, selection, dtype, parts=parts, quantize=quantize)
     made.cache = kind_for(model, fitting.cache)
     if made.warning:
         log.warning("%s", made.warning)
     return made
-
-
-def _target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype == "auto":
-        dtype = None
-    if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.")
-        if name not in _DTYPES:
-            raise ParallelError(f"dtype is {dtype!r}; it takes one of {', '.join(_DTYPES)}")
-        dtype = _DTYPES[name]
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ParallelError(f"dtype is {dtype!r}; it takes a floating-point torch.dtype")
-    if fp16 and dtype not in (None, torch.float16):
-        raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
-    return torch.float16 if fp16 else dtype

@@ -133,6 +133,29 @@ class FitOptions:
 
 _NOT_YET = ("strategy", "tensor", "max_memory", "offload_folder")
 
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Which weights are held in few bits, and in how many.
+
+    Attributes:
+        scheme: "int8": integers of 8 bits with a scale for each output, as torchao's `Int8WeightOnlyConfig` makes them.
+        skip: layers that stay in high precision, as paths beneath a block or from the model on, `*` for any one name
+            (`["self_attn.o_proj", "mlp.*"]`); all that lies beneath one stays, too.
+        embeddings: quantize the input embeddings and the output head, too.
+    """
+
+    scheme: str = "int8"
+    skip: list[str] | tuple[str, ...] = ()
+    embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ParallelError(f"quantize: scheme is {self.scheme!r}; it takes one of {', '.join(map(repr, SCHEMES))}")
+
+
+SCHEMES = ("int8",)
+
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
 
@@ -165,6 +188,13 @@ def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None
         raise ParallelError(
             f"{argument}: {error.field_path} is {error.value!r}; it takes {_words(error.field_type)}"
         ) from None
+
+
+def read_quantize(given: str | QuantizeOptions | Mapping[str, Any] | None) -> QuantizeOptions | None:
+    """The options of `quantize`, of which a scheme may be given alone; None for no quantization."""
+    if given is None:
+        return None
+    return read_options(QuantizeOptions, {"scheme": given} if isinstance(given, str) else given, "quantize")
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:

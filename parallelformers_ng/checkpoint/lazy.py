@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from parallelformers_ng.checkpoint.encoded import stored_encoding
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, Operation, leaves, release
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.sharding.encoding import Encoding
 
 _SAME_VALUES = ("aten.alias.default", "aten.detach.default", "aten.clone.default")
 
@@ -43,6 +45,12 @@ class LazyTensor(torch.Tensor):
         )
         tensor.node = node
         return tensor
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How it is stored, where it is quantized."""
+        stored = stored_encoding(self.node)
+        return None if stored is None else stored.encoding
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"

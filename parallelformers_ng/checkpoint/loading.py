@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
+from parallelformers_ng.checkpoint.encoded import held_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_generation_config, read_source
@@ -47,6 +48,13 @@ class Checkpoint:
                 nodes.update(dict.fromkeys(names, held.node))
                 place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
         return cls(nodes)
+
+    def held(self, plan: ShardPlan) -> Checkpoint:
+        """How to read what the ranks hold of it, as integers and scales where the plan has a tensor quantized."""
+        nodes: dict[str, Node] = {}
+        for name, node in self.nodes.items():
+            nodes |= held_nodes(plan, name, node)
+        return Checkpoint(nodes)
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
         """The plan of what is not in files: parameters that were missing, and buffers that are computed."""

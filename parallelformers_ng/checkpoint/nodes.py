@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.plan import Shard, TensorPlan
 
 
@@ -86,6 +87,25 @@ class ShardedNode(Node):
     parts: dict[int, tuple[Shard, Node]]
 
 
+@dataclass(eq=False)
+class Computed(Node, ABC):
+    """A tensor of which a part can be computed from parts of others."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> Sequence[Node]:
+        """The others."""
+
+    @abstractmethod
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
+        """A part of it.
+
+        Args:
+            cut: what is wanted: dimension → ranges along it, side by side.
+            rank: whose shards to prefer where several ranks stored the same.
+        """
+
+
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
     """A tensor of which every rank holds its shard.
 
@@ -107,6 +127,9 @@ def leaves(node: Node) -> Iterator[Leaf]:
         yield node
     elif isinstance(node, ShardedNode):
         for _, source in node.parts.values():
+            yield from leaves(source)
+    elif isinstance(node, Computed):
+        for source in node.sources:
             yield from leaves(source)
     else:
         assert isinstance(node, Operation)

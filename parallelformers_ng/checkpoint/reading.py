@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallelformers_ng.checkpoint.nodes import Leaf, Node, Operation, ShardedNode, leaves, release
+from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, leaves, release
 from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Place, at
 from parallelformers_ng.sharding.partition import width_of
 from parallelformers_ng.sharding.plan import Shard
@@ -60,6 +60,8 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
             source, _, source_cut = pieces[0]
             return read(source, source_cut, rank)
         return read_copy(node, cut, rank)
+    if isinstance(node, Computed):
+        return node.part(cut, rank)
     assert isinstance(node, Operation)
     is_single = all(len(ranges) == 1 for ranges in cut.values())
     if node.name in TRANSPARENT and is_single and (below := TRANSPARENT[node.name](node, cut)) is not None:
@@ -67,6 +69,14 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     if node.name in JOINS:
         return read_copy(node, cut, rank)
     return _narrow(_run(node, rank), cut)
+
+
+def is_read_in_parts(node: Node) -> bool:
+    """Whether a part of a tensor costs about as much less as it is smaller than the whole."""
+    if isinstance(node, Operation):
+        operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
+        return (node.name in TRANSPARENT or node.name in JOINS) and all(map(is_read_in_parts, operands))
+    return True
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
@@ -88,7 +98,9 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
         for source, view, source_cut in JOINS[node.name](node, cut):
             write(source, source_cut, view(out), rank)
     else:
-        if isinstance(node, Operation) and node.name not in TRANSPARENT:
+        if isinstance(node, Computed):
+            out.copy_(read(node, cut, rank))
+        elif isinstance(node, Operation) and node.name not in TRANSPARENT:
             out.copy_(_narrow(_run(node, rank), cut))
         else:
             for place, single in _single_cuts(cut):

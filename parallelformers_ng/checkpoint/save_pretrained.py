@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor, RemoteTensor
 from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.checkpoint.sharded_directory import (
@@ -99,6 +100,10 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return read_copy(tensor.node, {}) if isinstance(tensor, LazyTensor) else tensor
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _shape_of(tensor: Any) -> Any:
     """A stand-in on `meta`, by which transformers knows that it has to look up which weights are tied."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
@@ -119,8 +124,13 @@ def shard_checkpoint(
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)
-    checkpoint = Checkpoint.take(model, plan)
-    total = sum(plan.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
+    nodes = Checkpoint.take(model, plan).nodes
+    for tensor in plan.stored():
+        if tensor.name not in nodes:
+            whole = get_tensor(model, tensor.name, tensor.is_buffer).detach()
+            nodes[tensor.name] = FetchedLeaf(tensor.shape, tensor.dtype, functools.partial(_itself, whole))
+    nodes, held = Checkpoint(nodes).held(plan).nodes, plan.held
+    total = sum(held.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"cutting {type(model).__name__}", total, progress) as advance,
@@ -129,10 +139,8 @@ def shard_checkpoint(
         for rank in range(plan.world_size):
 
             def part(tensor: TensorPlan, rank: int = rank) -> torch.Tensor:
-                node, shard = checkpoint.nodes.get(tensor.name), tensor.shards[rank]
-                if node is None:
-                    return shard.of(get_tensor(model, tensor.name, tensor.is_buffer).detach())
-                return read_copy(node, {} if shard.dim is None else {shard.dim: shard.ranges})
+                shard = tensor.shards[rank]
+                return read_copy(nodes[tensor.name], {} if shard.dim is None else {shard.dim: shard.ranges})
 
-            written.append(write_rank(partial, plan, names, rank, limit, part, advance))
+            written.append(write_rank(partial, held, names, rank, limit, part, advance))
         write_index(partial, model, plan, names, written)

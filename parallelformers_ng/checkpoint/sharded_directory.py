@@ -8,6 +8,7 @@ parallelformers_ng.index.json                 the plan: what of which tensor is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,15 +23,18 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
 from parallelformers_ng.checkpoint.nodes import Node, ShardedNode
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, write_safetensors
 from parallelformers_ng.errors import CheckpointError
+from parallelformers_ng.sharding.encoding import SCALE, Encoding
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
-_VERSION = 1
+_PLAIN, _QUANTIZED = 1, 2
+"""Versions of a directory; the second one says which tensors are integers and scales."""
 _OWN_FILE = re.compile(r"(rank-\d{5}-of-\d{5}|shared)(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 Part = Callable[[TensorPlan], torch.Tensor]
@@ -62,9 +66,9 @@ def write_rank(
 
 
 def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
-    """Storage names of what is saved: parameters and persistent buffers."""
-    persistent = torch.nn.Module.state_dict(model)
-    return list(dict.fromkeys(plan.tensors[name].storage for name in persistent if name in plan.tensors))
+    """Storage names of what is saved, as ranks hold it: parameters and persistent buffers."""
+    names = [name for name in torch.nn.Module.state_dict(model) if name in plan.tensors]
+    return list(dict.fromkeys(part.storage for name in names for part in plan.parts(name)))
 
 
 def write_index(
@@ -73,14 +77,17 @@ def write_index(
     """Write the configuration and, last of all, the index.
 
     Args:
+        plan: of the model.
+        names: what is saved of what the ranks hold.
         ranks: for each rank what `write_rank` returned.
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
-    aliases = plan.aliases()
+    held = plan.held
+    aliases = held.aliases()
     tensors: dict[str, Any] = {}
     for name in names:
-        tensor = plan.tensors[name]
+        tensor = held.tensors[name]
         parts = {}
         for rank, shard in enumerate(tensor.shards):
             file = by_rank[0 if tensor.is_replicated else rank].get(name)
@@ -91,12 +98,13 @@ def write_index(
         described = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
         tensors[name] = {**described, "names": aliases[name]}
     index = {
-        "version": _VERSION,
+        "version": _QUANTIZED if plan.quantized else _PLAIN,
         "model_class": plan.model_class,
         "world_size": plan.world_size,
         "policy": plan.policy,
         "files": {f.name: {"size": f.size, "header": f.header} for files in by_rank for f in files.values()},
         "tensors": tensors,
+        **({"quantized": _encodings(plan)} if plan.quantized else {}),
     }
     text = json.dumps({**index, "checksum": _index_checksum(index)}, indent=1)
     with open(directory / INDEX_NAME, "w") as out:
@@ -152,7 +160,18 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
             shard = Shard(described["dim"], ranges) if described["dim"] is not None else Shard()
             parts[int(rank)] = shard, _leaf(files[part["file"]], name, (shard.shape(shape), dtype), part["checksum"])
         nodes.update(dict.fromkeys(described["names"], ShardedNode(shape, dtype, parts)))
+    for name, described in index.get("quantized", {}).items():
+        encoding, dtype = Encoding(**described["encoding"]), getattr(torch, described["dtype"])
+        integers = nodes[name]
+        nodes[name] = Decoded(integers.shape, dtype, encoding, (integers, nodes.pop(name + SCALE)))
     return nodes
+
+
+def _encodings(plan: ShardPlan) -> dict[str, Any]:
+    return {
+        name: {"dtype": str(plan.tensors[name].dtype).removeprefix("torch."), "encoding": dataclasses.asdict(encoding)}
+        for name, encoding in plan.quantized.items()
+    }
 
 
 @dataclass(eq=False)
@@ -211,6 +230,6 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if _index_checksum(index) != expected:
         raise CheckpointError(f"{path} is damaged: its checksum is not the one it was saved with")
-    if index["version"] != _VERSION:
-        raise CheckpointError(f"{path} has version {index['version']}; this library reads version {_VERSION}")
+    if index["version"] not in (_PLAIN, _QUANTIZED):
+        raise CheckpointError(f"{path} has version {index['version']}; this library reads up to version {_QUANTIZED}")
     return index

@@ -23,6 +23,7 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.hooks.pickling import is_of_library
 from parallelformers_ng.hooks.registry import check
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.quantized import quantize_modules
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
@@ -63,7 +64,7 @@ class Skeleton:
         return cls(buffer.getvalue(), cloudpickle.dumps(plan))  # apart: its thousands of ranges are no tensors
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
-        """The module tree with every tensor on `meta`, and the plan."""
+        """The module tree as ranks have it, with every tensor on `meta`, and the plan of what they hold."""
         tensors: dict[str, torch.Tensor] = {}
 
         def resolve(reference: Any) -> torch.Tensor:
@@ -74,6 +75,7 @@ class Skeleton:
             return tensors[name]
 
         model, plan = ReferenceUnpickler(self.model, resolve).load(), pickle.loads(self.plan)
+        quantize_modules(model, plan)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 # What a model's constructor does besides building modules: its recorders of hidden states and
@@ -82,7 +84,7 @@ class Skeleton:
                 key = str(type(module)) if type(_CAN_RECORD_REGISTRY) is dict else module
                 _CAN_RECORD_REGISTRY[key] = module._can_record_outputs
                 module.__dict__.pop("_output_capturing_hooks_installed", None)
-        return model, plan
+        return model, plan.held
 
 
 class _Pickler(ReferencePickler):

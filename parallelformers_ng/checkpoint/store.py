@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.nodes import of_ranks
+from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.checkpoint.reading import read_copy
+from parallelformers_ng.checkpoint.reading import read, read_copy
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
@@ -70,7 +71,7 @@ class ShardStore:
 
     def __init__(self, plan: ShardPlan) -> None:
         self.plan = plan
-        self.layout = Layout(plan)
+        self.layout = Layout(plan.held)
         self.fds: list[int] = []
         try:
             for region, size in enumerate(self.layout.sizes):
@@ -85,12 +86,19 @@ class ShardStore:
         return self.fds[rank], self.fds[-1]
 
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """Cut `whole` and write each rank's part. `pwrite` rather than a mapping: a full memory is ENOSPC, not
-        SIGBUS."""
+        """Encode and cut `whole`, and write each rank's part."""
+        node = FetchedLeaf(tuple(whole.shape), whole.dtype, whole.detach, tensor.name)
+        for part, held in zip(
+            self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
+        ):
+            self._write(part, read(held, {}))
+
+    def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
+        """`pwrite` rather than a mapping: a full memory is ENOSPC, not SIGBUS."""
         places = self.layout.offsets[tensor.storage]
         for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
             if not shard.zero:  # fresh memory reads as zeros
-                _write_all(self.fds[region], shard.of(whole.detach()).to("cpu", tensor.dtype), offset)
+                _write_all(self.fds[region], shard.of(whole).to("cpu", tensor.dtype), offset)
 
     def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
         """Put one tensor together again, on CPU.
@@ -98,17 +106,21 @@ class ShardStore:
         Args:
             release: give its pages back afterwards, so that gathering never holds the model twice.
         """
-        whole = read_copy(of_ranks(tensor, functools.partial(self.part, tensor)), {})
-        if release:
-            for rank, (region, offset) in enumerate(self.layout.offsets[tensor.storage]):
-                pages = tensor.bytes_on(rank) // mmap.PAGESIZE * mmap.PAGESIZE
+        whole = read_copy(self.node(tensor), {})
+        for part in self.plan.parts(tensor.name) if release else ():
+            for rank, (region, offset) in enumerate(self.layout.offsets[part.storage]):
+                pages = part.bytes_on(rank) // mmap.PAGESIZE * mmap.PAGESIZE
                 if pages and offset % mmap.PAGESIZE == 0:
                     with mmap.mmap(self.fds[region], pages, offset=offset) as mapping:
                         mapping.madvise(mmap.MADV_REMOVE)
         return whole
 
+    def node(self, tensor: TensorPlan) -> Node:
+        """One tensor, to be read in parts."""
+        return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
+
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """One rank's part, mapped for as long as it is used."""
+        """One rank's part of what the ranks hold, mapped for as long as it is used."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -171,7 +183,7 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
             if pending >= _TRIM_EVERY:
                 pending = _trim()
             if progress is not None:
-                progress(plans[0].bytes_whole)
+                progress(store.plan.bytes_held(names[0]))
     except BaseException:
         take_back(model, store.plan, store.read, given_up)
         raise
@@ -196,7 +208,7 @@ def take_back(
         tensor = plan.tensors[group[0]]
         place(model, group, plan, read(tensor, tensor.storage in group))
         if progress is not None:
-            progress(tensor.bytes_whole)
+            progress(plan.bytes_held(tensor.name))
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:

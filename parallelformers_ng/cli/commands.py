@@ -33,8 +33,8 @@ def plan(options: argparse.Namespace) -> int:
     from parallelformers_ng.checkpoint.model_class import empty_model
 
     model, custom = empty_model(options.model, options.revision), _custom(options)
-    fit = {"ratio": options.ratio}
-    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit)
+    fit, bits = {"ratio": options.ratio}, options.quantize
+    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
     _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
     return 0
 
@@ -64,8 +64,8 @@ def shard(options: argparse.Namespace) -> int:
     """Cut a checkpoint into a sharded directory, one tensor in memory at a time."""
     from parallelformers_ng.model.saving import shard as write_shards
 
-    size, revision = options.max_shard_size, options.revision
-    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, revision=revision)
+    size, given = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
+    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, **given)
     return 0
 
 
@@ -135,12 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
+    bits = argparse.ArgumentParser(add_help=False)
+    bits.add_argument("--quantize", metavar="SCHEME", help="hold weights in few bits: int8 (default: as they are)")
+
     policy = argparse.ArgumentParser(add_help=False)
     policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
 
     command = commands.add_parser(
         "plan",
-        parents=[model, policy, output],
+        parents=[model, policy, bits, output],
         help="print how a model would be cut, and the bytes of each rank",
         description="Print how a model would be cut and how many bytes each rank would hold. Reads the configuration"
         " alone: no weights, no GPU.",
@@ -176,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "shard",
-        parents=[model],
+        parents=[model, bits],
         help="cut a checkpoint into files of each rank's own",
         description="Cut a checkpoint for N ranks without starting them or loading it: parallelize(OUT) then reads each"
         " rank's own files. One tensor is in memory at a time.",

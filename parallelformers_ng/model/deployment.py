@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.encoded import whole_node
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress, progress_bar
@@ -157,8 +158,9 @@ class Deployment:
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
-        part = self._exported if self._store is None else self._store.part
-        return of_ranks(tensor, functools.partial(part, tensor))
+        if self._store is not None:
+            return self._store.node(tensor)
+        return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
         """Every rank writes its files of a sharded directory. Returns what each wrote.
@@ -200,7 +202,7 @@ class Deployment:
         return read_copy(self.node(tensor.name), {})
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """A rank's part of a tensor, from the rank itself: on CUDA the devices hold the only copy."""
+        """A rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
         group = self.replicas[0].group
         asked = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
         return group.call_each("export", asked)[rank][0]

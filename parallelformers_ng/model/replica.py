@@ -116,8 +116,9 @@ def attach(
 ) -> None:
     """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    group.call_each("attach", [(*pair, checkpoint) for pair in fds])
-    for names, size in _batches(plan, checkpoint):
+    held = checkpoint.held(plan)
+    group.call_each("attach", [(*pair, held) for pair in fds])
+    for names, size in _batches(plan.held, held):
         group.call("load", names)
         if progress is not None:
             progress(size)

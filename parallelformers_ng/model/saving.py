@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from parallelformers_ng.checkpoint.save_pretrained import shard_checkpoint
 from parallelformers_ng.checkpoint.sharded_directory import files_of, saved_names, write_index
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.options import QuantizeOptions, read_quantize
 from parallelformers_ng.sharding.builder import build_plan
 
 
@@ -47,7 +49,8 @@ def save_sharded(
     plan = deployment.plan
     names = saved_names(model, plan)
     # Rank 0 reports for all, as they write at the same time; it writes what all hold whole, too.
-    total = sum(plan.tensors[name].bytes_on(0) for name in names)
+    held = plan.held
+    total = sum(held.tensors[name].bytes_on(0) for name in names)
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"saving {type(model).__name__}", total, progress) as advance,
@@ -62,6 +65,7 @@ def shard(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
     progress: bool = True,
     **options: Any,
 ) -> None:
@@ -73,6 +77,7 @@ def shard(
         num_gpus: number of ranks.
         max_shard_size: as in `save_sharded`.
         dtype: data type to save in; None as `from_pretrained` chooses.
+        quantize: hold weights in few bits, as in `parallelize`.
         progress: show a progress bar where standard error is a terminal.
         options: arguments of `from_pretrained`, as in `parallelize`.
 
@@ -82,6 +87,5 @@ def shard(
         OSError: the disk is full, or the directory cannot be written to.
     """
     model = load_skeleton(source, dtype, **options)
-    shard_checkpoint(
-        model, build_plan(model, num_gpus, select(model, None, num_gpus)), directory, max_shard_size, progress
-    )
+    plan = build_plan(model, num_gpus, select(model, None, num_gpus), quantize=read_quantize(quantize))
+    shard_checkpoint(model, plan, directory, max_shard_size, progress)

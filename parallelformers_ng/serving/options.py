@@ -24,6 +24,7 @@ class ServeOptions:
     replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
     dtype: Annotated[str | None, "float32, bfloat16 or float16; by default the model's"] = None
+    quantize: Annotated[str | None, "int8: hold weights in so few bits; by default as the model has them"] = None
     device: Annotated[str, "auto, cpu or cuda"] = "auto"
     served_model_name: Annotated[str | None, "name of the model in requests and answers; by default the model's"] = None
     chat_template: Annotated[str | None, "a file with a chat template, in the place of the tokenizer's own"] = None

@@ -138,6 +138,7 @@ def load(options: ServeOptions) -> tuple[Any, Any]:
         options.model,
         options.num_gpus,
         dtype=options.dtype,
+        quantize=options.quantize,
         workers={"device": options.device, "timeout": options.timeout, "replicas": options.replicas},
         batching=options.batching if on_cpu else False,
         **found,

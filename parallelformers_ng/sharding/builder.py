@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
+from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.heads import Heads
@@ -19,6 +20,7 @@ from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Policy, is_block
+from parallelformers_ng.sharding.quantizing import choose_encodings
 from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
@@ -37,6 +39,7 @@ def build_plan(
     dtype: torch.dtype | None = None,
     exhaustive: bool = False,
     parts: Sequence[float] = (),
+    quantize: QuantizeOptions | None = None,
 ) -> ShardPlan:
     """Work out what each rank holds.
 
@@ -47,9 +50,11 @@ def build_plan(
         dtype: data type to cast floating-point parameters to; None leaves them.
         exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
         parts: what part of the model each rank is to hold, 1 in all; none where all are to hold the same.
+        quantize: which weights are held in few bits.
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer it matches.
+        ParallelError: `quantize` names a layer that is not there.
     """
 
     def build(shares: Sequence[float] = ()) -> ShardPlan:
@@ -60,7 +65,7 @@ def build_plan(
             builder.cut_vocabulary()
         if selection.leftovers:
             cut_leftovers(builder.draft, exhaustive)
-        return builder.finish(selection, dtype)
+        return builder.finish(selection, dtype, quantize)
 
     def fullest(made: ShardPlan) -> float:
         return max(map(truediv, made.bytes_per_rank, parts or [1.0] * world_size))
@@ -152,7 +157,9 @@ class _Builder:
             self.draft.who = f"vocabulary of {layer.path}"
             cut_rows(self.draft, layer, rule="vocabulary")
 
-    def finish(self, selection: Selection, dtype: torch.dtype | None) -> ShardPlan:
+    def finish(
+        self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None = None
+    ) -> ShardPlan:
         keep_whole = (WHOLE,) * self.world_size
         casts = CastRule(self.model, dtype)
         tensors: dict[str, TensorPlan] = {}
@@ -179,6 +186,7 @@ class _Builder:
             source=selection.source,
             cuttable=frozenset(cuttable),
             settings=casts.settings(),
+            quantized=choose_encodings(self.model, quantize, tensors, self.blocks),
         )
 
 

@@ -17,9 +17,32 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.sharding.tensors import all_tensors
 
 log = logging.getLogger("parallelformers_ng")
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The data type that `fp16` and `dtype` of `parallelize` ask for, None for none.
+
+    Raises:
+        ParallelError: they contradict each other, or name none.
+    """
+    if dtype == "auto":
+        dtype = None
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ParallelError(f"dtype is {dtype!r}; it takes one of {', '.join(_DTYPES)}")
+        dtype = _DTYPES[name]
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ParallelError(f"dtype is {dtype!r}; it takes a floating-point torch.dtype")
+    if fp16 and dtype not in (None, torch.float16):
+        raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
+    return torch.float16 if fp16 else dtype
 
 
 class CastRule:

@@ -25,6 +25,12 @@ def has_experts_interface(module: nn.Module) -> bool:
     )
 
 
+def takes_experts_one_by_one(module: nn.Module) -> bool:
+    """Whether a module stacks experts, and can be told to compute them one after another, each with its own matrices:
+    transformers' interface of experts leaves on a module which way the stacked matrices lie."""
+    return hasattr(module, "is_transposed") and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+
+
 class OnFirstRank(ParallelLayer):
     """A path without weights beside cut ones whose outputs are summed: rank 0 takes it, the others give zeros."""
 

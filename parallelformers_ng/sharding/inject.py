@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.sharding.attributes import set_attribute
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.quantized import quantize_modules
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
-
-_COPY_OF = "_parallelformers_ng_copy_of"
 
 
 def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
@@ -39,34 +39,6 @@ def settle(model: nn.Module, plan: ShardPlan) -> None:
         setattr(attrgetter(owner)(model) if owner else model, last, value)
 
 
-def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Set the dotted `name` beneath a module. A configuration on the way is copied first: others still read the
-    whole."""
-    owner: Any = module
-    *path, last = name.split(".")
-    for part in path:
-        if part == "config":
-            whole = getattr(owner, part)
-            setattr(owner, part, copy.copy(whole))
-            vars(getattr(owner, part)).setdefault(_COPY_OF, whole)
-        owner = getattr(owner, part)
-    setattr(owner, last, value)
-
-
-def set_config(model: nn.Module, name: str, value: Any) -> None:
-    """Change `name`, dotted from the model on, of a configuration, also in the copies that `set_attribute` made of it.
-
-    A copy whose value differs was given a value of its own, which stays.
-    """
-    owner, _, last = name.rpartition(".")
-    held = attrgetter(owner)(model)
-    whole = getattr(held, _COPY_OF, held)
-    before = getattr(whole, last, None)
-    for config in (whole, *(module.__dict__.get("config") for module in model.modules())):
-        if (config is whole or getattr(config, _COPY_OF, None) is whole) and getattr(config, last, None) == before:
-            setattr(config, last, value)
-
-
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
     """A copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
 
@@ -74,12 +46,16 @@ def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator
     """
     names = {id(t): t for t in (*model.parameters(), *model.buffers())}
     share = copy.deepcopy(model, dict(names))  # the copy shares the tensors, so nothing is held twice
+    quantize_modules(share, plan)
     inject(share, plan, rank, communicator)
     held: dict[str, torch.Tensor] = {}
     for name, tensor_plan in plan.tensors.items():
-        if tensor_plan.storage not in held:
-            whole = get_tensor(model, name, tensor_plan.is_buffer)
-            part = tensor_plan.shards[rank].of(whole.detach()).to(tensor_plan.dtype, copy=True)
-            held[tensor_plan.storage] = part.contiguous()
-        set_tensor(share, name, held[tensor_plan.storage], tensor_plan.is_buffer)
+        parts = plan.parts(name)
+        if parts[0].storage not in held:
+            whole = get_tensor(model, name, tensor_plan.is_buffer).detach().to(tensor_plan.dtype)
+            encoding = plan.quantized.get(name)
+            for part, values in zip(parts, (whole,) if encoding is None else encoding.encode(whole), strict=True):
+                held[part.storage] = part.shards[rank].of(values).clone().contiguous()
+        for part in parts:
+            set_tensor(share, part.name, held[part.storage], part.is_buffer)
     return share

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range, width_of
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class ShardPlan:
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
+        quantized: name of a tensor that ranks hold in few bits → how.
     """
 
     model_class: str
@@ -151,6 +153,31 @@ class ShardPlan:
     cuttable: frozenset[str] = field(default_factory=frozenset)
     settings: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
+    quantized: dict[str, Encoding] = field(default_factory=dict)
+
+    @property
+    def held(self) -> ShardPlan:
+        """The plan of what the ranks hold: this one, but for integers and scales in the place of quantized tensors."""
+        if not self.quantized:
+            return self
+        tensors = {part.name: part for name in self.tensors for part in self.parts(name)}
+        matrices = self.cuttable & tensors.keys()
+        return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
+
+    def parts(self, name: str) -> tuple[TensorPlan, ...]:
+        """What ranks hold of a tensor: itself, or its integers and its scales."""
+        tensor, encoding = self.tensors[name], self.quantized.get(name)
+        return (tensor,) if encoding is None else encoding.parts(tensor)
+
+    def bytes_held(self, name: str) -> int:
+        """Bytes of a tensor, as ranks hold it."""
+        return sum(part.bytes_whole for part in self.parts(name))
+
+    @property
+    def high_precision(self) -> dict[str, int]:
+        """Tensors of more than one dimension that are not quantized: name → bytes, largest first."""
+        left = {t.name: t.bytes_whole for t in self.stored() if t.name in self.cuttable - self.quantized.keys()}
+        return dict(sorted(left.items(), key=lambda item: -item[1]))
 
     def stored(self) -> Iterator[TensorPlan]:
         """Every tensor once, tied ones under the name that holds the bytes."""
@@ -165,19 +192,19 @@ class ShardPlan:
 
     @property
     def bytes_whole(self) -> int:
-        """Bytes of the whole model, after the cast."""
-        return sum(tensor.bytes_whole for tensor in self.stored())
+        """Bytes of the whole model, after the cast and quantized."""
+        return sum(tensor.bytes_whole for tensor in self.held.stored())
 
     @property
     def bytes_per_rank(self) -> list[int]:
         """Bytes of parameters and buffers on each rank."""
-        stored = list(self.stored())
+        stored = list(self.held.stored())
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
     @property
     def replicated(self) -> dict[str, int]:
         """Every tensor that all ranks hold whole: name → bytes, largest first."""
-        whole = {tensor.name: tensor.bytes_whole for tensor in self.stored() if tensor.is_replicated}
+        whole = {tensor.name: tensor.bytes_whole for tensor in self.held.stored() if tensor.is_replicated}
         return dict(sorted(whole.items(), key=lambda item: -item[1]))
 
     @property
@@ -202,7 +229,7 @@ class ShardPlan:
 
         Cuttable are all parameters of two and more dimensions, those of convolutions aside.
         """
-        cuttable = [tensor for tensor in self.stored() if tensor.name in self.cuttable]
+        cuttable = [tensor for tensor in self.held.stored() if tensor.name in self.cuttable]
         total = sum(tensor.bytes_whole for tensor in cuttable)
         return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 1.0
 
@@ -216,7 +243,7 @@ class ShardPlan:
                 "rule": tensor.rule,
                 "shapes": [list(shard.shape(tensor.shape)) for shard in tensor.shards],
             }
-            for tensor in self.stored()
+            for tensor in self.held.stored()
         ]
         return {
             "model": self.model_class,
@@ -229,13 +256,14 @@ class ShardPlan:
             "whole_share": self.whole_share,
             "replicated": self.replicated,
             "cache": self.cache,
+            "quantized": {name: encoding.kind for name, encoding in self.quantized.items()},
             "tensors": tensors,
         }
 
     def table(self) -> str:
         """The plan for people: one line per kind of tensor; layers that differ only in their number share a line."""
         rows: dict[tuple[str, ...], list[TensorPlan]] = {}
-        for tensor in self.stored():
+        for tensor in self.held.stored():
             pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
             rows.setdefault((pattern, str(tensor.shape), tensor.rule), []).append(tensor)
         lines = [("tensor", "count", "whole", "rule", "each rank")]
@@ -259,9 +287,24 @@ class ShardPlan:
             f"whole: {human_bytes(self.bytes_whole)}  {per_rank}\n"
             f"cut: {self.cut_share:.1%} of the cuttable bytes, {1 - self.whole_share:.1%} of all"
             f"  replicated: {human_bytes(whole_everywhere)}\n"
-            f"{kept}" + (f"warning: {self.warning}\n" if self.warning else "")
+            + kept
+            + self._quantization()
+            + (f"warning: {self.warning}\n" if self.warning else "")
         )
         return head + "\n".join(body)
+
+    def _quantization(self) -> str:
+        """A line about what is quantized and what of the cuttable is not; "" where nothing is."""
+        if not self.quantized:
+            return ""
+        kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()}))
+        size = sum(self.bytes_held(tensor.name) for tensor in self.stored() if tensor.name in self.quantized)
+        patterns: dict[str, int] = {}
+        for name, count in self.high_precision.items():
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+            patterns[pattern] = patterns.get(pattern, 0) + count
+        left = ", ".join(f"{pattern} ({human_bytes(count)})" for pattern, count in patterns.items())
+        return f"{kinds}: {human_bytes(size)}  in high precision: {left or 'none'}\n"
 
     def __str__(self) -> str:
         return self.table()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,13 @@ def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
     )
 
 
+def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """What the model and its sub-models name as their input embeddings and their output heads; None for none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            yield _ask(module.get_input_embeddings), _ask(module.get_output_embeddings)
+
+
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
     """The embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one of
     these.
@@ -130,13 +137,9 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
     """
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, VocabularyLayer] = {}
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
-        embedding = _ask(module.get_input_embeddings)
+    for embedding, head in vocabulary_modules(model):
         if isinstance(embedding, nn.Embedding) and id(embedding) in paths:
             _add_embedding(found, paths[id(embedding)], embedding)
-        head = _ask(module.get_output_embeddings)
         if isinstance(head, nn.Linear) and id(head) in paths and not _holds_layers(head):
             path = paths[id(head)]
             tensors = (f"{path}.weight",) if head.bias is None else (f"{path}.weight", f"{path}.bias")

@@ -34,7 +34,8 @@ from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import install_attention
 from parallelformers_ng.sharding import look_ups
-from parallelformers_ng.sharding.inject import inject, set_config
+from parallelformers_ng.sharding.attributes import set_config
+from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import check_is_whole

@@ -1,0 +1,83 @@
+"""Modules on a rank whose weights are held in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallelformers_ng.sharding.attributes import set_attribute
+from parallelformers_ng.sharding.encoding import SCALE, Encoding
+from parallelformers_ng.sharding.experts import takes_experts_one_by_one
+from parallelformers_ng.sharding.plan import ShardPlan
+
+
+class Quantized(nn.Module):
+    """A module that computes with its weights as they were before: whoever reads one gets its numbers, put together
+    then and let go afterwards.
+
+    Attributes:
+        encodings: name of a parameter → how it is held, and the data type that it has for those who read it.
+    """
+
+    encodings: Mapping[str, tuple[Encoding, torch.dtype]]
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)  # where torch looks up parameters
+        if name not in self.__dict__.get("encodings", ()):
+            return value
+        stack = Stack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])
+        return stack if value.ndim == 3 else stack.whole()
+
+
+class Stack:
+    """The weights of many experts, put together one by one as they are asked for."""
+
+    def __init__(self, integers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._parts = integers, scales
+        self._encoding = encoding
+        self._dtype = dtype
+
+    def whole(self) -> Tensor:
+        return self._encoding.decode(*self._parts, self._dtype)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        integers, scales = (part[index] for part in self._parts)
+        return self._encoding.decode(integers, scales, self._dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole(), name)
+
+
+class QuantizedEmbedding(Quantized):
+    """An embedding that puts together the rows that are looked up, and no others."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        encoding, dtype = self.encodings["weight"]
+        parts: Any = self._parameters
+        return encoding.decode(parts["weight"][input], parts["weight" + SCALE][input], dtype)
+
+
+def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
+    """Make the modules of a rank, still without weights, such as hold what the plan says."""
+    for name, encoding in plan.quantized.items():
+        path, _, short = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        if not isinstance(module, Quantized):
+            cls: type = type(module)
+            module.__class__ = _mixed(QuantizedEmbedding if cls is nn.Embedding else Quantized, cls)
+            module.encodings = {}
+        module.encodings = {**module.encodings, short: (encoding, plan.tensors[name].dtype)}
+        for part in encoding.parts(plan.tensors[name]):
+            empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
+            module._parameters[part.name.rpartition(".")[2]] = nn.Parameter(empty, requires_grad=False)
+        if takes_experts_one_by_one(module):  # the only way to compute experts that asks for one after another
+            set_attribute(module, "config._experts_implementation", "eager")
+
+
+@cache
+def _mixed(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Quantized{cls.__name__}", (kind, cls), {"__module__": cls.__module__})

@@ -1,0 +1,107 @@
+"""Which weights of a model are held in few bits: what the caller asked for, as far as layers and cuts allow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.errors import ParallelError, did_you_mean
+from parallelformers_ng.options import QuantizeOptions
+from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.experts import takes_experts_one_by_one
+from parallelformers_ng.sharding.plan import TensorPlan
+from parallelformers_ng.sharding.tensors import dotted, is_within
+from parallelformers_ng.sharding.vocabulary import vocabulary_modules
+
+
+def choose_encodings(
+    model: nn.Module, options: QuantizeOptions | None, tensors: Mapping[str, TensorPlan], blocks: Sequence[str]
+) -> dict[str, Encoding]:
+    """How each weight that is to be quantized is held, by name.
+
+    Linear layers are, `Conv1D`, and experts that are stacked; embeddings and the head where they are asked for. One
+    that several modules share is only if it is for each of them. Without options, what is stored quantized stays so.
+
+    Args:
+        tensors: how they are cut.
+        blocks: paths of the modules that `skip` may count from.
+
+    Raises:
+        ParallelError: `skip` names no layer of the model, or the model is quantized already.
+    """
+    known = {id(parameter): getattr(parameter, "encoding", None) for parameter in model.parameters()}
+    stored = {number: encoding for number, encoding in known.items() if encoding is not None}
+    if stored and options is not None:
+        kinds = ", ".join(sorted({encoding.kind for encoding in stored.values()}))
+        raise ParallelError(f"quantize: the weights of {type(model).__name__} are {kinds} already; leave quantize out")
+    asked = _Asked(model, options, blocks) if options is not None else None
+    found: dict[int, dict[str, Encoding | None]] = {}
+    for path, module in model.named_modules():
+        for short, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, dim = dotted(path, short), _input_dim(module, short, parameter.ndim)
+            encoding: Encoding | None = (
+                stored.get(id(parameter)) if asked is None else asked.encoding(path, parameter, dim)
+            )
+            fits = encoding is not None and encoding.dim == dim and encoding.fits(tensors[name])
+            found.setdefault(id(parameter), {})[name] = encoding if fits else None
+    return {
+        name: encoding
+        for names in found.values()
+        if len(set(names.values())) == 1
+        for name, encoding in names.items()
+        if encoding is not None
+    }
+
+
+class _Asked:
+    """What the options say of each parameter."""
+
+    def __init__(self, model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> None:
+        paths = {id(module): path for path, module in model.named_modules()}
+        named = [id(module) for pair in vocabulary_modules(model) for module in pair]
+        vocabulary = {paths[number] for number in named if number in paths}
+        self._left = _skipped(options.skip, list(paths.values()), blocks)
+        self._left |= set() if options.embeddings else vocabulary | _embeddings(model)
+        self._scheme = options.scheme
+
+    def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
+        """How a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
+        return None if dim is None or path in self._left else Encoding(self._scheme, dim, parameter.shape[dim])
+
+
+def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
+    """The dimension of a parameter that counts inputs, from the last one, where it is a matrix that multiplies them, or
+    several, or a table of rows that are looked up; None where it is something else."""
+    if takes_experts_one_by_one(module):
+        return (-2 if module.is_transposed else -1) if ndim == 3 else None
+    if name != "weight" or ndim != 2 or isinstance(module, NonDynamicallyQuantizableLinear):
+        return None
+    if isinstance(module, nn.Linear) or type(module) is nn.Embedding:
+        return -1
+    return -2 if isinstance(module, Conv1D) else None
+
+
+def _embeddings(model: nn.Module) -> set[str]:
+    return {path for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
+
+
+def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:
+    """The paths that patterns name, and all beneath them."""
+    starts = [re.escape(f"{block}.") for block in blocks if block]
+    above = f"({'|'.join(starts)})?"
+    skipped: set[str] = set()
+    for pattern in patterns:
+        wanted = re.compile(above + re.escape(pattern).replace(r"\*", "[^.]+") + r"(\..+)?")
+        named = {path for path in paths if wanted.fullmatch(path)}
+        if not named:
+            below = {path.removeprefix(f"{block}.") for block in blocks for path in paths if is_within(path, block)}
+            hint = did_you_mean(pattern, below) or "; it takes paths as policies write them, 'self_attn.o_proj'"
+            raise ParallelError(f"quantize: skip names {pattern!r}, and no layer of the model is called so{hint}")
+        skipped |= named
+    return skipped
