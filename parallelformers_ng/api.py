@@ -102,8 +102,9 @@ def parallelize(
         batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
             words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a cache of the caller's, a
             model that would give other tokens) runs alone, in its turn. One that samples without `seed=` draws a seed
-            where it comes beside others. "auto", on CPU ranks: from when two calls first come at the same time. False,
-            and CUDA ranks so far: one after another.
+            where it comes beside others. "auto", on CPU ranks: from when two calls first come at the same time; on
+            CUDA ranks, as False: one after another. True there decodes plain steps of all rows, while a lone call's may
+            be captured; never run on a GPU, unmeasured.
         seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
         prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
             whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
@@ -283,8 +284,6 @@ def _batching(
     if batching == "auto":
         return BatchingOptions() if kind == "cpu" and decode in ("auto", "eager") else None
     options = read_options(BatchingOptions, None if batching is True else batching, "batching")
-    if kind != "cpu":
-        raise ParallelError("batching is for CPU ranks so far; leave it out on CUDA devices")
     if decode not in ("auto", "eager"):
         raise ParallelError(f"batching decodes plain steps, and decode is {decode!r}; leave one of them out")
     return options

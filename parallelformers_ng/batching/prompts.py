@@ -114,7 +114,7 @@ class Prompts:
         more: dict[str, Any] = {}
         if "logits_to_keep" in rows[0].call.model_kwargs:
             last = sorted({length - 1 for length in lengths})
-            more = {"logits_to_keep": torch.tensor(last)}
+            more = {"logits_to_keep": ids.new_tensor(last)}
         logits = self._forward(rows[0], ids, None, 0, **more)
         at = [last.index(length - 1) for length in lengths]
         caches.align_ends(cache, empty)
@@ -126,7 +126,8 @@ class Prompts:
 
     def _forward(self, row: Row, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any) -> torch.Tensor:
         """Run prompts from a column on, into the cache of a row. Returns logits, `[rows, tokens, vocabulary]`."""
-        positions = torch.arange(ids.shape[1])[None] if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+        whole = torch.ones_like(ids[:1]) if mask is None else mask
+        positions = (whole.cumsum(-1) - 1).clamp(min=0)
         inputs = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=ids.shape[1] - begin,

@@ -208,9 +208,11 @@ class Queue:
 
     def _measure(self, news: list[News]) -> None:
         """Half of the memory that is free when the first row runs is for caches, unless the caller has said."""
-        token_bytes = sum(said.token_bytes for said in news)
-        if token_bytes and self._room is math.inf:
-            self._room = available_memory() // 2 // token_bytes
+        if self._room is not math.inf or not all(said.token_bytes for said in news):
+            return
+        of_devices = [said.free_bytes // 2 // said.token_bytes for said in news if said.free_bytes]
+        of_host = available_memory() // 2 // sum(said.token_bytes for said in news)
+        self._room = min(of_devices, default=of_host)
 
     def _fail(self, error: BaseException, asked: Round) -> None:
         """No row of the batch can go on. Where only the round failed, they begin again, suspects one at a time."""

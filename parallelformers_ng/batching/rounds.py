@@ -16,6 +16,7 @@ from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import ENDED, FAILED, Row
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
 
@@ -55,6 +56,7 @@ class News:
             what its processors raise.
         states: number of a row → new states of the caller's objects, on the rank that chooses for it.
         token_bytes: of the keys and values of one token on this rank; 0 where no row runs.
+        free_bytes: of the rank's own device; 0 where that is the host.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class News:
     failed: dict[int, Description | None] = field(default_factory=dict)
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
     token_bytes: int = 0
+    free_bytes: int = 0
 
 
 class RankBatch:
@@ -93,7 +96,8 @@ class RankBatch:
             except Exception as error:  # of its arguments, alike on every rank
                 news.failed[number] = describe(error)
                 continue
-            self._prompts.add(Row(number, call, _stream(seed), objects if objects.parts else None))
+            stream = None if seed is None else OwnStream(seed, self._model.device)
+            self._prompts.add(Row(number, call, stream, objects if objects.parts else None))
         piece = asked.piece if len(self._rows) else asked.piece * _PIECES_AT_ONCE
         if len(self._prompts) and (ran := self._prompts.run(piece)):
             self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
@@ -103,6 +107,8 @@ class RankBatch:
                 break
             met.update(self._rows.step())
         news.token_bytes = self._rows.token_bytes
+        if self._model.device.type == "cuda":
+            news.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
         for row in met:
             news.tokens[row.number] = row.news()
             if row.outcome == ENDED:
@@ -112,7 +118,3 @@ class RankBatch:
             if changes := row.changes():
                 news.states[row.number] = changes
         return news
-
-
-def _stream(seed: int | None) -> torch.Tensor | None:
-    return None if seed is None else torch.Generator().manual_seed(seed).get_state()

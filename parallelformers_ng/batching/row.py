@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.caches import name_in
 from parallelformers_ng.batching.prepared import Prepared
+from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
 
@@ -23,9 +25,10 @@ class Row:
     Attributes:
         number: the caller's name for it.
         call: how its next token is chosen, and when it ends.
-        random: state of the generator that it draws from, None where it has none of its own.
+        random: what it draws from, None where it has none of its own.
         objects: the mutable parts of the caller's processors and criteria, None where there are none.
         ids: the prompt and the tokens so far, int64 `[1, tokens]`.
+        newest: the last of them.
         told: how many of its tokens the caller has.
         outcome: GOES_ON, ENDED or FAILED.
         failure: what was raised, on the rank that chose.
@@ -33,15 +36,17 @@ class Row:
 
     number: int
     call: Prepared
-    random: torch.Tensor | None = None
+    random: OwnStream | None = None
     objects: ObjectState | None = None
     ids: torch.Tensor = field(init=False)
+    newest: int = field(init=False)
     told: int = field(init=False)
     outcome: int = GOES_ON
     failure: Description | None = None
 
     def __post_init__(self) -> None:
         self.ids = self.call.input_ids
+        self.newest = int(self.ids[0, -1])
         self.told = self.ids.shape[1]
         if self.objects is not None:
             self.objects.remember()
@@ -72,15 +77,12 @@ class Row:
             The token, and what becomes of the row with it.
         """
         try:
-            if self.random is not None:
-                torch.set_rng_state(self.random)
-            scores = self.call.processors(self.ids, logits.to(copy=True, dtype=torch.float32))
-            if self.call.config.do_sample:
-                token = torch.multinomial(scores.softmax(-1), num_samples=1)
-            else:
-                token = scores.argmax(-1, keepdim=True)
-            if self.random is not None:
-                self.random = torch.get_rng_state()
+            with self.random or contextlib.nullcontext():
+                scores = self.call.processors(self.ids, logits.to(copy=True, dtype=torch.float32))
+                if self.call.config.do_sample:
+                    token = torch.multinomial(scores.softmax(-1), num_samples=1)
+                else:
+                    token = scores.argmax(-1, keepdim=True)
             ended = bool(self.call.criteria(torch.cat((self.ids, token), -1), scores)[0])
         except Exception as error:  # of a processor or a criterion: its row's alone
             self.failure = describe(error)
@@ -92,6 +94,7 @@ class Row:
         self.outcome = outcome
         if outcome != FAILED:
             self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), -1)
+            self.newest = token
 
     def news(self) -> list[int]:
         """The tokens that the caller has not been told of."""

@@ -43,7 +43,7 @@ class Rows:
         self._slots: list[Row | None] = []
         self._cache: Any = None
         self._cache_name = ""
-        self._mask = torch.ones(0, 0, dtype=torch.long)
+        self._mask = torch.ones(0, 0, dtype=torch.long, device=model.device)
 
     def __len__(self) -> int:
         return sum(row is not None for row in self._slots)
@@ -88,7 +88,7 @@ class Rows:
     def step(self) -> list[Row]:
         """Choose one more token for each row. Returns the rows, also those that ended with it and have left."""
         self._pack()
-        newest = torch.tensor([[0 if row is None else int(row.ids[0, -1])] for row in self._slots])
+        newest = self._mask.new_tensor([[0 if row is None else row.newest] for row in self._slots])
         self._mask = pad(self._mask, (0, 1), value=1)
         inputs = self._model.prepare_inputs_for_generation(
             newest,
@@ -120,7 +120,7 @@ class Rows:
             row.choose(logits[index : index + 1]) if row.number % ranks == rank else (0, 0)
             for index, row in enumerate(rows)
         ]
-        chosen = torch.tensor([mine])
+        chosen = self._mask.new_tensor([mine])
         if self._communicator is not None:
             chosen = self._communicator.all_gather(chosen, 0)
         for row, each in zip(rows, chosen.transpose(0, 1).tolist(), strict=True):

@@ -123,6 +123,34 @@ def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence:
             del model._get_stopping_criteria
 
 
+class OwnStream:
+    """Within it, what is drawn comes from a stream that nobody else draws from, and goes on where it was left: the one
+    that a call with that seed has alone, see `CallersRandomness`.
+
+    Args:
+        seed: where it begins.
+        device: where the rank computes.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._host = torch.Generator().manual_seed(seed).get_state()
+        self._of_device: torch.Tensor | None = None
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.manual_seed(zlib.crc32(self._host.numpy().tobytes()))
+            self._of_device = torch.cuda.get_rng_state(device)
+
+    def __enter__(self) -> None:
+        torch.set_rng_state(self._host)
+        if self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device, self._device)
+
+    def __exit__(self, *_: object) -> None:
+        self._host = torch.get_rng_state()
+        if self._of_device is not None:
+            self._of_device = torch.cuda.get_rng_state(self._device)
+
+
 class CallersRandomness:
     """Within it, every rank draws from the caller's generator. All ranks draw the same.
 

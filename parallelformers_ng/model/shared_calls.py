@@ -82,6 +82,6 @@ class SharedCalls:
         group, incarnation = self._replica.ready()
         call = Call("", "decode_rows", (), {})
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
-        news = group.call_each("decode_rows", [(call, asked)])
+        news = group.call_each("decode_rows", [(call, asked)], to_devices=True)
         arrived()
         return news

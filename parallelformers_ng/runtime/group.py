@@ -92,7 +92,7 @@ class WorkerGroup:
         self._key = secrets.token_bytes(32)
         self._processes = Processes(startup.create_arena(world_size), self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
-        weakref.finalize(self, _end_unless_busy, self._processes, self._requests)
+        weakref.finalize(self, self._processes.end_unless_busy, self._requests)
         try:
             self._wait: Callable[[], None] | None = startup.launch(
                 self._processes,
@@ -211,13 +211,14 @@ class WorkerGroup:
         per_rank: Iterable[tuple[Any, ...]],
         timeout: float | None = None,
         on_event: OnEvent | None = None,
+        to_devices: bool = False,
     ) -> list[Any]:
         """Run one method on every rank, and have the value of each.
 
         Args:
             method: a public method of the target.
             per_rank: for each rank, the tuple of its arguments; or one tuple for all.
-            timeout, on_event: as in `call`.
+            timeout, on_event, to_devices: as in `call`.
 
         Returns:
             Each rank's value. Raises what `call` raises.
@@ -225,7 +226,8 @@ class WorkerGroup:
         requests = [{"method": method, "args": tuple(args), "kwargs": {}} for args in per_rank]
         if len(requests) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(requests)} ranks, but the group has {self.world_size}")
-        return self._request(method, requests, Flag.EACH, timeout, on_event)
+        flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
+        return self._request(method, requests, flags, timeout, on_event)
 
     def close(self) -> None:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
@@ -342,11 +344,3 @@ class WorkerGroup:
         except GroupError as error:
             self._processes.end_because(error)
             return True
-
-
-def _end_unless_busy(processes: Processes, requests: FairLock) -> None:
-    """End the processes, unless a daemon thread has a request in flight at interpreter exit. That thread must not wake
-    up to an error; the workers end by themselves, with this process."""
-    processes.ended = True
-    if requests.acquire(timeout=0.0):
-        processes.end()

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.errors import (
@@ -119,6 +119,17 @@ class Processes:
             worker.reap()
         with self._descriptors:
             self.close()
+
+    def end_unless_busy(self, requests: Any) -> None:
+        """End every worker, unless a daemon thread has a request in flight at interpreter exit. That thread must not
+        wake up to an error; the workers end by themselves, with this process.
+
+        Args:
+            requests: the lock of who has one in flight.
+        """
+        self.ended = True
+        if requests.acquire(timeout=0.0):
+            self.end()
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""

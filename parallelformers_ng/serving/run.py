@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 import uvicorn
 from transformers import AutoTokenizer
 
@@ -132,7 +131,6 @@ def bound(options: ServeOptions) -> socket.socket:
 def load(options: ServeOptions) -> tuple[Any, Any]:
     """The model, parallelized, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
-    on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
     found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     model = parallelize(
         options.model,
@@ -140,7 +138,7 @@ def load(options: ServeOptions) -> tuple[Any, Any]:
         dtype=options.dtype,
         quantize=options.quantize,
         workers={"device": options.device, "timeout": options.timeout, "replicas": options.replicas},
-        batching=options.batching if on_cpu else False,
+        batching=options.batching,
         **found,
     )
     return model, tokenizer

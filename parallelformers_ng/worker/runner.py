@@ -150,7 +150,7 @@ class ModelRunner(RankWeights):
         self._prepare(call)
         if self.batch is None:
             self.batch = RankBatch(self.model, self.communicator)
-        with torch.inference_mode():
+        with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
             return self.batch.run(asked)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
