@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
-from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.checkpoint.loading import Checkpoint, open_source, prepare_conversions
 from parallelformers_ng.checkpoint.location import Source, read_source, refuse_options
 from parallelformers_ng.checkpoint.progress import progress_bar
@@ -40,16 +40,12 @@ from parallelformers_ng.options import (
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
-from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.casting import holds_plain_weights, target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import check_custom, written_policies
-from parallelformers_ng.sharding.rules import Policy
 
 log = logging.getLogger("parallelformers_ng")
-
-CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
 
 def parallelize(
@@ -139,10 +135,11 @@ def parallelize(
     else:
         makers = _group_makers(num_gpus, options)
         world_size, kind = makers[0].args
-    parts = fitting.parts(world_size)
+    as_asked = None if decode in ("auto", "eager") else decode
+    check_fit(fitting, world_size, custom_policies=custom_policies, quantize=quantize, decode=as_asked)
     target = target_dtype(fp16, dtype)
     check_kind(fitting.cache, kind, decode)
-    steps, unlike_asked = static_steps(decode if fitting.cache is None else "eager", kind, world_size)
+    steps, unlike_asked = static_steps(decode if fitting.is_plain else "eager", kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
     bits = read_quantize(quantize)
@@ -160,7 +157,7 @@ def parallelize(
             loaded = open_source(source, model, target)
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits)
         if prove and custom_policies is not None:
-            prove_custom(loaded, check_custom(custom_policies), world_size, parts)
+            prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
         deployment = Deployment(
             loaded,
             sharding,
@@ -251,6 +248,7 @@ def plan(
     """
     check_count(num_gpus)
     fitting, bits = read_options(FitOptions, fit, "fit"), read_quantize(quantize)
+    check_fit(fitting, num_gpus, custom_policies=custom_policies, quantize=quantize)
     return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), fitting, bits)
 
 
@@ -337,9 +335,7 @@ def _make_plan(
     quantize: QuantizeOptions | None,
 ) -> ShardPlan:
     _check_model(model)
-    parts = fitting.parts(world_size)
-    selection = select(model, custom, world_size, parts)
-    made = build_plan(model, world_size, selection, dtype, parts=parts, quantize=quantize)
+    made = make_plan(model, world_size, custom, dtype, fitting, quantize)
     made.cache = kind_for(model, fitting.cache)
     if made.warning:
         log.warning("%s", made.warning)

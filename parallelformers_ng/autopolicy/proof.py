@@ -67,7 +67,7 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
 def _cached(
     model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()
 ) -> Proof | UnsupportedModelError:
-    key = (*_identity(model), world_size, parts, base.policies)
+    key = (*identity(model), world_size, parts, base.policies)
     if key not in _CACHE:
         _CACHE[key] = _search(model, base, world_size, parts)
     return _CACHE[key]
@@ -91,7 +91,7 @@ def prove_custom(
     Raises:
         PolicyError: names the policies, what was wrong and the next step.
     """
-    key = (*_identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
+    key = (*identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
         _CUSTOM[key] = _objection(model, policies, world_size, parts)
     if _CUSTOM[key]:
@@ -137,19 +137,20 @@ def _search(
 
 
 def _twin(model: PreTrainedModel) -> Twin:
-    key = _identity(model)
+    key = identity(model)
     if key not in _TWINS:
         _TWINS.clear()
         with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
-            _TWINS[key] = make_twin(type(model), model.config, _attention(model))
+            _TWINS[key] = make_twin(type(model), model.config, attention_of(model))
     return _TWINS[key]
 
 
-def _identity(model: PreTrainedModel) -> tuple[Any, ...]:
+def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     """What a twin is made of: models with the same identity share it."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    return type(model), shape, _attention(model), transformers.__version__
+    return type(model), shape, attention_of(model), transformers.__version__
 
 
-def _attention(model: PreTrainedModel) -> str | None:
+def attention_of(model: PreTrainedModel) -> str | None:
+    """Its attention implementation."""
     return getattr(model.config, "_attn_implementation", None)

@@ -58,7 +58,7 @@ class Trials:
             self.failure = "too many trials"
             return False
         try:
-            plan = self._plan(choices, vocabulary, leftovers)
+            plan = self.plan(choices, vocabulary, leftovers)
             self.failure = _unused_shard(plan, self.twin, {path for _, rules in choices for path in rules})
             if self.failure:
                 return False
@@ -76,7 +76,7 @@ class Trials:
 
     def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
         """Whether there would be a shard on which no output depends. Nothing is run."""
-        plan = self._plan(choices, vocabulary)
+        plan = self.plan(choices, vocabulary)
         return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
 
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
@@ -95,7 +95,7 @@ class Trials:
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
         """Whether the sharded twin generates the tokens `wanted`, which go past the length of any window."""
-        plan = self._plan(choices, vocabulary)
+        plan = self.plan(choices, vocabulary)
         try:
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
         except Exception as error:  # as in `match`
@@ -104,7 +104,8 @@ class Trials:
         self.failure = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
-    def _plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
+    def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
+        """How the ranks of a trial hold the twin."""
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
         return build_plan(self.twin.model, self.world_size, selection, exhaustive=True, parts=self.parts)

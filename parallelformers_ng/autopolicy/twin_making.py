@@ -43,7 +43,11 @@ _SHRINKS: Sequence[Shrinking] = (
 
 
 def make_twin(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None, seed: int = 0
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    attention: str | None = None,
+    seed: int = 0,
+    layers: int = Shrinking.layers,
 ) -> Twin:
     """Build a twin, and find inputs for it and for its parts.
 
@@ -52,6 +56,7 @@ def make_twin(
         config: its configuration; a small one is taken as it is.
         attention: attention implementation, "eager", "sdpa", ….
         seed: of its parameters and inputs.
+        layers: how many it has at least, where the model has as many.
 
     Raises:
         UnsupportedModelError: it cannot be built small, or no inputs were found on which it runs.
@@ -59,7 +64,7 @@ def make_twin(
     failures: list[str] = []
     best: Twin | None = None
     end = time.thread_time() + _SECONDS
-    least = _least(cls, config)
+    least = _least(cls, config, layers)
     for model in _models(cls, config, attention, seed, least, failures):
         twin = observe(model, seed + 1)
         if twin.runs_whole:
@@ -77,13 +82,13 @@ def make_twin(
     return best
 
 
-def _least(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Shrinking:
+def _least(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int) -> Shrinking:
     """The first choice, with as few layers as show as many of the model's kinds of layers as a small copy can have."""
     whole = _skeleton(cls, config)
     if whole is None:
-        return Shrinking()
+        return Shrinking(layers=layers)
     lengths = {len(module) for module in whole.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
-    least = Shrinking(lengths=lengths)
+    least = Shrinking(lengths=lengths, layers=layers)
     found = {}
     while least.layers <= _DEEPEST:
         small = _skeleton(cls, shrink(config, least))
@@ -94,7 +99,7 @@ def _least(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Shrinking:
         if not absent:
             break
         least = replace(least, layers=max(least.layers + 1, min(absent.values()) + 1))
-    layers = min(found, key=lambda layers: (found[layers], layers), default=Shrinking.layers)
+    layers = min(found, key=lambda layers: (found[layers], layers), default=layers)
     return replace(least, layers=layers)
 
 

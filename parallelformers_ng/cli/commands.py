@@ -155,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R,R,…",
         help="how much each rank holds beside the others: 1,3 (default: alike)",
     )
+    command.add_argument(
+        "--strategy",
+        default="tensor",
+        help="tensor: a part of every layer on each rank; pipeline: whole layers (default: tensor)",
+    )
     command.set_defaults(command=plan)
 
     command = commands.add_parser(

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from parallelformers_ng.collectives.communicator import Communicator
 
@@ -34,5 +35,7 @@ class ParallelLayer(nn.Module):
 
 @cache
 def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn.Module]:
-    """`RowParallel` + `Linear` → `RowParallelLinear`, a class made once."""
-    return type(f"{kind.__name__}{layer.__name__}", (kind, layer), {"__module__": layer.__module__})
+    """`RowParallel` + `Linear` → `RowParallelLinear`, a class made once. That of a model keeps the model's name, under
+    which transformers knows which outputs it records."""
+    name = layer.__name__ if issubclass(layer, PreTrainedModel) else f"{kind.__name__}{layer.__name__}"
+    return type(name, (kind, layer), {"__module__": layer.__module__})

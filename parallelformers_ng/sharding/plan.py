@@ -134,13 +134,15 @@ class ShardPlan:
         world_size: number of ranks.
         tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
         layers: what the injector does, in order.
-        blocks: paths of the modules that the policies apply to; what lies beneath one may hold only part of a result.
+        blocks: paths of the modules that the policies apply to, or that lie in one stage; what lies beneath one may
+            hold only part of a result, or nothing.
         policy: names of the policies that apply.
         source: where they came from, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
         quantized: name of a tensor that ranks hold in few bits → how.
+        strategy: how the ranks share the work: "tensor", "pipeline" or "tensor+pipeline".
     """
 
     model_class: str
@@ -154,6 +156,7 @@ class ShardPlan:
     settings: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
     quantized: dict[str, Encoding] = field(default_factory=dict)
+    strategy: str = "tensor"
 
     @property
     def held(self) -> ShardPlan:
@@ -248,6 +251,7 @@ class ShardPlan:
         return {
             "model": self.model_class,
             "world_size": self.world_size,
+            "strategy": self.strategy,
             "policy": self.policy,
             "source": self.source,
             "bytes_whole": self.bytes_whole,
@@ -269,7 +273,8 @@ class ShardPlan:
         lines = [("tensor", "count", "whole", "rule", "each rank")]
         for (pattern, shape, rule), tensors in rows.items():
             shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
-            ranks = "whole" if tensors[0].is_replicated else " ".join(str(shape) for shape in shapes)
+            held = (str(shape) if math.prod(shape) else "–" for shape in shapes)
+            ranks = "whole" if tensors[0].is_replicated else " ".join(held)
             lines.append(
                 (pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks)
             )

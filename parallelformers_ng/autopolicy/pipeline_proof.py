@@ -1,0 +1,69 @@
+"""Whether a model can be computed in stages: a tiny random twin must give the same outputs and tokens so as whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from parallelformers_ng.autopolicy.proof import attention_of, identity
+from parallelformers_ng.autopolicy.trials import Trials
+from parallelformers_ng.autopolicy.twin import Twin
+from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.pipeline import in_stages
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.registry import Selection
+
+UNCUT = Selection((), "pipeline", vocabulary=False, leftovers=False)
+"""What stages of one rank are cut by: nothing."""
+_LAYERS = 4
+"""Of a twin: two in each of two stages show what happens between blocks of a stage, and between stages."""
+_PROVEN: dict[tuple[Any, ...], bool | str] = {}
+
+
+def may_merge(model: PreTrainedModel) -> bool:
+    """Whether of blocks that follow one another in a stage only the last one's result need go to the other ranks; else
+    each block's must.
+
+    Raises:
+        UnsupportedModelError: the twin gives other outputs either way, or there is none.
+    """
+    key = identity(model)
+    if key not in _PROVEN:
+        _PROVEN[key] = _prove(model)
+    found = _PROVEN[key]
+    if isinstance(found, str):
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be computed in stages: {found}")
+    return found
+
+
+def _prove(model: PreTrainedModel) -> bool | str:
+    try:
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
+            twin = make_twin(type(model), model.config, attention_of(model), layers=_LAYERS)
+    except UnsupportedModelError as error:
+        return str(error)
+    if not twin.runs_whole:
+        return f"no inputs were found on which a tiny twin runs: {twin.unreached[:300]}"
+    failure = ""
+    for merged in (True, False):
+        trials = _StageTrials(twin, merged)
+        prompt = trials.prompt()
+        if trials.match([], False) and (prompt is None or trials.same_tokens([], False, *prompt)):
+            return merged
+        failure = trials.failure
+    return f"a tiny twin gives other values so ({failure})"
+
+
+class _StageTrials(Trials):
+    """Trials of a twin in two stages, each of one rank."""
+
+    def __init__(self, twin: Twin, merged: bool) -> None:
+        super().__init__(twin, UNCUT, world_size=2)
+        self._merged = merged
+
+    def plan(self, *choices: Any, **leftovers: Any) -> ShardPlan:
+        return in_stages(build_plan(self.twin.model, 1, UNCUT), self.twin.model, [0.5, 0.5], self._merged)

@@ -1,0 +1,119 @@
+"""One rank's result on every rank: tensors in whatever structure, or the exception that came instead."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from parallelformers_ng.collectives.communicator import Communicator
+
+T = TypeVar("T")
+
+FIRST_BYTES = 32 * 1024
+"""What crosses before the other ranks know how large the result is: that of a decode step, whole."""
+_WORD, _LINE = 8, 64
+
+
+def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
+    """What `compute` gives on rank `source`, on every rank. All call this together.
+
+    Args:
+        source: the rank whose result counts.
+        compute: makes it; None on a rank that only takes it. Others may compute too, and keep what they have.
+        device: where the communicator's tensors are.
+
+    Raises:
+        Exception: what `compute` raised on `source`, or here.
+    """
+    error: Exception | None = None
+    result: Any = None
+    if compute is not None:
+        try:
+            result = compute()
+        except Exception as raised:
+            error = raised
+    data = _packed((result, error), device) if communicator.rank == source else None
+    if communicator.world_size > 1:
+        shared = _broadcast(communicator, source, data, device)
+        if compute is None:
+            result, error = _unpacked(shared)
+    if error is not None:
+        raise error
+    return result
+
+
+def _broadcast(communicator: Communicator, source: int, data: Tensor | None, device: torch.device) -> Tensor:
+    def sent(part: Tensor | None, size: int) -> Tensor:
+        sizes = [size if rank == source else 0 for rank in range(communicator.world_size)]
+        own = torch.empty(0, dtype=torch.uint8, device=device) if part is None else part
+        return communicator.all_gather(own, 0, sizes)
+
+    first = sent(None if data is None else data[:FIRST_BYTES], FIRST_BYTES)
+    size = int(first[:_WORD].view(torch.int64))
+    if size <= FIRST_BYTES:
+        return first
+    return torch.cat([first, sent(None if data is None else data[FIRST_BYTES:], size - FIRST_BYTES)])
+
+
+def _packed(value: Any, device: torch.device) -> Tensor:
+    """Total size and size of the pickle, the pickle, then the tensors, each on a line of its own; at least as long as
+    what crosses first."""
+    tensors: list[Tensor] = []
+    buffer = io.BytesIO()
+    _Pickler(buffer, tensors).dump(value)
+    text = buffer.getvalue()
+    places = [_aligned(2 * _WORD + len(text))]
+    for tensor in tensors:
+        places.append(_aligned(places[-1] + tensor.nbytes))
+    data = torch.empty(max(places[-1], FIRST_BYTES), dtype=torch.uint8)
+    data[: 2 * _WORD].view(torch.int64).copy_(torch.tensor([places[-1], len(text)]))
+    data[2 * _WORD : 2 * _WORD + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    data = data.to(device)
+    for tensor, place in zip(tensors, places, strict=False):
+        if tensor.numel():
+            data[place : place + tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return data
+
+
+def _unpacked(data: Tensor) -> Any:
+    length = int(data[_WORD : 2 * _WORD].view(torch.int64))
+    text = data[2 * _WORD : 2 * _WORD + length].cpu().numpy().tobytes()
+    return _Unpickler(io.BytesIO(text), data, _aligned(2 * _WORD + length)).load()
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _LINE) * _LINE
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(buffer, protocol=5)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        self._tensors.append(value)
+        return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Its tensors lie one behind another in `data`, from `place` on."""
+
+    def __init__(self, buffer: io.BytesIO, data: Tensor, place: int) -> None:
+        super().__init__(buffer)
+        self._data = data
+        self._place = place
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        shape, name = pid
+        dtype: torch.dtype = getattr(torch, name)
+        start, size = self._place, math.prod(shape) * dtype.itemsize
+        self._place = _aligned(start + size)
+        return self._data[start : start + size].view(dtype).view(shape)

@@ -1,0 +1,111 @@
+"""A plan for one stage, laid out over several: each holds a run of parts that follow one another.
+
+It takes any plan. That of one rank gives a pipeline; that of several gives stages each of which is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from torch import nn
+
+from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.placed import Placed, Stack, Stop
+from parallelformers_ng.sharding.plan import LayerPlan, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.stages import find_stages, tensors_of, units
+from parallelformers_ng.sharding.vocabulary import find_vocabulary
+
+
+def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged: bool = True) -> ShardPlan:
+    """Lay a plan out over stages.
+
+    Args:
+        plan: for the ranks of one stage.
+        model: the model, on any device.
+        shares: what part of the model each stage is to hold, 1 in all.
+        merged: of blocks that follow one another in a stage, only the last one's result goes to the others.
+
+    Returns:
+        The plan for all ranks, those of a stage beside each other.
+
+    Raises:
+        PlacementError: there are fewer parts than stages.
+    """
+    parts = _parts(model)
+    names = {unit: list(tensors_of(model, unit)) for unit in parts}
+    placed = {name for held in names.values() for name in held}
+    sizes: list[Mapping[Hashable, float]] = [
+        {plan.tensors[name].storage: plan.tensors[name].bytes_whole for name in held} for held in names.values()
+    ]
+    everywhere = sum(tensor.bytes_whole for tensor in plan.stored() if tensor.name not in placed)
+    bounds = find_stages(sizes, shares, everywhere)
+    stage_of = {unit: stage for stage, (start, stop) in enumerate(bounds) for unit in parts[start:stop]}
+    of_tensor = {name: stage_of[unit] for unit, held in names.items() for name in held}
+    width, stages = plan.world_size, len(shares)
+
+    tensors: dict[str, TensorPlan] = {}
+    holders: dict[tuple[str, tuple[Shard, ...]], str] = {}
+    for name, tensor in plan.tensors.items():
+        shards, rule = tensor.shards * stages, tensor.rule
+        if name in of_tensor and tensor.shape:
+            rule = f"stage {of_tensor[name]}"
+            here = [_held(shard, tensor.shape[0]) for shard in tensor.shards]
+            nothing = [Shard(shard.dim or 0, ()) for shard in tensor.shards]
+            shards = tuple(chain.from_iterable(here if of_tensor[name] == each else nothing for each in range(stages)))
+        storage = holders.setdefault((tensor.storage, shards), name)
+        tensors[name] = replace(tensor, shards=shards, storage=storage, rule=rule)
+    everyone = [replace(layer, attributes=layer.attributes * stages) for layer in plan.layers]
+    return replace(
+        plan,
+        world_size=width * stages,
+        tensors=tensors,
+        layers=[*everyone, *_layers(model, stage_of, width, stages, merged)],
+        policy=plan.policy or "stages",
+        blocks=list(dict.fromkeys((*plan.blocks, *stage_of))),
+        strategy="pipeline" if width == 1 else "tensor+pipeline",
+    )
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """The units that can be computed on one rank for all: blocks, and layers that the modelling code only calls."""
+    vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
+    modules = dict(model.named_modules())
+    found = []
+    for unit in units(model):
+        module = modules.get(unit)
+        if module is None or not any(parameter.ndim > 1 for parameter in module.parameters()):
+            continue  # a bare parameter, a norm: small, and every rank has it
+        if any(True for _ in module.children()) or unit in vocabulary or is_only_called(model, unit):
+            found.append(unit)
+    return found
+
+
+def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int, merged: bool) -> list[LayerPlan]:
+    """Which modules become placed ones, and which run blocks one after another."""
+    found = []
+    lists: dict[str, list[str]] = {}
+    order = list(stage_of)
+    for unit, before, after in zip(order, ["", *order], [*order[1:], ""], strict=False):
+        stage, (above, _, _) = stage_of[unit], unit.rpartition(".")
+        stack, _, name = above.rpartition(".")
+        is_stacked = merged and isinstance(model.get_submodule(above), nn.ModuleList)
+        if is_stacked and name not in lists.setdefault(stack, []):
+            lists[stack].append(name)
+        begins, ends = (stage_of.get(other) != stage or other.rpartition(".")[0] != above for other in (before, after))
+        numbers = {getattr(part, "layer_idx", None) for part in model.get_submodule(unit).modules()}
+        cached = tuple(sorted(number for number in numbers if isinstance(number, int) and number >= 0))
+        ranks = tuple(range(stage * width, (stage + 1) * width))
+        stop = Stop(ranks, stack if is_stacked else None, begins, ends, cached)
+        found.append(LayerPlan(unit, Placed, ({"stop": stop},) * (width * stages)))
+    stacks = [
+        LayerPlan(path, Stack, ({"stack_path": path, "stack_lists": tuple(names)},) * (width * stages))
+        for path, names in lists.items()
+    ]
+    return [*found, *stacks]
+
+
+def _held(shard: Shard, rows: int) -> Shard:
+    """A shard as a rank of the stage holds it: what it holds whole is a range, too, as the others hold none of it."""
+    return Shard(0, ((0, rows),)) if shard.dim is None and not shard.zero else shard

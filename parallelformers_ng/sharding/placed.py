@@ -1,0 +1,172 @@
+"""Modules that some ranks compute for all: the parts of a pipeline.
+
+Every rank runs the same modelling code in lock-step. A placed module is computed where its weights are; the others get
+its result. Of blocks that follow one another on the same ranks only the last one's result crosses:
+
+    rank 0:  embed ► ─ block 0 ─ block 1 ─ ► ─────────────────────── ► ──────── ► choose a token
+                    │                      │                         │         │
+    rank 1:  ─────── ► ─────────────────── ► ─ block 2 ─ block 3 ─ ► ─ head ─ ► choose a token
+
+so that whatever the modelling code does between (masks, positions, norms) has its real inputs everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils import output_capturing
+
+from parallelformers_ng.collectives.sharing import share
+from parallelformers_ng.sharding.layers import ParallelLayer
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a module is computed.
+
+    Attributes:
+        holders: ranks that have its weights. The result of the first is what the others get.
+        stack: path of the module that runs it and others one after another; None where it stands alone.
+        begins, ends: whether it is the first, the last of those that follow one another there on the same ranks.
+        cache_layers: the layers of a cache that it writes to.
+    """
+
+    holders: tuple[int, ...]
+    stack: str | None = None
+    begins: bool = True
+    ends: bool = True
+    cache_layers: tuple[int, ...] = ()
+
+
+class _Run:
+    """Blocks of one stack that follow one another elsewhere. Each gives here what the last one gives there."""
+
+    def __init__(self, stack: str) -> None:
+        self.stack = stack
+        self.output: Any = None
+
+
+_run: ContextVar[_Run | None] = ContextVar("run", default=None)
+
+
+class Placed(ParallelLayer):
+    """A module that some ranks compute and whose result every rank gets: z = f(x) there, z everywhere.
+
+    Attributes:
+        stop: where.
+    """
+
+    takes_part = False
+    gives_part = False
+    stop: Stop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stop, run = self.stop, _run.get()
+        is_here = self.communicator.rank in stop.holders
+        collector = output_capturing._active_collector.get()
+        if run is None or run.stack != stop.stack or collector:
+            return self._shared(args, kwargs, collector)
+        if is_here and stop.ends:
+            return self._shared(args, kwargs)
+        if is_here:
+            try:
+                return super().forward(*args, **kwargs)
+            except Exception as error:  # the others wait for what the last block gives
+                return self._share(functools.partial(_reraise, error))
+        if stop.begins:
+            run.output = self._shared(args, kwargs)
+        else:
+            self._lengthen_caches((*args, *kwargs.values()))
+        return run.output
+
+    def _shared(self, args: Any, kwargs: Any, collector: dict[str, Any] | None = None) -> Any:
+        """The output on all ranks; and in `collector` what was noted beneath the module, for a caller who asked."""
+        notes = {name: items for name, items in (collector or {}).items() if isinstance(items, list)}
+
+        def compute() -> Any:
+            before = {name: len(items) for name, items in notes.items()}
+            output = super(Placed, self).forward(*args, **kwargs)
+            return output, {name: items[before[name] :] for name, items in notes.items()}
+
+        if self.communicator.rank in self.stop.holders:
+            return self._share(compute)[0]
+        self._lengthen_caches((*args, *kwargs.values()))
+        output, noted = self._share(None)
+        for name, items in noted.items():
+            notes[name].extend(items)
+        return output
+
+    def _share(self, compute: Callable[[], Any] | None) -> Any:
+        device = next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
+        return share(self.communicator, self.stop.holders[0], compute, device)
+
+    def _lengthen_caches(self, values: Sequence[Any]) -> None:
+        """Have the caches say that they hold so many more tokens, as they do where the module is computed."""
+        caches = [value for value in values if isinstance(value, Cache)] if self.stop.cache_layers else []
+        for cache in caches:
+            states = next(value for value in values if isinstance(value, torch.Tensor) and value.ndim > 1)
+            for index in self.stop.cache_layers:
+                _lengthen(cache, index, states)
+
+
+class Stack(ParallelLayer):
+    """A module that runs placed blocks one after another. While nobody looks at what is between them, nothing but the
+    result of the last of each run crosses.
+
+    Attributes:
+        stack_path: its own path.
+        stack_lists: the names of its lists of blocks.
+    """
+
+    takes_part = False
+    gives_part = False
+    stack_path: str
+    stack_lists: Sequence[str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        token = _run.set(None if self._is_watched(kwargs) else _Run(self.stack_path))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            _run.reset(token)
+
+    def _is_watched(self, kwargs: dict[str, Any]) -> bool:
+        config = getattr(self, "config", None)
+        asked = (kwargs.get(name, getattr(config, name, False)) for name in _LOOKS)
+        return any(asked) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
+
+
+_LOOKS = ("output_hidden_states", "output_attentions")
+"""Arguments by which models that note outputs in their own loop are asked to."""
+
+
+def _has_hooks(block: nn.Module) -> bool:
+    hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
+
+
+def _reraise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:
+    """Add tokens to one layer of a cache, in which each takes one number."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
+    if hasattr(layer, "has_previous_state"):  # a state, as convolutions and linear attention keep it
+        held = layer.has_previous_state
+        layer.has_previous_state = dict.fromkeys(held, True) if isinstance(held, dict) else True
+    if layer is None or hasattr(layer, "get_seq_length"):
+        keys = getattr(layer, "keys", None)
+        heads, width = (1, 1) if keys is None or keys.ndim < 4 else (keys.shape[1], keys.shape[3])
+        tokens = states.new_zeros(states.shape[0], heads, states.shape[1], width)
+        cache.update(tokens, tokens, index)

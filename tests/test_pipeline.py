@@ -1,0 +1,249 @@
+"""Models computed in stages: each rank has some of the layers, and all ranks have every result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from parallelformers_ng import parallelize, plan, save_sharded
+from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
+from parallelformers_ng.collectives.sharing import FIRST_BYTES, share
+from parallelformers_ng.collectives.threads import run_ranks
+from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.pipeline import in_stages
+from tests.patience import await_incarnation, kill
+from tests.zoo.build import largest_difference
+from tests.zoo.families import ALL, Case
+
+Groups = Callable[[int], WorkerGroup]
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+PIPELINE = {"strategy": "pipeline"}
+CPU = torch.device("cpu")
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in ALL if case.name == name)
+
+
+def deep_llama(layers: int = 5, **more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    config = tf.LlamaConfig(vocab_size=64, num_hidden_layers=layers, pad_token_id=0, **sizes, **more)
+    model = tf.LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    return model
+
+
+IDS = torch.tensor([[5, 9, 17, 31], [3, 4, 8, 2]])
+
+
+# -- what one rank computes for all --------------------------------------------------------------------------------
+
+
+def test_a_result_reaches_every_rank_whatever_its_size_and_structure() -> None:
+    large = torch.arange(3 * FIRST_BYTES, dtype=torch.float64).view(3, -1)
+    sent = {"a": (large, None, torch.ones(2, 0)), "b": [torch.tensor(True), 7, large.to(torch.bfloat16).T]}
+
+    def run(communicator: Any) -> Any:
+        return share(communicator, 1, (lambda: sent) if communicator.rank == 1 else None, CPU)
+
+    for got in run_ranks(3, run):
+        torch.testing.assert_close(got, sent, rtol=0, atol=0)
+
+
+def test_an_exception_reaches_every_rank() -> None:
+    def fail() -> None:
+        raise IndexError("row 7 of 5")
+
+    def run(communicator: Any) -> str:
+        with pytest.raises(IndexError, match="row 7 of 5"):
+            share(communicator, 0, fail if communicator.rank == 0 else None, CPU)
+        return share(communicator, 1, (lambda: "goes on") if communicator.rank == 1 else None, CPU)
+
+    assert run_ranks(2, run) == ["goes on"] * 2
+
+
+# -- equal to the whole model ----------------------------------------------------------------------------------------
+
+SHAPES = (
+    "gpt2",
+    "llama",
+    "bert",
+    "t5",
+    "t5-gated-untied",
+    "vit",
+    "mixtral",
+    "qwen3",
+    "mamba2",
+    "falcon-h1",
+    "qwen3-vl",
+)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_rank_gives_what_the_whole_model_gives(name: str) -> None:
+    case = case_of(name)
+    model, inputs = case.make(), case.inputs()
+    prompt = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+    with torch.no_grad():
+        want = model(**inputs)[0]
+        tokens = model.generate(**prompt, **GREEDY) if case.generates else None
+    made = in_stages(build_plan(model, 1, UNCUT), model, [0.5, 0.5], merged=name != "qwen3-vl")
+
+    def run(communicator: Any) -> Any:
+        part = cut(model, made, communicator.rank, communicator)
+        with torch.no_grad():
+            return part(**inputs)[0], part.generate(**prompt, **GREEDY) if case.generates else None
+
+    for got, got_tokens in run_ranks(2, run):
+        assert largest_difference(got, want) <= 1e-4
+        assert tokens is None or torch.equal(got_tokens, tokens)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ratio", [(1, 1), (1, 1, 1), (1, 1, 1, 1), (0.5, 1, 1, 1)], ids=str)
+def test_stages_of_any_number_and_ratio(ratio: tuple[float, ...], tied: bool) -> None:
+    model = deep_llama(9, tie_word_embeddings=tied)
+    want = model.generate(IDS, **GREEDY)
+    shares = [part / sum(ratio) for part in ratio]
+    made = in_stages(build_plan(model, 1, UNCUT), model, shares)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    copies = model.lm_head.weight.nbytes if tied else 0
+    for held, part in zip(made.bytes_per_rank, shares, strict=True):
+        assert held <= (made.bytes_whole + copies) * part + layer
+
+    def run(communicator: Any) -> torch.Tensor:
+        return cut(model, made, communicator.rank, communicator).generate(IDS, **GREEDY)
+
+    assert all(torch.equal(tokens, want) for tokens in run_ranks(len(ratio), run))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "mixtral"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_workers_in_stages(name: str, world_size: int, groups: Groups) -> None:
+    case = case_of(name)
+    model, inputs = case.make(), case.inputs()
+    model.set_attn_implementation("eager")
+    looks = {"output_attentions": True, "output_hidden_states": True}
+    prompt = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        want = model(**inputs, **looks)
+        tokens = model.generate(**prompt, **GREEDY, num_beams=3) if case.generates else None
+    parallelize(model, workers=groups(world_size), fit=PIPELINE)
+    got = model(**inputs, **looks)
+    assert got.keys() == want.keys()
+    for key in (key for key in want if "attentions" in key or "hidden_states" in key):
+        assert len(got[key]) == len(want[key]) > 0
+        assert all(largest_difference(mine, its) <= 1e-4 for mine, its in zip(got[key], want[key], strict=True))
+    assert largest_difference(got[0], want[0]) <= 1e-4
+    assert tokens is None or torch.equal(model.generate(**prompt, **GREEDY, num_beams=3), tokens)
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in model.state_dict().items())
+    model.deparallelize()
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in model.state_dict().items())
+
+
+def test_caches_batches_and_errors(groups: Groups) -> None:
+    model = deep_llama()
+    alone = [model.generate(IDS[:1], max_new_tokens=count, do_sample=False) for count in range(5, 9)]
+    want = model(IDS)
+    then = model(input_ids=IDS[:, :1], past_key_values=want.past_key_values).logits
+    parallelize(model, workers=groups(2), fit=PIPELINE, batching=True)
+    first = model(IDS)
+    assert first.past_key_values.get_seq_length() == 4
+    assert largest_difference(model(input_ids=IDS[:, :1], past_key_values=first.past_key_values).logits, then) <= 1e-4
+    with pytest.raises(IndexError, match="index out of range"):
+        model(torch.tensor([[99]]))
+    found: list[Any] = [None] * len(alone)
+
+    def generate(number: int) -> None:
+        found[number] = model.generate(IDS[:1], max_new_tokens=5 + number, do_sample=False)
+
+    threads = [threading.Thread(target=generate, args=(number,)) for number in range(len(alone))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(mine, its) for mine, its in zip(found, alone, strict=True))
+    model.deparallelize()
+
+
+def test_hooks_see_blocks_and_are_refused_within_them(groups: Groups) -> None:
+    model = deep_llama()
+    with torch.no_grad():
+        want = model(IDS, output_hidden_states=True).hidden_states
+    notes: list[torch.Tensor] = []
+    parallelize(model, workers=groups(2), fit=PIPELINE)
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output: notes.append(output)) for layer in model.model.layers
+    ]
+    model(IDS)
+    for hook in hooks:
+        hook.remove()
+    assert len(notes) == 5
+    assert all(largest_difference(mine, its) <= 1e-4 for mine, its in zip(notes[:4], want[1:5], strict=True))
+    with pytest.raises(ParallelError, match="refused"):
+        model.model.layers[4].mlp.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(ParallelError, match="is cut: called alone"):
+        model.model.layers[4].mlp(torch.randn(1, 3, 32))
+    model.deparallelize()
+
+
+def test_a_worker_that_dies_comes_back_with_its_stage(tmp_path: Path) -> None:
+    model = deep_llama()
+    want = model.generate(IDS, **GREEDY)
+    parallelize(model, 2, workers={"device": "cpu"}, fit={"strategy": "pipeline", "ratio": (1, 2)})
+    first, second = model.memory_allocated().values()
+    assert [first, second] == plan(deep_llama(), 2, fit={"strategy": "pipeline", "ratio": (1, 2)}).bytes_per_rank
+    kill(deployment_of(model).pids[1])
+    await_incarnation(model, 1)
+    assert torch.equal(model.generate(IDS, **GREEDY), want)
+    save_sharded(model, tmp_path / "cut")
+    model.save_pretrained(tmp_path / "whole")
+    model.deparallelize()
+    for name, fit in (("cut", None), ("cut", PIPELINE), ("whole", PIPELINE)):
+        with parallelize(str(tmp_path / name), 2, workers={"device": "cpu"}, fit=fit) as again:
+            assert torch.equal(again.generate(IDS, **GREEDY), want)
+
+
+# -- what is done, and what is refused ---------------------------------------------------------------------------------
+
+
+def test_blocks_are_merged_where_that_is_proven() -> None:
+    assert may_merge(case_of("llama").make())
+    assert not may_merge(case_of("qwen3-vl").make())
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="MobileBertForMaskedLM cannot be computed in stages"):
+        plan(case_of("mobilebert").make(), 2, fit=PIPELINE)
+    with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 7"):
+        plan(deep_llama(), 9, fit=PIPELINE)
+    for more, words in (
+        ({"fit": {"strategy": "circle"}}, "strategy is 'circle'; it takes"),
+        ({"fit": PIPELINE, "decode": "compile"}, "decode is for strategy='tensor'"),
+        ({"fit": PIPELINE, "quantize": "int8"}, "quantize is for strategy='tensor'"),
+        ({"fit": {**PIPELINE, "cache": "int8"}}, "cache is for strategy='tensor'"),
+        ({"fit": {**PIPELINE, "ratio": (1, 2, 3)}}, "ratio has 3 numbers"),
+    ):
+        with pytest.raises(ParallelError, match=words):
+            parallelize(deep_llama(), 2, workers={"device": "cpu"}, **more)
+
+
+def test_the_table_says_where_each_tensor_is() -> None:
+    made = plan(deep_llama(), 2, fit=PIPELINE)
+    assert made.strategy == made.as_dict()["strategy"] == "pipeline"
+    assert "LlamaForCausalLM on 2 ranks, policy stages (pipeline)\n" in str(made)
+    line = next(line for line in str(made).splitlines() if line.startswith("lm_head.weight"))
+    assert line.split() == ["lm_head.weight", "1", "[64,", "32]", "stage", "1", "–", "[64,", "32]"]
