@@ -116,6 +116,17 @@ def test_the_proof_tells_which_models_may_share(case):
     assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == (case.name in ALONE)
 
 
+def test_positions_that_a_model_takes_from_its_cache_are_those_of_the_rows(monkeypatch):
+    model = decoder("Llama")
+    prepared = model.prepare_inputs_for_generation
+    monkeypatch.setattr(
+        model,
+        "prepare_inputs_for_generation",
+        lambda *args, **kwargs: {**prepared(*args, **kwargs), "position_ids": None},
+    )
+    assert [proof.why_alone(model, in_pieces) for in_pieces in (True, False)] == ["", ""]
+
+
 def test_a_streamer_gets_prompt_and_tokens_in_its_callers_thread(groups):
     class Pieces(BaseStreamer):
         def __init__(self) -> None:

@@ -27,6 +27,20 @@ class Prepared:
     model_kwargs: dict[str, Any]
 
 
+def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
+    """What a model is called with for new tokens, as `generate` calls it.
+
+    Args:
+        ids, positions: int64 `[rows, tokens]`. Some models leave it to their forward to take positions from the length
+            of the cache, padding counted; here they have those of the rows.
+        arguments: of `prepare_inputs_for_generation`.
+    """
+    inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
+    if "position_ids" in inputs and inputs["position_ids"] is None:
+        inputs["position_ids"] = positions
+    return inputs
+
+
 def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
     """Have `model.generate(**kwargs)` prepare itself, and stop before the first forward.
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import Row
 
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
@@ -128,11 +129,12 @@ class Prompts:
         """Run prompts from a column on, into the cache of a row. Returns logits, `[rows, tokens, vocabulary]`."""
         whole = torch.ones_like(ids[:1]) if mask is None else mask
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
-        inputs = self._model.prepare_inputs_for_generation(
+        inputs = inputs_of(
+            self._model,
             ids,
+            positions[:, begin:].expand(len(ids), -1),
             next_sequence_length=ids.shape[1] - begin,
             attention_mask=mask,
-            position_ids=positions[:, begin:].expand(len(ids), -1),
             is_first_iteration=begin == 0,
             **{
                 **{name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT},

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
 from parallelformers_ng.collectives.communicator import Communicator
 
@@ -90,10 +91,11 @@ class Rows:
         self._pack()
         newest = self._mask.new_tensor([[0 if row is None else row.newest] for row in self._slots])
         self._mask = pad(self._mask, (0, 1), value=1)
-        inputs = self._model.prepare_inputs_for_generation(
+        inputs = inputs_of(
+            self._model,
             newest,
+            self._mask.sum(-1, keepdim=True) - 1,
             attention_mask=self._mask,
-            position_ids=self._mask.sum(-1, keepdim=True) - 1,
             use_cache=True,
             **{self._cache_name: self._cache},
         )
