@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,48 +101,57 @@ def main() -> None:
     full, lone = calls([(16, 96)] * 16), calls([(32, 64)])
     sampled = [{**call, "do_sample": True, "top_k": 50, "top_p": 0.95, "seed": n} for n, call in enumerate(full)]
     dtype = getattr(torch, options.dtype)
-    together, apart, forgetful = (model(dtype, batching) for batching in (True, False, {"prefix_tokens": 0}))
-    alone = whole(dtype)
-    for made in (together, apart, forgetful):
-        made.generate(**lone[0])
-    single = parallelize(whole(dtype), workers=WorkerGroup(1, target=RUNNER, threads=1), progress=False)
-    double = parallelize(whole(dtype), 1, workers={"device": "cpu", "replicas": 2}, progress=False)
-    for made in (single, double):
-        tokens_per_second(made, full[:4], 4)  # from when on they share
+
+    @cache
+    def made(how: str) -> Any:
+        """A model, made when the first contest asks for it; it has run calls side by side."""
+        if how == "whole":
+            return whole(dtype)
+        if how == "one replica":
+            found = parallelize(whole(dtype), workers=WorkerGroup(1, target=RUNNER, threads=1), progress=False)
+        elif how == "two replicas":
+            found = parallelize(whole(dtype), 1, workers={"device": "cpu", "replicas": 2}, progress=False)
+        else:
+            found = model(dtype, {"together": True, "apart": False, "forgetful": {"prefix_tokens": 0}}[how])
+        tokens_per_second(found, full[:4], 4)
+        return found
+
     contests = {
         "16 mixed calls, replicas of one rank with one thread": {
-            "one": lambda: tokens_per_second(single, mixed, 16),
-            "two": lambda: tokens_per_second(double, mixed, 16),
+            "one": lambda: tokens_per_second(made("one replica"), mixed, 16),
+            "two": lambda: tokens_per_second(made("two replicas"), mixed, 16),
         },
         "16 mixed calls": {
-            "one after another": lambda: tokens_per_second(apart, mixed, 16),
-            "together": lambda: tokens_per_second(together, mixed, 16),
+            "one after another": lambda: tokens_per_second(made("apart"), mixed, 16),
+            "together": lambda: tokens_per_second(made("together"), mixed, 16),
         },
         "16 mixed calls beside transformers": {
-            "generate_batch of transformers": lambda: of_transformers(alone, mixed),
-            "together": lambda: tokens_per_second(together, mixed, 16),
+            "generate_batch of transformers": lambda: of_transformers(made("whole"), mixed),
+            "together": lambda: tokens_per_second(made("together"), mixed, 16),
         },
         "decode": {
-            "one row": lambda: tokens_per_second(apart, full[:1], 1),
-            "8 rows": lambda: tokens_per_second(together, full[:8], 8),
-            "16 rows": lambda: tokens_per_second(together, full, 16),
+            "one row": lambda: tokens_per_second(made("apart"), full[:1], 1),
+            "8 rows": lambda: tokens_per_second(made("together"), full[:8], 8),
+            "16 rows": lambda: tokens_per_second(made("together"), full, 16),
         },
         "decode, sampled with top-k and top-p": {
-            "16 greedy rows": lambda: tokens_per_second(together, full, 16),
-            "16 sampled rows": lambda: tokens_per_second(together, sampled, 16),
+            "16 greedy rows": lambda: tokens_per_second(made("together"), full, 16),
+            "16 sampled rows": lambda: tokens_per_second(made("together"), sampled, 16),
         },
         "first tokens of 16 prompts that share 256 tokens": {
-            "each runs its own": lambda: prompts(forgetful, 256, 16),
-            "what they share runs once": lambda: prompts(together, 256, 16),
+            "each runs its own": lambda: prompts(made("forgetful"), 256, 16),
+            "what they share runs once": lambda: prompts(made("together"), 256, 16),
         },
         "a lone call": {
-            "batching off": lambda: tokens_per_second(apart, lone, 1),
-            "batching on": lambda: tokens_per_second(together, lone, 1),
+            "batching off": lambda: tokens_per_second(made("apart"), lone, 1),
+            "batching on": lambda: tokens_per_second(made("together"), lone, 1),
         },
     }
     figures = {}
     for what, contestants in contests.items():
         if options.only in what:
+            for run in contestants.values():
+                run()  # what is made once is made
             figures[what] = measure.interleave(contestants, options.rounds)
             unit = "calls/s" if "first" in what else "tokens/s"
             measure.report(what, unit, figures[what], against=next(iter(contestants)), higher_is_better=True)
