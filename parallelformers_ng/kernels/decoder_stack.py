@@ -38,9 +38,12 @@ class DecoderStack(nn.ModuleList):
         """What the last layer makes of `hidden`, given the arguments that each layer gets."""
         whole = self._read() if is_step(hidden) and may_serve() else None
         step = None if whole is None else whole.step_for(hidden, **kwargs)
-        own = [] if whole is None or step is None else self._own()
+        if whole is None or step is None or not (own := self._own()):
+            for layer in self:
+                hidden = layer(hidden, **kwargs)
+            return hidden
         for layer in self:
-            if not own or layer not in own:
+            if layer not in own:
                 hidden = layer(hidden, **kwargs)
             elif layer is own[-1]:
                 run = functools.partial(whole.run, hidden, step, kwargs["past_key_values"])
