@@ -38,23 +38,21 @@ class DecoderStack(nn.ModuleList):
         """What the last layer makes of `hidden`, given the arguments that each layer gets."""
         whole = self._read() if is_step(hidden) and may_serve() else None
         step = None if whole is None else whole.step_for(hidden, **kwargs)
-        if whole is None or step is None or not (own := self._own()):
+        layer: Any
+        last = self[-1]
+        if whole is None or step is None or (isinstance(last, Placed) and not last.is_merged):
             for layer in self:
                 hidden = layer(hidden, **kwargs)
             return hidden
+        run = functools.partial(whole.run, step=step, cache=kwargs["past_key_values"])
+        if not isinstance(last, Placed):
+            return run(hidden)
         for layer in self:
-            if layer not in own:
+            if not layer.is_here:
                 hidden = layer(hidden, **kwargs)
-            elif layer is own[-1]:
-                run = functools.partial(whole.run, hidden, step, kwargs["past_key_values"])
-                hidden = layer.give(run) if isinstance(layer, Placed) else run()
+            elif layer.stop.ends:
+                hidden = layer.give(functools.partial(run, hidden))
         return hidden
-
-    def _own(self) -> list[Any]:
-        """The layers that this rank computes as one: all, or those of its stage while only their last result is wanted
-        by others."""
-        placed = [layer for layer in self if isinstance(layer, Placed)]
-        return [layer for layer in placed if layer.is_here and layer.is_merged] if placed else list(self)
 
     def _read(self) -> _StackInC | None:
         """What the kernel knows of the layers, remembered for as long as it is so."""
