@@ -139,7 +139,7 @@ def parallelize(
     check_fit(fitting, world_size, custom_policies=custom_policies, quantize=quantize, decode=as_asked)
     target = target_dtype(fp16, dtype)
     check_kind(fitting.cache, kind, decode)
-    steps, unlike_asked = static_steps(decode if fitting.is_plain else "eager", kind, world_size)
+    steps, unlike_asked = static_steps(decode if fitting.cache is None else "eager", kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
     bits = read_quantize(quantize)
@@ -178,6 +178,8 @@ def parallelize(
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
         loaded.hf_quantizer.remove_quantization_config(loaded)
+    if sharding.strategy != "tensor":
+        steps = None
     enter(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto")
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))

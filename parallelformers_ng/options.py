@@ -94,7 +94,7 @@ class FitOptions:
 
     Attributes:
         strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some of the layers,
-            which follow one another.
+            which follow one another. "auto": "tensor" where that spreads the model; the plan says why.
         tensor: ranks that share each stage of a pipeline.
         ratio: for each rank, how much it is to hold beside the others: `(1, 3)` gives the second three times the first.
         max_memory: what each device, and the "cpu", may hold: bytes, or a size as text ("10GiB").
@@ -117,15 +117,10 @@ class FitOptions:
                 raise ParallelError(f"fit: {field.name} does nothing yet; leave it out")
         if self.cache not in (None, "int8", "offload"):
             raise ParallelError(f"fit: cache is {self.cache!r}; it takes 'int8', 'offload' or None")
-        if self.strategy not in ("tensor", "pipeline"):
-            raise ParallelError(f"fit: strategy is {self.strategy!r}; it takes 'tensor' or 'pipeline'")
+        if self.strategy not in ("tensor", "pipeline", "auto"):
+            raise ParallelError(f"fit: strategy is {self.strategy!r}; it takes 'tensor', 'pipeline' or 'auto'")
         if self.ratio is not None and not all(0 < part < math.inf for part in self.ratio):
             raise ParallelError(f"fit: ratio is {self.ratio!r}; it takes numbers, each more than 0")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether decode steps may be captured: ranks share each layer, and caches are transformers' own."""
-        return self.strategy == "tensor" and self.cache is None
 
     def parts(self, world_size: int) -> list[float]:
         """What part of the model each of so many ranks is to hold, 1 in all; none where all are to hold the same.

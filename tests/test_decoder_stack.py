@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.autopolicy.pipeline_proof import UNCUT
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
@@ -23,6 +24,9 @@ from parallelformers_ng.kernels import decoder_layer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.pipeline import in_stages
+from parallelformers_ng.sharding.placed import Placed, Stop
+from parallelformers_ng.sharding.plan import ShardPlan
 from tests.rank_group import RankGroup, meet
 from tests.step_models import (
     FAMILIES,
@@ -196,6 +200,22 @@ def test_ranks_that_meet_otherwise_sum_after_each_half(calls: Counter[str]) -> N
     for found in run_ranks(2, lambda communicator: cached_step(_share(communicator, stock, fused)).logits):
         assert distance(found, wanted) < 1e-5
     assert calls == {"attention_half": 2 * LAYERS, "feed_half": 2 * LAYERS}
+
+
+def test_each_stage_of_a_pipeline_is_one_call(calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    wanted = cached_step(stock).logits
+    made = in_stages(build_plan(stock, 1, UNCUT), stock, [0.5, 0.5])
+    assert len({stop.holders for stop in _stops(made)}) == 2, "both ranks have layers"
+    calls.clear()
+    for found in run_ranks(2, lambda rank: cached_step(cut(fused, made, rank.rank, rank)).logits):
+        assert distance(found, wanted) < 1e-5
+    assert calls == {"decoder_layers": 2}
+
+
+def _stops(made: ShardPlan) -> list[Stop]:
+    layers = [layer for layer in made.layers if layer.cls is Placed and ".layers." in layer.path]
+    return [layer.attributes[0]["stop"] for layer in layers]
 
 
 def test_a_single_rank_has_nothing_to_sum(calls: Counter[str]) -> None:

@@ -13,6 +13,7 @@ import transformers as tf
 
 from parallelformers_ng import parallelize, plan, save_sharded
 from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
+from parallelformers_ng.autopolicy.planning import better
 from parallelformers_ng.collectives.sharing import FIRST_BYTES, share
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
@@ -239,6 +240,24 @@ def test_what_cannot_be_done_is_refused() -> None:
     ):
         with pytest.raises(ParallelError, match=words):
             parallelize(deep_llama(), 2, workers={"device": "cpu"}, **more)
+
+
+def test_auto_says_in_a_line_why_it_chose() -> None:
+    even = plan(deep_llama(), 2, fit={"strategy": "auto"})
+    assert even.strategy == "tensor"
+    assert "strategy: tensor, as 9" in str(even)
+    model = deep_llama()
+    whole = build_plan(model, 2, UNCUT)
+    staged = in_stages(build_plan(model, 1, UNCUT), model, [0.5, 0.5])
+
+    def refuse() -> Any:
+        raise UnsupportedModelError("no policy knows it")
+
+    assert "strategy: pipeline, as its fullest rank has" in str(better(lambda: whole, lambda: staged))
+    assert "strategy: pipeline, as its layers cannot be cut: no policy" in str(better(refuse, lambda: staged))
+    assert "strategy: tensor, as stages cannot be: no policy" in str(better(lambda: whole, refuse))
+    with pytest.raises(UnsupportedModelError):
+        better(refuse, refuse)
 
 
 def test_the_table_says_where_each_tensor_is() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
 from parallelformers_ng.options import FitOptions, QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.pipeline import in_stages
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.plan import ShardPlan, human_bytes
 from parallelformers_ng.sharding.rules import Policy
+
+_MUCH_LESS = 0.8
+"""A pipeline is taken where its fullest rank has less than this times what the fullest of a cut model has, as in a
+pipeline one rank computes at a time."""
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
@@ -30,7 +35,7 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
         ParallelError: which two, in words.
     """
     fit.parts(world_size)
-    if fit.strategy != "tensor":
+    if fit.strategy == "pipeline":
         for name, value in {**others, "cache": fit.cache}.items():
             if value is not None:
                 raise ParallelError(f"{name} is for strategy='tensor' so far, and fit's strategy is {fit.strategy!r}")
@@ -57,8 +62,35 @@ def make_plan(
         PlacementError: the model has fewer parts than there are stages.
     """
     parts = fit.parts(world_size)
-    if fit.strategy == "pipeline":
-        uncut = build_plan(model, 1, UNCUT, dtype)
-        return in_stages(uncut, model, parts or [1 / world_size] * world_size, merged=may_merge(model))
-    selection = select(model, custom, world_size, parts)
-    return build_plan(model, world_size, selection, dtype, parts=parts, quantize=quantize)
+
+    def cut() -> ShardPlan:
+        selection = select(model, custom, world_size, parts)
+        return build_plan(model, world_size, selection, dtype, parts=parts, quantize=quantize)
+
+    def staged() -> ShardPlan:
+        shares = parts or [1 / world_size] * world_size
+        return in_stages(build_plan(model, 1, UNCUT, dtype), model, shares, merged=may_merge(model))
+
+    if fit.strategy == "auto" and world_size > 1 and custom is quantize is fit.cache is None:
+        return better(cut, staged)
+    return staged() if fit.strategy == "pipeline" else cut()
+
+
+def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
+    """The plan that cuts layers, unless it cannot be, or leaves much more on its fullest rank than stages would."""
+    try:
+        tensor = cut()
+    except UnsupportedModelError as error:
+        return replace(staged(), why=f"as its layers cannot be cut: {error}")
+    if not tensor.warning:
+        return replace(
+            tensor, why=f"as {1 - tensor.whole_share:.0%} of the bytes can be cut, and all ranks work at once"
+        )
+    try:
+        pipeline = staged()
+    except (UnsupportedModelError, PlacementError) as error:
+        return replace(tensor, why=f"as stages cannot be: {error}")
+    full, fuller = human_bytes(max(pipeline.bytes_per_rank)), human_bytes(max(tensor.bytes_per_rank))
+    if max(pipeline.bytes_per_rank) < _MUCH_LESS * max(tensor.bytes_per_rank):
+        return replace(pipeline, why=f"as its fullest rank has {full}, and that of a cut model {fuller}")
+    return replace(tensor, why=f"as its fullest rank has {fuller}, and that of a pipeline {full}")

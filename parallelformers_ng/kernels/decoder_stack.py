@@ -1,5 +1,5 @@
-"""A model's decoder layers as one: where nothing happens between them, a step goes through all of them in one call of
-`_stack.h`, which also sums over the ranks."""
+"""A model's decoder layers as one: where nothing happens between them, a step goes through all of them, or through all
+of a rank's stage, in one call of `_stack.h`, which also sums over the ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from parallelformers_ng.collectives.shared_memory import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 from parallelformers_ng.kernels.decoder_layer import AttentionHalf, FeedHalf, FusedDecoderLayer, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
+from parallelformers_ng.sharding.placed import Placed
 
 
 class DecoderStack(nn.ModuleList):
@@ -37,16 +38,27 @@ class DecoderStack(nn.ModuleList):
         """What the last layer makes of `hidden`, given the arguments that each layer gets."""
         whole = self._read() if is_step(hidden) and may_serve() else None
         step = None if whole is None else whole.step_for(hidden, **kwargs)
-        if whole is not None and step is not None:
-            return whole.run(hidden, step, kwargs["past_key_values"])
+        layer: Any
+        last = self[-1]
+        if whole is None or step is None or (isinstance(last, Placed) and not last.is_merged):
+            for layer in self:
+                hidden = layer(hidden, **kwargs)
+            return hidden
+        run = functools.partial(whole.run, step=step, cache=kwargs["past_key_values"])
+        if not isinstance(last, Placed):
+            return run(hidden)
         for layer in self:
-            hidden = layer(hidden, **kwargs)
+            if not layer.is_here:
+                hidden = layer(hidden, **kwargs)
+            elif layer.stop.ends:
+                hidden = layer.give(functools.partial(run, hidden))
         return hidden
 
     def _read(self) -> _StackInC | None:
         """What the kernel knows of the layers, remembered for as long as it is so."""
         if not self._was_read or (self._in_c is not None and not self._in_c.guard.holds()):
-            self._in_c, self._was_read = _StackInC.of(self), True
+            here = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
+            self._in_c, self._was_read = _StackInC.of(here), True
         return None if any(layer.training for layer in self) else self._in_c
 
     def forget(self) -> None:
@@ -85,7 +97,7 @@ class _StackInC:
         self._layers = b"".join(_packed(*pair) for pair in halves)
 
     @classmethod
-    def of(cls, layers: nn.ModuleList) -> _StackInC | None:
+    def of(cls, layers: list[nn.Module]) -> _StackInC | None:
         """That of a model's decoder layers, None where the kernel does not compute them all, or not as one."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]

@@ -64,7 +64,7 @@ def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged
         layers=[*everyone, *_layers(model, stage_of, width, stages, merged)],
         policy=plan.policy or "stages",
         blocks=list(dict.fromkeys((*plan.blocks, *stage_of))),
-        strategy="pipeline" if width == 1 else "tensor+pipeline",
+        strategy="pipeline",
     )
 
 

@@ -68,15 +68,28 @@ class Placed(ParallelLayer):
     gives_part = False
     stop: Stop
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank computes it."""
+        return self.communicator.rank in self.stop.holders
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether only the last result of its run is wanted elsewhere."""
+        run = _run.get()
+        return run is not None and run.stack == self.stop.stack and not output_capturing._active_collector.get()
+
+    def give(self, compute: Callable[[], Any]) -> Any:
+        """Have the other ranks get what its run gives, computed in another way."""
+        return self._share(lambda: (compute(), {}))[0]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stop, run = self.stop, _run.get()
-        is_here = self.communicator.rank in stop.holders
-        collector = output_capturing._active_collector.get()
-        if run is None or run.stack != stop.stack or collector:
-            return self._shared(args, kwargs, collector)
-        if is_here and stop.ends:
+        if run is None or not self.is_merged:
+            return self._shared(args, kwargs, output_capturing._active_collector.get())
+        if self.is_here and stop.ends:
             return self._shared(args, kwargs)
-        if is_here:
+        if self.is_here:
             try:
                 return super().forward(*args, **kwargs)
             except Exception as error:  # the others wait for what the last block gives
@@ -96,7 +109,7 @@ class Placed(ParallelLayer):
             output = super(Placed, self).forward(*args, **kwargs)
             return output, {name: items[before[name] :] for name, items in notes.items()}
 
-        if self.communicator.rank in self.stop.holders:
+        if self.is_here:
             return self._share(compute)[0]
         self._lengthen_caches((*args, *kwargs.values()))
         output, noted = self._share(None)

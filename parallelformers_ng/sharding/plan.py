@@ -142,7 +142,8 @@ class ShardPlan:
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
         quantized: name of a tensor that ranks hold in few bits → how.
-        strategy: how the ranks share the work: "tensor", "pipeline" or "tensor+pipeline".
+        strategy: how the ranks share the work: "tensor" or "pipeline".
+        why: why that strategy was taken, where it was left open.
     """
 
     model_class: str
@@ -157,6 +158,7 @@ class ShardPlan:
     cache: str | None = None
     quantized: dict[str, Encoding] = field(default_factory=dict)
     strategy: str = "tensor"
+    why: str = ""
 
     @property
     def held(self) -> ShardPlan:
@@ -292,6 +294,7 @@ class ShardPlan:
             f"whole: {human_bytes(self.bytes_whole)}  {per_rank}\n"
             f"cut: {self.cut_share:.1%} of the cuttable bytes, {1 - self.whole_share:.1%} of all"
             f"  replicated: {human_bytes(whole_everywhere)}\n"
+            + (f"strategy: {self.strategy}, {self.why}\n" if self.why else "")
             + kept
             + self._quantization()
             + (f"warning: {self.warning}\n" if self.warning else "")
