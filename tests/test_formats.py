@@ -15,9 +15,11 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForC
 
 from parallelformers_ng import CheckpointError, ParallelError, UnsupportedModelError, parallelize
 from parallelformers_ng.checkpoint.loading import load_skeleton
+from tests.apart import find_packages
 from tests.zoo.build import build, largest_difference
 from tests.zoo.case import text_inputs
 
+find_packages()
 DEQUANTIZE = {"dequantize": True}
 State = dict[str, Tensor]
 
