@@ -40,7 +40,7 @@ from parallelformers_ng.options import (
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count, check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit
-from parallelformers_ng.sharding.casting import holds_plain_weights, target_dtype
+from parallelformers_ng.sharding.casting import refuse_quantized, target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import check_custom, written_policies
@@ -154,7 +154,7 @@ def parallelize(
             group = maker(wait=False)
             replicas.append(Replica(group, maker))
         if source is not None:
-            loaded = open_source(source, model, target)
+            loaded = open_source(source, model, target, bits is not None and bits.dequantize)
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
@@ -324,8 +324,7 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
         )
-    if getattr(model, "is_quantized", False) and not holds_plain_weights(model):
-        raise UnsupportedModelError(f"{type(model).__name__} is quantized; quantized weights cannot be cut yet")
+    refuse_quantized(model)
 
 
 def _make_plan(

@@ -146,14 +146,19 @@ class QuantizeOptions:
         skip: layers that stay in high precision, as paths beneath a block or from the model on, `*` for any one name
             (`["self_attn.o_proj", "mlp.*"]`); all that lies beneath one stays, too.
         embeddings: quantize the input embeddings and the output head, too.
+        dequantize: put weights in high precision, each rank its own, that a checkpoint holds quantized in a way that
+            nothing here computes with; then quantize them by `scheme`, where there is one.
     """
 
-    scheme: str = "int8"
+    scheme: str | None = None
     skip: list[str] | tuple[str, ...] = ()
     embeddings: bool = False
+    dequantize: bool = False
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
+        if self.scheme is None and (self.skip or self.embeddings or not self.dequantize):
+            raise ParallelError(f"quantize: no scheme is given; it takes one of {', '.join(map(repr, SCHEMES))}")
+        if self.scheme is not None and self.scheme not in SCHEMES:
             raise ParallelError(f"quantize: scheme is {self.scheme!r}; it takes one of {', '.join(map(repr, SCHEMES))}")
 
 

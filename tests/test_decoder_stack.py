@@ -22,11 +22,15 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.kernels import decoder_layer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack
+from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.operators import StreamingLinear, StreamingQuantizedLinear
 from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.placed import Placed, Stop
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.quantized import hold
 from tests.rank_group import RankGroup, meet
 from tests.step_models import (
     FAMILIES,
@@ -274,3 +278,28 @@ def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
     finally:
         model.deparallelize()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["{'decoder_layers': 5}"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama with every bias", "llama with odd sizes", "qwen3"])
+def test_weights_that_are_integers_run_in_the_same_call(family: str, dtype: torch.dtype, calls) -> None:
+    """All layers, some matrices left in high precision, against the numbers that the integers stand for."""
+    stock, fused = models(family, dtype, as_one=True)
+    for path, layer in fused.model.named_modules():
+        if type(layer) is StreamingLinear and not path.endswith("1.mlp.up_proj"):
+            encoding = Encoding("int8", -1, layer.in_features)
+            integers, scales = encoding.encode(layer.weight.detach())
+            layer.__class__ = nn.Linear
+            stock.model.get_submodule(path).weight.data = encoding.decode(integers, scales, dtype)
+            hold(layer, "weight", encoding, integers, scales, dtype)
+    install(fused)
+    assert isinstance(fused.model.layers[0].mlp.down_proj, StreamingQuantizedLinear)
+    calls.clear()  # of what the kernels were compared with at first
+    tokens, scores = generate(fused, rows=3)
+    assert calls["decoder_layers"] == 11
+    wanted_tokens, wanted = generate(stock, rows=3)
+    if dtype is torch.float32:
+        assert torch.equal(tokens, wanted_tokens)
+        assert distance(scores, wanted) < 1e-5
+    else:
+        assert distance(scores[1], wanted[1]) < 6e-2

@@ -122,7 +122,7 @@ def test_tied_embeddings_stay_or_are_quantized_once(groups) -> None:
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & plan(model, 2, quantize="int8").quantized.keys()
     expected = rounded(model, [*linears(model), "lm_head.weight"])
     expected.tie_weights()
-    parallelize(model, workers=groups(2), quantize=QuantizeOptions(embeddings=True))
+    parallelize(model, workers=groups(2), quantize=QuantizeOptions("int8", embeddings=True))
     held = [tensor.name for tensor in model.shard_plan.held.stored()]
     assert ("lm_head.weight" in held) != ("model.embed_tokens.weight" in held)
     assert largest_difference(model(**text_inputs()).logits, expected(**text_inputs()).logits) <= 1e-4
@@ -147,8 +147,12 @@ def test_what_is_skipped_stays_and_the_plan_says_what_is_in_high_precision() -> 
     ("given", "message"),
     [
         ("int7", "scheme is 'int7'; it takes one of 'int8'"),
-        ({"skip": ["self_attn.o_pro"]}, r"skip names 'self_attn.o_pro'.*did you mean 'self_attn.o_proj'"),
+        (
+            {"scheme": "int8", "skip": ["self_attn.o_pro"]},
+            r"skip names 'self_attn.o_pro'.*did you mean 'self_attn.o_proj'",
+        ),
         ({"shceme": "int8"}, "no option 'shceme'.*did you mean 'scheme'"),
+        ({"skip": ["mlp"]}, "no scheme is given; it takes one of 'int8'"),
         (8, "quantize is 8; it takes QuantizeOptions"),
     ],
 )

@@ -56,7 +56,7 @@ def test_integers_and_scales_are_torchaos_bit_for_bit(dtype: torch.dtype, shape:
 )
 def test_families(case: Case, world_size: int) -> None:
     model, inputs = case.make(), case.inputs()
-    plan = build_plan(model, world_size, select(model), quantize=QuantizeOptions())
+    plan = build_plan(model, world_size, select(model), quantize=QuantizeOptions("int8"))
     expected = copy.deepcopy(model)
     for name, encoding in plan.quantized.items():
         weight = get_tensor(expected, name, False)

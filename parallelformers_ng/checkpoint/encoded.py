@@ -7,6 +7,7 @@ a scale is that of the whole row, on whichever ranks its parts will be, and nobo
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.checkpoint.nodes import Computed, FetchedLeaf, Node, Operation
+from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range, width_of
@@ -44,8 +46,49 @@ class Decoded(Computed):
         return self.encoding.decode(read(integers, dict(cut), rank), scale, self.dtype)
 
 
+Taken = Callable[[Tensor], Tensor]
+"""Cuts a tensor along the dimension of which some lines were computed whole."""
+
+
+class InLines(Computed):
+    """A tensor that is computed some lines at a time, each of them whole.
+
+    Attributes:
+        along: the dimension of a line, from the last one.
+    """
+
+    along: int = -1
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers there are in high precision while all lines are computed."""
+        return math.prod(self.shape)
+
+    @abstractmethod
+    def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
+        """What computes the lines that a cut takes, and takes of them what is wanted.
+
+        Args:
+            rank: whose shards to prefer where several ranks stored the same.
+        """
+
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
+        dim = self.along % len(self.shape)
+        other = next(index for index in range(len(self.shape)) if index != dim)
+        shape = [width_of(cut.get(index, ((0, size),))) for index, size in enumerate(self.shape)]
+        out = torch.empty(shape, dtype=self.dtype)
+        lines, compute = max(1, _NUMBERS * self.shape[other] // max(1, self.numbers)), self.computing(rank)
+        rest = {index: ranges for index, ranges in cut.items() if index not in (dim, other)}
+        taken: Taken = Shard(dim, cut[dim]).of if dim in cut else _all
+        offset = 0
+        for start, stop in _pieces(cut.get(other, ((0, self.shape[other]),)), lines):
+            out.narrow(other, offset, stop - start).copy_(compute({**rest, other: ((start, stop),)}, taken))
+            offset += stop - start
+        return out
+
+
 @dataclass(eq=False)
-class _Encoding(Computed):
+class _Encoding(InLines):
     """The integers or the scales of a weight."""
 
     encoding: Encoding
@@ -55,34 +98,30 @@ class _Encoding(Computed):
     def sources(self) -> Sequence[Node]:
         return (self.weight,)
 
-    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        dim = self.encoding.dim % len(self.shape)
-        other = next(index for index in range(len(self.shape)) if index != dim)
-        shape = [width_of(cut.get(index, ((0, size),))) for index, size in enumerate(self.shape)]
-        out = torch.empty(shape, dtype=self.dtype)
+    @property
+    def along(self) -> int:  # type: ignore[override]
+        return self.encoding.dim
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.weight.shape)
+
+    def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
         weight = self.weight
         if not is_read_in_parts(weight):
             whole = read(weight, {}, rank)
             weight = FetchedLeaf(weight.shape, weight.dtype, lambda: whole)
-        lines = max(1, _NUMBERS // max(1, math.prod(weight.shape) // weight.shape[other]))
-        rest = {index: ranges for index, ranges in cut.items() if index not in (dim, other)}
-        offset = 0
-        for start, stop in _pieces(cut.get(other, ((0, self.shape[other]),)), lines):
-            numbers = read_copy(weight, {**rest, other: ((start, stop),)}, rank)
-            place = out.narrow(other, offset, stop - start)
-            place.copy_(self._of(numbers, Shard(dim, cut[dim]).of if dim in cut else _all))
-            offset += stop - start
-        return out
+        return lambda cut, taken: self._of(read_copy(weight, cut, rank), taken)
 
-    def _of(self, numbers: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor:
-        """What is wanted of some whole rows."""
-        raise NotImplementedError
+    @abstractmethod
+    def _of(self, numbers: Tensor, taken: Taken) -> Tensor:
+        """What is wanted of some lines of the weight."""
 
 
 class Integers(_Encoding):
     """The integers of a weight."""
 
-    def _of(self, numbers: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor:
+    def _of(self, numbers: Tensor, taken: Taken) -> Tensor:
         scales = self.encoding.spread(self.encoding.scales(numbers), numbers.shape)
         one_for_all = scales.shape != numbers.shape
         return self.encoding.integers(taken(numbers), scales if one_for_all else taken(scales))
@@ -91,7 +130,7 @@ class Integers(_Encoding):
 class Scales(_Encoding):
     """The scales of a weight."""
 
-    def _of(self, numbers: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor:
+    def _of(self, numbers: Tensor, taken: Taken) -> Tensor:
         return taken(self.encoding.scales(numbers))
 
 

@@ -17,13 +17,14 @@ from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.encoded import held_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
+from parallelformers_ng.checkpoint.formats import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_generation_config, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.checkpoint.nodes import Node, leaves
 from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import names_of_each, place
-from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
+from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
@@ -62,26 +63,33 @@ class Checkpoint:
         return dataclasses.replace(plan, tensors=rest)
 
 
-def open_source(source: Source, model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def open_source(
+    source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
+) -> PreTrainedModel:
     """A model in evaluation mode whose weights have not been read.
 
     Args:
         source: where they are, and the arguments of `from_pretrained` that came with it.
         model: a model on `meta` that is to get them; anything else stands for a new one.
         dtype: data type to load in; None as `from_pretrained` chooses, or as the model is.
+        dequantize: whether weights may be put in high precision that are quantized in a way that nothing computes with.
 
     Raises:
         CheckpointError: a file is missing or damaged; it is named.
-        UnsupportedModelError: the configuration names no class that can be loaded, or the weights are quantized.
+        UnsupportedModelError: the configuration names no class that can be loaded, or weights are quantized in a way
+            that cannot be read.
     """
     location, config = source.location, source.config
     if config is None:
         fill_skeleton(model, location, dtype)
         return model
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{location} is quantized; quantized weights cannot be cut yet")
-    made = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, source.options)
+    state = lazy_state(location)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        said = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        state = unpacked(state, said, location, dtype or config.dtype or torch.bfloat16, dequantize)
+        del config.quantization_config
+    made = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
     made.config.name_or_path = made.name_or_path = location.path
     if made.can_generate():
         made.generation_config = read_generation_config(location)
@@ -89,10 +97,14 @@ def open_source(source: Source, model: Any, dtype: torch.dtype | None = None) ->
 
 
 def load_skeleton(
-    path: str, dtype: torch.dtype | None = None, model_class: type[PreTrainedModel] | None = None, **options: Any
+    path: str,
+    dtype: torch.dtype | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+    dequantize: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """`open_source` of a path with arguments of `from_pretrained`."""
-    return open_source(read_source(path, options, model_class), None, dtype)
+    return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
 def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None) -> None:
@@ -104,7 +116,9 @@ def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
     """
-    tensors = all_tensors(_from_pretrained(type(model), model.config, location, dtype or model.dtype, {}))
+    state = lazy_state(location)
+    made = _from_pretrained(type(model), model.config, location, dtype or model.dtype, {}, state)
+    tensors = all_tensors(made)
     for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
             continue
@@ -120,8 +134,8 @@ def _from_pretrained(
     location: Location,
     dtype: torch.dtype | str,
     options: Mapping[str, Any],
+    state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
-    state = lazy_state(location)
     given = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read

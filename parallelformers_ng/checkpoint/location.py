@@ -29,7 +29,7 @@ _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
 _ARGUMENTS = (
     "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "workers", "decode", "seed", "prove",
-    "verbose", "progress",
+    "verbose", "progress", "quantize",
 )  # fmt: skip
 """Those of `parallelize`."""
 _CUT_HERE = "the model is cut here, over num_gpus ranks"
@@ -41,9 +41,9 @@ _INSTEAD = {
     "torch_dtype": "pass dtype=",
     "config": "pass the attributes that differ, num_labels=3, or a model on meta with weights=",
     "state_dict": "pass a model with its weights loaded",
-    "quantization_config": "quantized weights cannot be cut yet",
-    "load_in_8bit": "quantized weights cannot be cut yet",
-    "load_in_4bit": "quantized weights cannot be cut yet",
+    "quantization_config": "pass quantize='int8', or the path of a checkpoint that is quantized",
+    "load_in_8bit": "pass quantize='int8'",
+    "load_in_4bit": "pass quantize='int8', which has 8 bits",
     "output_loading_info": "missing and unexpected keys are reported in the log",
     "low_cpu_mem_usage": "no process ever holds more than its part",
     "load_options": "pass them as arguments: attn_implementation='eager'",

@@ -52,7 +52,6 @@ INLINE void exponentials(Floats *x)
     e = e * r + 0.5f;
     e = e * r + 1.0f;
     e = e * r + 1.0f;
-    typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
     Words power = (Words)((__builtin_convertvector(n, Integers) + 127) << 23);
     Floats scaled = e * (Floats)power;
     *x = (Floats)((Words)scaled & ~zero);

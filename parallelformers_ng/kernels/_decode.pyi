@@ -5,6 +5,7 @@ HAS_TILES: int
 def linear(
     x: int,
     weight: int,
+    scales: int,
     bias: int,
     out: int,
     rows: int,

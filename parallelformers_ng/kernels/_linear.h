@@ -10,6 +10,8 @@
  * the next tile asked into the second-level cache. In bf16 the tile unit of x86 does better than all of this, where there
  * is one (`_tiles.h`).
  *
+ * Weights may be integers with scales, which `_integers.h` multiplies.
+ *
  * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
  * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
  * by w, and after, as the modelling code of transformers does it.
@@ -24,9 +26,10 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "_integers.h"
 #include "_tiles.h"
 
-enum { OUTS = 4, ROWS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
+enum { OUTS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
 enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 
 /* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
@@ -156,8 +159,25 @@ INLINE const float *widened_bf16(const uint16_t *x, float *wide, size_t count)
     return wide;
 }
 
+/* A weight whose numbers are integers has scales, another one none. `work` has `matrix_work_bytes`. */
+#define DEFINE_MATRIX(NAME, TYPE)                                                                                  \
+    INLINE void matrix_##NAME(const float *x, const void *w, const float *scale, const TYPE *bias, TYPE *y,       \
+                              size_t rows, size_t in, size_t stride, size_t out, float *work)                     \
+    {                                                                                                             \
+        if (scale) integers_##NAME(x, w, scale, bias, y, rows, in, stride, out, work);                            \
+        else linear_##NAME(x, w, bias, y, rows, in, stride, out);                                                 \
+    }
+
+DEFINE_MATRIX(f32, float)
+DEFINE_MATRIX(bf16, uint16_t)
+
+INLINE size_t matrix_work_bytes(const void *scale, size_t rows, size_t in)
+{
+    return scale ? integers_work_bytes(rows, in) : 0;
+}
+
 typedef struct {
-    const void *x, *w, *bias; /* a bias at 0 is none */
+    const void *x, *w, *scale, *bias; /* scales and bias at 0 are none */
     void *y;
     size_t rows, in, stride, out, kind;
 } Linear;
@@ -168,15 +188,22 @@ typedef struct {
     size_t rows, width, kind;
 } RmsNorm;
 
-INLINE size_t linear_work_bytes(const Linear *is) { return is->kind == F32 ? 0 : is->rows * is->in * sizeof(float); }
+INLINE size_t wide_bytes(const Linear *is) { return is->kind == F32 ? 0 : is->rows * is->in * sizeof(float); }
+INLINE size_t linear_work_bytes(const Linear *is)
+{
+    return wide_bytes(is) + matrix_work_bytes(is->scale, is->rows, is->in);
+}
 INLINE size_t rms_norm_work_bytes(const RmsNorm *is) { return (void)is, 0; }
 
 static void linear(const Linear *is, const float *none, float *work)
 {
     (void)none;
-    if (is->kind == F32) linear_f32(is->x, is->w, is->bias, is->y, is->rows, is->in, is->stride, is->out);
-    else linear_bf16(widened_bf16(is->x, work, is->rows * is->in), is->w, is->bias, is->y, is->rows, is->in, is->stride,
-                     is->out);
+    float *rest = (float *)((char *)work + wide_bytes(is));
+    if (is->kind == F32)
+        matrix_f32(is->x, is->w, is->scale, is->bias, is->y, is->rows, is->in, is->stride, is->out, rest);
+    else
+        matrix_bf16(widened_bf16(is->x, work, is->rows * is->in), is->w, is->scale, is->bias, is->y, is->rows, is->in,
+                    is->stride, is->out, rest);
 }
 
 static void rms_norm(const RmsNorm *is, const float *epsilon, float *unused)

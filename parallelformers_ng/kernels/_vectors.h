@@ -23,6 +23,7 @@ enum { F32 = 0, BF16 = 1 }; /* kinds of numbers */
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 /* `where` is any address: the compiler turns the copy into an unaligned load. */

@@ -22,18 +22,23 @@ from parallelformers_ng.kernels.operators import (
     FusedRMSNorm,
     Guard,
     StreamingLinear,
+    StreamingQuantizedLinear,
     _decode,
+    data_type_of,
     fits_mask,
     is_usual,
     mask_arguments,
+    matrix_of,
     may_serve,
 )
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.heads import HeadParallel
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import RowParallel
 
-_LAST = (StreamingLinear, parallel_class(RowParallel, StreamingLinear))
+_COLUMNS = (StreamingLinear, StreamingQuantizedLinear)
+_LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 """What a layer may be given that a single query over a cache has no use for."""
 
@@ -88,19 +93,21 @@ class _Half:
         self, above: Sequence[nn.Module], linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]
     ) -> None:
         present = [norm for norm in norms if norm is not None]
-        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in ("weight", "bias")]
+        held = ("weight", "weight" + SCALE, "bias")
+        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in held]
         places += [(norm, "weight") for norm in present]
         self.guard = Guard(places, (*above, *linears, *present))
         last = linears[-1]
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
-        self.hidden, self.dtype = linears[0].weight.shape[1], linears[0].weight.dtype
+        matrices = [matrix_of(linear) for linear in linears]
+        self.hidden, self.dtype = matrices[0].shape[1], data_type_of(linears[0])
         self._most_rows = MOST_ROWS[self.dtype]
         self.kind = KINDS[self.dtype]
-        tensors: list[Tensor | None] = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+        tensors: list[Tensor | None] = [linear._parameters.get(name) for linear in linears for name in held]
         tensors += [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(linear.weight.stride(0) for linear in linears),
+            *(matrix.stride(0) for matrix in matrices),
         )
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
@@ -126,7 +133,7 @@ class AttentionHalf(_Half):
         self.layer_idx = attention.layer_idx
         self.config = attention.config
         self.width = attention.head_dim
-        self.heads, self._kv_heads = (linear.weight.shape[0] // self.width for linear in linears[:2])
+        self.heads, self._kv_heads = (matrix_of(linear).shape[0] // self.width for linear in linears[:2])
         self.static += (self.hidden, self.heads, self._kv_heads, self.width)
         self.scaling = attention.scaling
 
@@ -144,7 +151,7 @@ class AttentionHalf(_Half):
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         if not _are_readable(linears, norms):
             return None
-        q, k, v, o = (linear.weight.shape for linear in linears)
+        q, k, v, o = (matrix_of(linear).shape for linear in linears)
         width, shared = attention.head_dim, attention.num_key_value_groups
         fits = (
             width % 2 == 0
@@ -276,7 +283,7 @@ class FeedHalf(_Half):
 
     def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
         super().__init__((mlp, mlp.act_fn), linears, norms)
-        self.static += (self.hidden, linears[0].weight.shape[0])
+        self.static += (self.hidden, matrix_of(linears[0]).shape[0])
 
     @classmethod
     def of(cls, layer: Any) -> FeedHalf | None:
@@ -288,7 +295,7 @@ class FeedHalf(_Half):
         linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
         if not _are_readable(linears, norms):
             return None
-        gate, up, down = (linear.weight.shape for linear in linears)
+        gate, up, down = (matrix_of(linear).shape for linear in linears)
         fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
         return cls(mlp, linears, norms).unless_patched() if fits else None
 
@@ -310,12 +317,18 @@ class FeedHalf(_Half):
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
     """Whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows dense."""
     *columns, last = linears
-    if not all(type(linear) is StreamingLinear for linear in columns) or type(last) not in _LAST:
+    if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False
     if not all(norm is None or isinstance(norm, FusedRMSNorm) for norm in norms):
         return False
-    weights = [linear.weight for linear in linears]
+    if any(isinstance(linear, StreamingQuantizedLinear) and linear.scales is None for linear in linears):
+        return False
     flat = [linear.bias for linear in linears] + [None if norm is None else norm.weight for norm in norms]
-    tensors = [*weights, *(tensor for tensor in flat if tensor is not None)]
-    dtype = weights[0].dtype
-    return dtype in KINDS and all(t.dtype is dtype and t.is_cpu and t.stride(-1) == 1 for t in tensors)
+    tensors = [tensor for tensor in flat if tensor is not None]
+    dtype = data_type_of(linears[0])
+    return (
+        dtype in KINDS
+        and all(data_type_of(linear) is dtype for linear in linears)
+        and all(tensor.dtype is dtype for tensor in tensors)
+        and all(t.is_cpu and t.stride(-1) == 1 for t in [*map(matrix_of, linears), *tensors])
+    )

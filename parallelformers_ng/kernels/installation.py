@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack, with_layers_as_one
-from parallelformers_ng.kernels.operators import FusedRMSNorm, StreamingLinear, _decode
+from parallelformers_ng.kernels.operators import FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear, _decode
 from parallelformers_ng.kernels.recognition import (
     ATTENTIONS,
     LAYERS,
@@ -27,6 +27,8 @@ from parallelformers_ng.kernels.recognition import (
     is_rms_norm,
     modelling,
 )
+from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.quantized import QuantizedLinear, hold
 
 _TOLERANCE = 1e-4
 _logger = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
             continue
         if cls is nn.Linear:
             module.__class__ = StreamingLinear
+        elif cls is QuantizedLinear:
+            module.__class__ = StreamingQuantizedLinear
         elif is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
             module.__class__ = _mixed(FusedRMSNorm, cls)
         elif is_decoder_layer(cls) and (checked or _compare_layers()):
@@ -77,15 +81,16 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
 def _compare_layers() -> bool:
     global layers_agree
     if layers_agree is None:
-        layers_agree = all(map(_agrees, dict.fromkeys((*ATTENTIONS, *LAYERS))))
+        families = dict.fromkeys((*ATTENTIONS, *LAYERS))
+        layers_agree = all(map(_agrees, families)) and _agrees(LAYERS[0], quantized=True)
     return layers_agree
 
 
-def _agrees(family: str) -> bool:
+def _agrees(family: str, quantized: bool = False) -> bool:
     """Whether a step of a small model of a family, with random numbers in fp32, is in the kernels what it is in
-    transformers."""
+    transformers; with weights that are integers and scales, what it is in torch."""
     try:
-        distance = _distance(family)
+        distance = _distance(family, quantized)
     except Exception as error:
         _logger.warning("%s layers are left to transformers: %s: %s", family, type(error).__name__, error)
         return False
@@ -96,7 +101,7 @@ def _agrees(family: str) -> bool:
 
 
 @torch.inference_mode()
-def _distance(family: str) -> float:
+def _distance(family: str, quantized: bool) -> float:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -107,6 +112,10 @@ def _distance(family: str) -> float:
         for parameter in model.parameters():
             parameter.normal_()
         embedded, cached = torch.randn(2, 1, 8), torch.randn(2, 2, 2, 1, 3, 4)  # of each layer: keys and values
+    if quantized:
+        for linear in [module for module in model.modules() if type(module) is nn.Linear]:
+            encoding = Encoding("int8", -1, linear.in_features)
+            hold(linear, "weight", encoding, *encoding.encode(linear.weight), torch.float32)
     of_kernels = copy.deepcopy(model)
     _change(of_kernels, checked=True)
 

@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from parallelformers_ng.sharding.quantized import QuantizedLinear
+
 try:
     from parallelformers_ng.kernels import _decode
 except ImportError as error:  # installed without a compiler, or a clone that hides what is installed
@@ -51,10 +53,47 @@ class StreamingLinear(nn.Linear):
         outputs, inputs = weight.shape
         out = input.new_empty((*input.shape[:-1], outputs))
         _decode.linear(
-            input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+            input.data_ptr(), weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
             input.numel() // inputs, inputs, weight.stride(0), outputs, KINDS[input.dtype],
         )  # fmt: skip
         return out
+
+
+class StreamingQuantizedLinear(QuantizedLinear):
+    """The same for integers and scales, which are read as they are."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias, scales = self._parameters["weight"], self._parameters["bias"], self.scales
+        assert weight is not None
+        if (
+            scales is None
+            or self.encodings["weight"][1] is not input.dtype
+            or not may_serve()
+            or input.dtype not in KINDS
+            or not 0 < input.numel() <= MOST_ROWS[input.dtype] * weight.shape[1]
+            or input.shape[-1] != weight.shape[1]
+            or not (input.is_cpu and input.is_contiguous())
+        ):
+            return super().forward(input)
+        outputs, inputs = weight.shape
+        out = input.new_empty((*input.shape[:-1], outputs))
+        _decode.linear(
+            input.data_ptr(), weight.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            out.data_ptr(), input.numel() // inputs, inputs, inputs, outputs, KINDS[input.dtype],
+        )  # fmt: skip
+        return out
+
+
+def matrix_of(linear: nn.Module) -> Tensor:
+    """The numbers of a linear layer's weight, integers where it is quantized."""
+    weight = linear._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def data_type_of(linear: nn.Module) -> torch.dtype:
+    """The data type that a linear layer computes in."""
+    return linear.encodings["weight"][1] if isinstance(linear, QuantizedLinear) else matrix_of(linear).dtype
 
 
 class FusedRMSNorm(nn.Module):

@@ -86,6 +86,7 @@ def shard(
         UnsupportedModelError: no policy fits the model.
         OSError: the disk is full, or the directory cannot be written to.
     """
-    model = load_skeleton(source, dtype, **options)
-    plan = build_plan(model, num_gpus, select(model, None, num_gpus), quantize=read_quantize(quantize))
+    bits = read_quantize(quantize)
+    model = load_skeleton(source, dtype, dequantize=bits is not None and bits.dequantize, **options)
+    plan = build_plan(model, num_gpus, select(model, None, num_gpus), quantize=bits)
     shard_checkpoint(model, plan, directory, max_shard_size, progress)

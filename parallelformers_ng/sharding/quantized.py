@@ -52,6 +52,16 @@ class Stack:
         return getattr(self.whole(), name)
 
 
+class QuantizedLinear(Quantized, nn.Linear):
+    """A linear layer, with no more of its weight in high precision at a time than it takes."""
+
+    @property
+    def scales(self) -> Tensor | None:
+        """One scale for each output; None where numbers of an output have several."""
+        held: Any = self._parameters["weight" + SCALE]
+        return held if held.shape[1] == 1 else None
+
+
 class QuantizedEmbedding(Quantized):
     """An embedding that puts together the rows that are looked up, and no others."""
 
@@ -65,19 +75,29 @@ def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
     """Make the modules of a rank, still without weights, such as hold what the plan says."""
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
-        module: Any = model.get_submodule(path)
-        if not isinstance(module, Quantized):
-            cls: type = type(module)
-            module.__class__ = _mixed(QuantizedEmbedding if cls is nn.Embedding else Quantized, cls)
-            module.encodings = {}
-        module.encodings = {**module.encodings, short: (encoding, plan.tensors[name].dtype)}
-        for part in encoding.parts(plan.tensors[name]):
-            empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
-            module._parameters[part.name.rpartition(".")[2]] = nn.Parameter(empty, requires_grad=False)
+        integers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))
+        hold(model.get_submodule(path), short, encoding, integers, scales, plan.tensors[name].dtype)
+
+
+def hold(module: Any, name: str, encoding: Encoding, integers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    """Have a module hold one of its parameters as integers and scales.
+
+    Args:
+        dtype: the data type that it has for those who read it.
+    """
+    if not isinstance(module, Quantized):
+        cls: type = type(module)
+        module.__class__ = _mixed(QuantizedEmbedding if cls is nn.Embedding else Quantized, cls)
+        module.encodings = {}
         if takes_experts_one_by_one(module):  # the only way to compute experts that asks for one after another
             set_attribute(module, "config._experts_implementation", "eager")
+    module.encodings = {**module.encodings, name: (encoding, dtype)}
+    for part, values in ((name, integers), (name + SCALE, scales)):
+        module._parameters[part] = nn.Parameter(values, requires_grad=False)
 
 
 @cache
 def _mixed(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    if cls is nn.Linear:
+        return QuantizedLinear
     return type(f"Quantized{cls.__name__}", (kind, cls), {"__module__": cls.__module__})

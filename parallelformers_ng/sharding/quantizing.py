@@ -35,6 +35,8 @@ def choose_encodings(
     """
     known = {id(parameter): getattr(parameter, "encoding", None) for parameter in model.parameters()}
     stored = {number: encoding for number, encoding in known.items() if encoding is not None}
+    if options is not None and options.scheme is None:
+        options = None
     if stored and options is not None:
         kinds = ", ".join(sorted({encoding.kind for encoding in stored.values()}))
         raise ParallelError(f"quantize: the weights of {type(model).__name__} are {kinds} already; leave quantize out")
@@ -68,7 +70,7 @@ class _Asked:
         vocabulary = {paths[number] for number in named if number in paths}
         self._left = _skipped(options.skip, list(paths.values()), blocks)
         self._left |= set() if options.embeddings else vocabulary | _embeddings(model)
-        self._scheme = options.scheme
+        self._scheme = str(options.scheme)
 
     def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
         """How a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
