@@ -75,6 +75,28 @@ def test_an_exception_reaches_every_rank() -> None:
     assert run_ranks(2, run) == ["goes on"] * 2
 
 
+def test_an_exception_within_a_stage_reaches_every_rank() -> None:
+    """The others wait for the last block of the stage, and it is not the last that raises."""
+    model = deep_llama()
+    made = in_stages(build_plan(model, 1, UNCUT), model, [0.5, 0.5])
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise ValueError("layer 3 has had enough")
+
+    def run(communicator: Any) -> torch.Tensor:
+        part: Any = cut(model, made, communicator.rank, communicator)
+        usual = part.model.layers[3].self_attn.forward
+        part.model.layers[3].self_attn.forward = fail
+        with pytest.raises(ValueError, match="had enough"):
+            part(IDS)
+        part.model.layers[3].self_attn.forward = usual
+        return part(IDS).logits
+
+    with torch.no_grad():
+        want = model(IDS).logits
+        assert all(largest_difference(got, want) <= 1e-4 for got in run_ranks(2, run))
+
+
 # -- equal to the whole model ----------------------------------------------------------------------------------------
 
 SHAPES = (

@@ -36,7 +36,8 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
     """
     fit.parts(world_size)
     if fit.strategy == "pipeline":
-        for name, value in {**others, "cache": fit.cache}.items():
+        ours = {name: getattr(fit, name) for name in ("cache", "max_memory", "offload_folder")}
+        for name, value in {**others, **ours}.items():
             if value is not None:
                 raise ParallelError(f"{name} is for strategy='tensor' so far, and fit's strategy is {fit.strategy!r}")
 
