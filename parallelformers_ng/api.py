@@ -28,6 +28,8 @@ from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import RUNNER, Replica
+from parallelformers_ng.offload.budgets import Budget, budget_of
+from parallelformers_ng.offload.tiers import tiers_for
 from parallelformers_ng.options import (
     OF_A_MODEL,
     BatchingOptions,
@@ -139,7 +141,9 @@ def parallelize(
     check_fit(fitting, world_size, custom_policies=custom_policies, quantize=quantize, decode=as_asked)
     target = target_dtype(fp16, dtype)
     check_kind(fitting.cache, kind, decode)
-    steps, unlike_asked = static_steps(decode if fitting.cache is None else "eager", kind, world_size)
+    budget = budget_of(fitting, world_size, kind, options.device_ids)
+    as_it_is = fitting.cache is not None or budget is not None
+    steps, unlike_asked = static_steps("eager" if as_it_is else decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
     bits = read_quantize(quantize)
@@ -155,7 +159,7 @@ def parallelize(
             replicas.append(Replica(group, maker))
         if source is not None:
             loaded = open_source(source, model, target, bits is not None and bits.dequantize)
-        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits)
+        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
         deployment = Deployment(
@@ -251,7 +255,8 @@ def plan(
     check_count(num_gpus)
     fitting, bits = read_options(FitOptions, fit, "fit"), read_quantize(quantize)
     check_fit(fitting, num_gpus, custom_policies=custom_policies, quantize=quantize)
-    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), fitting, bits)
+    budget = budget_of(fitting, num_gpus, "cuda" if torch.cuda.is_available() else "cpu", None)
+    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), fitting, bits, budget)
 
 
 def _source(
@@ -334,10 +339,12 @@ def _make_plan(
     dtype: torch.dtype | None,
     fitting: FitOptions,
     quantize: QuantizeOptions | None,
+    budget: Budget | None,
 ) -> ShardPlan:
     _check_model(model)
     made = make_plan(model, world_size, custom, dtype, fitting, quantize)
     made.cache = kind_for(model, fitting.cache)
+    made.tiers = tiers_for(model, made, budget)
     if made.warning:
         log.warning("%s", made.warning)
     return made

@@ -97,8 +97,10 @@ class FitOptions:
             which follow one another. "auto": "tensor" where that spreads the model; the plan says why.
         tensor: ranks that share each stage of a pipeline.
         ratio: for each rank, how much it is to hold beside the others: `(1, 3)` gives the second three times the first.
-        max_memory: what each device, and the "cpu", may hold: bytes, or a size as text ("10GiB").
-        offload_folder: where weights go that fit into no memory.
+        max_memory: what each device may hold of weights, by number, and how much of the rest the "cpu": bytes, or a
+            size as text ("10GiB"). The devices of CPU ranks are the ranks. Layers for which a device has no room come
+            before they run. Without "cpu", as much as is free.
+        offload_folder: where weights go for which there is no room in RAM either.
         cache: how keys and values are kept: "int8", with a scale for each head and token, in about a quarter of the
             bytes of float32; "offload", on CUDA devices, in host memory but for the layer that runs. None: as the model
             computes them.
@@ -134,7 +136,7 @@ class FitOptions:
         return [part / sum(ratio) for part in ratio] if len(set(ratio)) > 1 else []
 
 
-_NOT_YET = ("tensor", "max_memory", "offload_folder")
+_NOT_YET = ("tensor",)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _DTYPES = {
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 # Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
-_MAP_NORESERVE = 0x4000
+MAP_NORESERVE = 0x4000
 
 _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 """Attributes of a file that do not travel."""
@@ -70,6 +70,10 @@ class CheckpointFile:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is known to lie in the mapped file."""
+        return False
+
+    def maps(self, key: str) -> bool:
+        """Whether `tensor` is known to be a view of the mapped file."""
         return False
 
     def release(self, key: str) -> None:
@@ -138,6 +142,10 @@ class SafetensorsFile(CheckpointFile):
     def holds(self, tensor: torch.Tensor) -> bool:
         return self._mapping is not None and self._start <= tensor.data_ptr() < self._start + len(self._mapping)
 
+    def maps(self, key: str) -> bool:
+        (shape, dtype), offset = self.entries[key], self._offsets[key]
+        return math.prod(shape) > 0 and offset % dtype.itemsize == 0
+
     def release(self, key: str) -> None:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
         first = offset - offset % mmap.PAGESIZE
@@ -147,7 +155,7 @@ class SafetensorsFile(CheckpointFile):
     def _map(self) -> mmap.mmap:
         if self._mapping is None:
             with open(self.name_to_open(), "rb") as file:
-                flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
                 self._mapping = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
             self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         return self._mapping

@@ -7,7 +7,7 @@ ties, missing and unexpected keys, casts and reports are its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from parallelformers_ng.checkpoint.formats import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_generation_config, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
-from parallelformers_ng.checkpoint.nodes import Node, leaves
+from parallelformers_ng.checkpoint.nodes import Node, leaves, release
+from parallelformers_ng.checkpoint.reading import lies_in_file, read_shard
 from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory, open_sharded
-from parallelformers_ng.checkpoint.store import names_of_each, place
+from parallelformers_ng.checkpoint.store import ShardStore, names_of_each, place
 from parallelformers_ng.errors import CheckpointError
-from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
 
@@ -34,10 +35,12 @@ class Checkpoint:
 
     Args:
         nodes: name of a parameter or buffer → how to read it. What is not named is in memory.
+        copied: names of those that are read once, into the memory and the files that ranks map.
     """
 
-    def __init__(self, nodes: Mapping[str, Node]) -> None:
+    def __init__(self, nodes: Mapping[str, Node], copied: Collection[str] = ()) -> None:
         self.nodes = dict(nodes)
+        self.copied = frozenset(copied)
 
     @classmethod
     def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
@@ -48,19 +51,49 @@ class Checkpoint:
             if isinstance(held, LazyTensor):
                 nodes.update(dict.fromkeys(names, held.node))
                 place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
-        return cls(nodes)
+        return cls(nodes, [tensor.name for tensor in plan.stored() if _must_be_copied(tensor, plan, nodes)])
+
+    def of_model(self, plan: ShardPlan) -> list[str]:
+        """What is not in files: parameters that were missing, and buffers that are computed."""
+        return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
     def held(self, plan: ShardPlan) -> Checkpoint:
         """How to read what the ranks hold of it, as integers and scales where the plan has a tensor quantized."""
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
             nodes |= held_nodes(plan, name, node)
-        return Checkpoint(nodes)
+        return Checkpoint(nodes, self.copied)
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
-        """The plan of what is not in files: parameters that were missing, and buffers that are computed."""
-        rest = {name: tensor for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes}
-        return dataclasses.replace(plan, tensors=rest)
+        """The plan of what ranks do not read out of the files."""
+        return dataclasses.replace(
+            plan, tensors={name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
+        )
+
+    def is_read(self, tensor: TensorPlan) -> bool:
+        """Whether ranks read a tensor out of the files."""
+        return tensor.storage in self.nodes and tensor.storage not in self.copied
+
+    def copy(self, store: ShardStore) -> None:
+        """Write to the store what is copied."""
+        for name in self.copied:
+            node = self.nodes[name]
+            store.write(store.plan.tensors[name], read_shard(node, WHOLE, copy=False))
+            release(node)
+
+
+def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
+    """Whether a rank has its part of a tensor in RAM that it does not own, or on disk other than it lies in the
+    checkpoint."""
+    if plan.tiers is None or tensor.name not in nodes:
+        return False
+    for rank, shard in enumerate(tensor.shards):
+        place = plan.tiers.place(tensor.name, rank)
+        if place == "cpu" and not plan.tiers.is_cuda:
+            return True
+        if place == "disk" and not lies_in_file(nodes[tensor.name], shard, rank):
+            return True
+    return False
 
 
 def open_source(

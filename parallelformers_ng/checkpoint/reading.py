@@ -8,16 +8,18 @@ the bytes asked for are touched. An operation it does not know is run on its who
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, leaves, release
 from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Place, at
 from parallelformers_ng.sharding.partition import width_of
-from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.plan import WHOLE, Shard
 
 # The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
@@ -47,6 +49,15 @@ def read_shard(
         release(node)
         return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
     return read_copy(node, cut, rank)
+
+
+def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
+    """Whether one rank's part of a tensor is a stretch of a mapped file, so that reading it is mapping it."""
+    if isinstance(node, ShardedNode) and rank in node.parts and node.parts[rank][0] == shard:
+        node, shard = node.parts[rank][1], WHOLE
+    if shard.zero or not isinstance(node, FileLeaf) or not node.file.maps(node.key):
+        return False
+    return shard.dim is None or (len(shard.ranges) == 1 and math.prod(node.shape[: shard.dim]) == 1)
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:

@@ -12,16 +12,20 @@ import functools
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
+from parallelformers_ng.checkpoint.files import MAP_NORESERVE
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan, human_bytes
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 _TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
@@ -33,22 +37,24 @@ class Layout:
     """Where the shards of a plan lie, side by side, 64-byte aligned, large ones on pages of their own. It follows from
     the plan alone, so that parent and workers work it out for themselves and only file descriptors cross.
 
-    Region `r` below `world_size` belongs to rank r; the last one holds the tensors that all ranks share whole.
+    Region `r` below `world_size` belongs to rank r; the next one holds the tensors that all ranks share whole; the
+    last ones are files, with what the plan leaves to the disk of each rank.
 
     Attributes:
-        sizes: bytes of each region, `world_size + 1` of them.
+        sizes: bytes of each region, `2 * world_size + 1` of them.
         offsets: storage name → for each rank (region, offset in bytes).
     """
 
     def __init__(self, plan: ShardPlan) -> None:
         ranks = range(plan.world_size)
-        self.sizes = [0] * (plan.world_size + 1)
+        self.sizes = [0] * (2 * plan.world_size + 1)
         self.offsets: dict[str, list[tuple[int, int]]] = {}
         for tensor in plan.stored():
-            if tensor.is_replicated:
+            regions = [file_region(plan, rank) if is_on_disk(plan, tensor, rank) else rank for rank in ranks]
+            if tensor.is_replicated and regions == list(ranks):
                 places = [self._place(plan.world_size, tensor.bytes_whole)] * plan.world_size
             else:
-                places = [self._place(rank, tensor.bytes_on(rank)) for rank in ranks]
+                places = [self._place(regions[rank], tensor.bytes_on(rank)) for rank in ranks]
             self.offsets[tensor.name] = places
 
     def _place(self, region: int, size: int) -> tuple[int, int]:
@@ -59,14 +65,26 @@ class Layout:
         return region, start
 
 
+def file_region(plan: ShardPlan, rank: int) -> int:
+    """The region of a rank that is a file."""
+    return plan.world_size + 1 + rank
+
+
+def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
+    """Whether the plan leaves a rank's part of a tensor to the disk."""
+    return plan.tiers is not None and plan.tiers.place(tensor.storage, rank) == "disk"
+
+
 class ShardStore:
-    """Holds every rank's shard in memfds: nothing has a name, nothing outlives the processes that map it.
+    """Holds every rank's shard in memfds, and in files without a name what the plan leaves to the disk: none of it
+    outlives the processes that map it.
 
     Args:
         plan: says what each rank holds.
 
     Raises:
         OSError: the system gives no memory (ENOSPC, ENOMEM); `write` raises it too.
+        ParallelError: the disk has no room.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
@@ -75,15 +93,26 @@ class ShardStore:
         self.fds: list[int] = []
         try:
             for region, size in enumerate(self.layout.sizes):
+                if size and region > plan.world_size:
+                    assert plan.tiers is not None
+                    assert plan.tiers.folder is not None, "what has no folder is not left to the disk"
+                    self.fds.append(_file_in(plan.tiers.folder, size))
+                    continue
                 self.fds.append(os.memfd_create(f"shard-{region}", os.MFD_CLOEXEC))
                 os.ftruncate(self.fds[-1], size)
-        except OSError:
+        except (OSError, ParallelError):
             self.close()
             raise
 
-    def fds_for(self, rank: int) -> tuple[int, int]:
-        """The two regions rank `rank` maps: its own and the shared one."""
-        return self.fds[rank], self.fds[-1]
+    def fds_for(self, rank: int) -> list[int]:
+        """The regions rank `rank` maps, see `map_shards`."""
+        return [self.fds[region] for region in _regions_of(self.plan, rank)]
+
+    def settle(self) -> None:
+        """See that what was written to files is on the disk, and no longer in memory."""
+        for fd in self.fds[self.plan.world_size + 1 :]:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Encode and cut `whole`, and write each rank's part."""
@@ -110,7 +139,7 @@ class ShardStore:
         for part in self.plan.parts(tensor.name) if release else ():
             for rank, (region, offset) in enumerate(self.layout.offsets[part.storage]):
                 pages = part.bytes_on(rank) // mmap.PAGESIZE * mmap.PAGESIZE
-                if pages and offset % mmap.PAGESIZE == 0:
+                if pages and offset % mmap.PAGESIZE == 0 and region <= self.plan.world_size:
                     with mmap.mmap(self.fds[region], pages, offset=offset) as mapping:
                         mapping.madvise(mmap.MADV_REMOVE)
         return whole
@@ -133,15 +162,37 @@ class ShardStore:
             os.close(self.fds.pop())
 
 
-def map_shards(plan: ShardPlan, rank: int, own_fd: int, shared_fd: int) -> dict[str, torch.Tensor]:
+def _regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
+    return rank, plan.world_size, file_region(plan, rank)
+
+
+def _file_in(folder: str, size: int) -> int:
+    """A file in a folder that has no name there, so that it goes when nobody has it open any more."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            free = human_bytes(shutil.disk_usage(folder).free)
+            raise ParallelError(
+                f"fit: offload_folder {folder} has {free} of room, and a rank needs {human_bytes(size)} there:"
+                f" {error.strerror}; the model is as it was"
+            ) from error
+        return os.dup(file.fileno())
+
+
+def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torch.Tensor]:
     """In a worker: rank `rank`'s tensors as copy-on-write views of the parent's memory, storage name → tensor.
 
     The descriptors may be closed afterwards; the mappings live as long as the tensors.
+
+    Args:
+        fds: of its own region, the shared one, and the one that is a file.
     """
     layout = Layout(plan)
+    flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     mappings = {
-        region: mmap.mmap(fd, layout.sizes[region], access=mmap.ACCESS_COPY)
-        for region, fd in ((rank, own_fd), (plan.world_size, shared_fd))
+        region: mmap.mmap(fd, layout.sizes[region], flags=flags, prot=access)
+        for region, fd in zip(_regions_of(plan, rank), fds, strict=True)
         if layout.sizes[region]
     }
     held = {}
@@ -159,8 +210,8 @@ def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int)
     return torch.frombuffer(mapping, dtype=tensor.dtype, count=math.prod(shape), offset=offset).view(shape)
 
 
-def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = None) -> None:
-    """Write every tensor of `model` to the store and give up the model's own copy as soon as it is written.
+def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None) -> None:
+    """Write tensors of `model` to the store and give up the model's own copies as soon as they are written.
 
     Afterwards the model's tensors are on `meta`, with the shapes and data types that the ranks hold together.
 
@@ -170,7 +221,7 @@ def hand_over(model: nn.Module, store: ShardStore, progress: Progress | None = N
     given_up: list[str] = []
     pending = 0
     try:
-        for names in names_of_each(model, store.plan):
+        for names in names_of_each(model, store.plan, which):
             plans = [store.plan.tensors[name] for name in names]
             whole = get_tensor(model, names[0], plans[0].is_buffer)
             for plan in plans:

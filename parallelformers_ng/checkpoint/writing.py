@@ -19,7 +19,7 @@ import torch
 
 from parallelformers_ng.checkpoint.files import DTYPE_NAMES
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.errors import CheckpointError
+from parallelformers_ng.errors import CheckpointError, ParallelError
 from parallelformers_ng.sharding.plan import bytes_of
 
 Entry = tuple[tuple[int, ...], torch.dtype]
@@ -95,11 +95,14 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(data[blocks * _BLOCK :].tobytes(), zlib.crc32(sums.tobytes()))
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(
+    size: int | str, argument: str = "max_shard_size", refusal: type[ParallelError] = CheckpointError
+) -> int:
     """`"5GB"` → 5 000 000 000; `"1GiB"` counts in powers of 1024.
 
-    Raises:
-        CheckpointError: it is no size.
+    Args:
+        argument: what the caller passed it as, for the error.
+        refusal: what is raised where it is no size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -108,7 +111,7 @@ def parse_size(size: int | str) -> int:
     with contextlib.suppress(ValueError):  # told below, with everything else that is no size
         if unit and (count := float(text.removesuffix(unit))) > 0:
             return int(count * _UNITS[unit])
-    raise CheckpointError(f"max_shard_size is {size!r}; it takes bytes, or a text like '5GB' or '500MB'")
+    raise refusal(f"{argument} is {size!r}; it takes bytes, or a text like '5GB' or '500MB'")
 
 
 @contextlib.contextmanager

@@ -87,15 +87,18 @@ class Deployment:
                 replica.group.wait_until_ready()
                 build_ranks(replica.group, self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
-            hand_over(model, store, progress)
+            handed = self._checkpoint.of_model(self.plan)
+            self._checkpoint.copy(store)
+            hand_over(model, store, handed, progress)
             try:
+                store.settle()
                 for replica in self.replicas:
                     attach(replica.group, self.plan, store, self._checkpoint, progress)
                     progress = None  # of one alone: all take the same weights
                     if self._restart:
                         replica.keep_alive(self._skeleton, self.plan, store, self._checkpoint, self._limit)
             except BaseException:
-                take_back(model, store.plan, store.read)
+                take_back(model, store.plan, store.read, handed)
                 raise
         except BaseException as error:
             self.close()

@@ -117,7 +117,7 @@ def attach(
     """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
     held = checkpoint.held(plan)
-    group.call_each("attach", [(*pair, held) for pair in fds])
+    group.call_each("attach", [(of_rank, held) for of_rank in fds])
     for names, size in _batches(plan.held, held):
         group.call("load", names)
         if progress is not None:
@@ -130,7 +130,7 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
     names: list[str] = []
     size = 0
     for tensor in plan.stored():
-        if tensor.name in checkpoint.nodes:
+        if checkpoint.is_read(tensor):
             names.append(tensor.name)
             size += tensor.bytes_whole
             if size >= _BATCH_BYTES:

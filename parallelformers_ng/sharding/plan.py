@@ -18,6 +18,7 @@ from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range, width_of
 
 if TYPE_CHECKING:
+    from parallelformers_ng.offload.tiers import Tiers
     from parallelformers_ng.sharding.layers import ParallelLayer
 
 
@@ -144,6 +145,7 @@ class ShardPlan:
         quantized: name of a tensor that ranks hold in few bits → how.
         strategy: how the ranks share the work: "tensor" or "pipeline".
         why: why that strategy was taken, where it was left open.
+        tiers: where weights lie that have no room on the devices; None where all have.
     """
 
     model_class: str
@@ -159,6 +161,7 @@ class ShardPlan:
     quantized: dict[str, Encoding] = field(default_factory=dict)
     strategy: str = "tensor"
     why: str = ""
+    tiers: Tiers | None = None
 
     @property
     def held(self) -> ShardPlan:
@@ -205,6 +208,10 @@ class ShardPlan:
         """Bytes of parameters and buffers on each rank."""
         stored = list(self.held.stored())
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
+
+    def bytes_on_device(self, rank: int) -> int:
+        """Bytes of those that a rank has on its device all the time."""
+        return self.bytes_per_rank[rank] if self.tiers is None else self.tiers.bytes_in("device", self, rank)
 
     @property
     def replicated(self) -> dict[str, int]:
@@ -263,6 +270,7 @@ class ShardPlan:
             "replicated": self.replicated,
             "cache": self.cache,
             "quantized": {name: encoding.kind for name, encoding in self.quantized.items()},
+            "places": None if self.tiers is None else self.tiers.places,
             "tensors": tensors,
         }
 
@@ -288,7 +296,8 @@ class ShardPlan:
         body.insert(1, "-" * max(len(line) for line in body))
         per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
         whole_everywhere = sum(self.replicated.values())
-        kept = f"keys and values: {self.cache}\n" if self.cache else ""
+        kept = "".join(f"{line}\n" for line in self.tiers.lines(self)) if self.tiers else ""
+        kept += f"keys and values: {self.cache}\n" if self.cache else ""
         head = (
             f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})\n"
             f"whole: {human_bytes(self.bytes_whole)}  {per_rank}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
+from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, MovedLayer, Moves
+from parallelformers_ng.offload.tiers import Place
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.wire.format import FileDescriptor
@@ -33,7 +36,10 @@ class RankWeights:
     Attributes:
         model: the rank's modules, None where it has none.
         plan: how the model is cut.
+        moves: has layers come and go that do not stay on the device, None where all do.
     """
+
+    moves: Moves | None = None
 
     def __init__(self, rank: int, device: torch.device, emit: Any) -> None:
         self.rank = rank
@@ -47,11 +53,15 @@ class RankWeights:
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.staging: Staging | None = None
+        if self.moves is not None:
+            self.moves.close()
+        self.moves = None
 
-    def attach(self, own: FileDescriptor, shared: FileDescriptor, checkpoint: Checkpoint) -> None:
+    def attach(self, fds: Sequence[FileDescriptor], checkpoint: Checkpoint) -> None:
         """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
 
         Args:
+            fds: see `map_shards`.
             checkpoint: the files that hold the other weights; `load` takes those.
         """
         assert self.plan is not None, "build comes before attach"
@@ -59,12 +69,12 @@ class RankWeights:
         self.aliases = self.plan.aliases()
         plan = self.checkpoint.in_memory(self.plan)
         try:
-            held = map_shards(plan, self.rank, own.fd, shared.fd)
+            held = map_shards(plan, self.rank, [descriptor.fd for descriptor in fds])
         finally:
-            own.close()
-            shared.close()
+            for descriptor in fds:
+                descriptor.close()
         if self.device.type != "cpu":
-            held = {name: tensor.to(self.device) for name, tensor in held.items()}
+            held = {name: self._for_device(name, tensor) for name, tensor in held.items()}
         for name, tensor in plan.tensors.items():
             set_tensor(self.model, name, held[tensor.storage], tensor.is_buffer)
 
@@ -75,7 +85,7 @@ class RankWeights:
         for stored in names:
             node = self.checkpoint.nodes[stored]
             aliases = self.aliases[stored]
-            part = self._read(node, self.plan.tensors[stored].shards[self.rank], all(map(self._streams, aliases)))
+            part = self._read(stored, node, self.plan.tensors[stored].shards[self.rank])
             for name in aliases:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
 
@@ -84,19 +94,57 @@ class RankWeights:
         self.checkpoint = Checkpoint({})
         self.staging = None
         if self.device.type != "cpu":  # there they would no longer lie in what they are mapped from
-            lay_side_by_side(self.model)
+            if self.plan is not None and self.plan.tiers is None:
+                lay_side_by_side(self.model)
             torch.cuda.empty_cache()
+        self._move_layers()
         gc.collect()
+
+    def _move_layers(self) -> None:
+        """From now on layers that lie elsewhere come before they run."""
+        layers: list[MovedLayer] = []
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        for path, stored in () if self.plan is None or self.plan.tiers is None else self.plan.tiers.moved(self.rank):
+            module = self.model.get_submodule(path)
+            owners = [name.rpartition(".") for each in stored for name in self.aliases[each]]
+            places = [(self.model.get_submodule(owner)._parameters, name) for owner, _, name in owners]
+            if stream is None:
+                layers.append(MappedLayer(module, [held[name] for held, name in places]))
+            else:
+                layers.append(CopiedLayer(module, places, self._place(stored[0]) == "disk", self.device, stream))
+        self.moves = Moves(layers) if layers else None
 
     def _streams(self, name: str) -> bool:
         """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
         path, _, attribute = name.rpartition(".")
         return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
 
-    def _read(self, node: Node, shard: Shard, rows_apart: bool) -> torch.Tensor:
-        """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer."""
+    def _place(self, stored: str) -> Place:
+        """Where this rank has a tensor while its layer does not run."""
+        return "device" if self.plan is None or self.plan.tiers is None else self.plan.tiers.place(stored, self.rank)
+
+    def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in host memory, or in a mapped file, where a CUDA device has it."""
+        place = self._place(stored)
+        return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else tensor.to(self.device)
+
+    def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
+        """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer. Beside layers
+        that come and go, those that stay are in memory that the system cannot take for them."""
+        place = self._place(stored)
+        if place == "disk":
+            return read_shard(node, shard, self.rank)
         if self.device.type == "cpu":
-            return read_shard(node, shard, self.rank, rows_apart=rows_apart)
+            part = read_shard(node, shard, self.rank, rows_apart=all(map(self._streams, self.aliases[stored])))
+            if self.plan is None or self.plan.tiers is None:
+                return part
+            part = part.clone()
+            release(node)
+            return part
+        if place == "cpu":
+            part = _pinned(read_shard(node, shard, self.rank, copy=False))
+            release(node)
+            return part
         if self.staging is None:
             self.staging = Staging(self.device)
         part = self.staging.to_device(read_shard(node, shard, self.rank, copy=False))
@@ -118,3 +166,8 @@ class RankWeights:
         """This rank's part of some stored tensors, on CPU."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in page-locked memory, from which copies to a device are asynchronous."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -207,4 +207,5 @@ def install() -> None:
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
     torch.compile = no_compiler  # type: ignore[assignment]

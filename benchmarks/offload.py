@@ -1,0 +1,199 @@
+"""Decoding a model of three times the memory that it may have, beside accelerate's `device_map`.
+
+python -m benchmarks.offload [--layers 24] [--tokens 8] [--rounds 3] [--folder DIR]
+
+A checkpoint of random weights (a Llama shape in float32, 1.2 GB with 24 layers) is made in a temporary directory and
+removed afterwards. Both contenders have the same bytes for weights, a third of the checkpoint, and leave the rest to
+the disk, on which they write what they need; they have the same cores. Each runs in a control group of memory of its
+own, without swap, in which the system counts the file pages, too. Its limit is what the contender's processes take
+before they load, and those bytes, and one layer. That needs the right to make control groups; without it they run
+without limits, and the report says so. They run in turn; the first token is not counted.
+
+    ours        parallelize("directory", 2, fit={"max_memory": …, "offload_folder": …})
+    accelerate  from_pretrained("directory", device_map="auto", max_memory=…, offload_folder=…), one process, all cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WAYS = ("ours", "accelerate")
+RANKS = 2
+SPARE = 64 << 20  # for what is neither weights nor there before: activations, the modules of the model, its tables
+_ROOTS = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}  # versions 1 and 2
+_USED = {"memory.limit_in_bytes": "memory.usage_in_bytes", "memory.max": "memory.current"}
+_PEAK = {"memory.limit_in_bytes": "memory.max_usage_in_bytes", "memory.max": "memory.peak"}
+
+
+def tiny() -> Any:
+    """A model that has all code loaded that is needed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, eos_token_id=None, bos_token_id=None)).eval()
+
+
+def make_checkpoint(directory: Path, layers: int) -> tuple[int, int]:
+    """Write it. Returns its bytes, and those of a layer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=16, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory, max_shard_size="300MB")
+    drop_from_cache(directory)
+    sizes = [sum(p.nbytes for p in module.parameters()) for module in (model, model.model.layers[0])]
+    torch.manual_seed(0)
+    return sizes[0], sizes[1]
+
+
+def drop_from_cache(directory: Path) -> None:
+    """Have no page of the files in memory."""
+    for file in directory.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+class Group:
+    """A control group of memory that a contender puts itself into; None of it where the system forbids it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path) if path else None
+        self._limit = next((name for name in _USED if self.path and (self.path / name).exists()), "")
+
+    def join(self) -> None:
+        if self.path:
+            (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def allow(self, further: int) -> int:
+        """From now on no more than what is used and so many bytes. Returns the limit."""
+        if not self.path:
+            return 0
+        limit = int((self.path / _USED[self._limit]).read_text()) + further
+        (self.path / self._limit).write_text(str(limit))
+        return limit
+
+    def peak(self) -> int:
+        return int((self.path / _PEAK[self._limit]).read_text()) if self.path else 0
+
+
+@contextmanager
+def control_group(name: str) -> Iterator[str]:
+    """The path of a new one, "" where none can be made."""
+    for root, limit in _ROOTS.items():
+        path = Path(root, f"parallelformers_ng-{os.getpid()}-{name}")
+        try:
+            path.mkdir()
+        except OSError:
+            continue
+        try:
+            yield str(path) if (path / limit).exists() else ""
+        finally:
+            path.rmdir()
+        return
+    yield ""
+
+
+def contend(way: str, directory: str, folder: str, group: Group, room: int, layer: int, tokens: int) -> dict[str, Any]:
+    """Load and decode, in this process and those that it starts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1 if way == "ours" else RANKS)
+    if way == "ours":
+        from parallelformers_ng import parallelize, start_group
+
+        with start_group(RANKS, device="cpu") as workers:
+            with parallelize(tiny(), workers=workers, progress=False) as model:
+                decode(model, 1)
+            limit = group.allow(room + layer + SPARE)
+            memory = {**dict.fromkeys(range(RANKS), room // RANKS), "cpu": 0}
+            fit = {"max_memory": memory, "offload_folder": folder}
+            model = parallelize(directory, workers=workers, fit=fit, progress=False)
+            return {**decode(model, tokens), "limit": limit, "peak": group.peak()}
+    decode(tiny(), 1)
+    limit = group.allow(room + layer + SPARE)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, device_map="auto", max_memory={"cpu": room}, offload_folder=folder, dtype=torch.float32
+    )
+    return {**decode(model, tokens), "limit": limit, "peak": group.peak()}
+
+
+def decode(model: Any, tokens: int) -> dict[str, Any]:
+    """Tokens per second after the first, and the tokens."""
+    import torch
+
+    prompt = torch.arange(1, 9).view(1, 8)
+    model.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
+    times: list[float] = []
+
+    class Clock:
+        def put(self, value: Any) -> None:
+            times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    found = model.generate(
+        prompt, max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, do_sample=False, pad_token_id=0, streamer=Clock()
+    )
+    return {"rate": tokens / (times[-1] - times[1]), "tokens": found[0, 8:].tolist()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="where files are made; by default where temporary ones are")
+    parser.add_argument("--contend", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contend:
+        way, directory, folder, group, room, layer = json.loads(options.contend)
+        its = Group(group)
+        its.join()
+        print(json.dumps(contend(way, directory, folder, its, room, layer, options.tokens)))
+        return
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        directory, folder = Path(place, "checkpoint"), Path(place, "offload")
+        size, layer = make_checkpoint(directory, options.layers)
+        for _ in range(options.rounds):
+            for way in WAYS:
+                folder.mkdir(exist_ok=True)
+                drop_from_cache(directory)
+                with control_group(way) as group:
+                    what = json.dumps([way, str(directory), str(folder), group, size // 3, layer])
+                    command = [sys.executable, "-m", "benchmarks.offload", "--contend", what]
+                    done = subprocess.run(
+                        [*command, "--tokens", str(options.tokens)], stdout=subprocess.PIPE, text=True, check=True
+                    )
+                found[way].append(json.loads(done.stdout.splitlines()[-1]))
+                print(way, {key: value for key, value in found[way][-1].items() if key != "tokens"}, flush=True)
+    alike = len({tuple(each["tokens"]) for runs in found.values() for each in runs}) == 1
+    rates = {way: statistics.median(each["rate"] for each in runs) for way, runs in found.items()}
+    print(f"{size / 1e9:.2f} GB of weights, {size / 3e9:.2f} GB for them; limits: {bool(found['ours'][0]['limit'])}")
+    print(f"tokens equal: {'yes' if alike else 'no'}")
+    for way, rate in rates.items():
+        print(f"{way:12} {rate:.2f} tokens/s")
+    print(f"ratio        {rates['ours'] / rates['accelerate']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

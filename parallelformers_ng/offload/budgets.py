@@ -1,0 +1,78 @@
+"""What `fit={"max_memory": …}` says, in the words of accelerate: a size for each device, and for the "cpu"."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parallelformers_ng.checkpoint.writing import parse_size
+from parallelformers_ng.collectives.arena import available_memory
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.options import FitOptions
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of weights.
+
+    Attributes:
+        devices: for each rank what it may hold, and what it is called in errors.
+        cpu: what all ranks together may have in RAM besides.
+        folder: where the rest goes, None for nowhere.
+        is_cuda: the ranks compute on CUDA devices, to which weights in RAM must come. CPU ranks read them there.
+    """
+
+    devices: list[tuple[str, int]]
+    cpu: int
+    folder: str | None
+    is_cuda: bool
+
+
+def budget_of(options: FitOptions, world_size: int, kind: str, device_ids: Sequence[int] | None) -> Budget | None:
+    """The budget that the options set, None where they set none.
+
+    Args:
+        kind: "cpu", where devices are the ranks, or "cuda".
+        device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
+
+    Raises:
+        ParallelError: a device is missing or unknown, a size is none, or the folder cannot be written to.
+    """
+    if options.max_memory is None:
+        if options.offload_folder is not None:
+            raise ParallelError("fit: offload_folder is for what max_memory has no room for; give max_memory as well")
+        return None
+    keys = list(range(world_size)) if kind == "cpu" or device_ids is None else list(device_ids)
+    _check_keys(options.max_memory, keys)
+    sizes = {key: _size(size, f"fit: max_memory[{key!r}]") for key, size in options.max_memory.items()}
+    if options.offload_folder is not None:
+        _check_folder(options.offload_folder)
+    cpu = sizes.get(CPU, available_memory())
+    return Budget([(f"device {key}", sizes[key]) for key in keys], cpu, options.offload_folder, kind == "cuda")
+
+
+def _size(given: int | str, argument: str) -> int:
+    return 0 if given == 0 else parse_size(given, argument, ParallelError)
+
+
+def _check_keys(given: Mapping[int | str, object], keys: Sequence[int]) -> None:
+    known = ", ".join(map(str, keys))
+    for key in given:
+        if key != CPU and key not in keys:
+            raise ParallelError(f"fit: max_memory has {key!r}; the devices are {known}, and there is 'cpu'")
+    for key in keys:
+        if key not in given:
+            raise ParallelError(f"fit: max_memory says nothing of device {key}; it takes a size for each of {known}")
+
+
+def _check_folder(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ParallelError(f"fit: offload_folder {folder} cannot be written to: {error.strerror}") from error

@@ -1,0 +1,212 @@
+"""Layers that come before they run, and are let go when the next one does. While one computes, the one that followed it
+last time is on its way."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED = 22, 3, 21, 4
+
+
+class MovedLayer:
+    """The weights of a layer that lie elsewhere while it does not run. Nothing happens where a class does not say so.
+
+    Attributes:
+        module: the layer.
+        coming: done when it has come; None where nobody has asked for it.
+        next: what ran after it last time.
+    """
+
+    next: MovedLayer
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.coming: Future[None] | None = None
+
+    def bring(self) -> None:
+        """Have the weights come. Runs beside the thread that computes, as `drop` does, one of them at a time."""
+
+    def drop(self) -> None:
+        """Let them go again."""
+
+    def ask(self) -> None:
+        """Queue their copies to the device. In the thread that computes, as what follows."""
+
+    def enter(self) -> None:
+        """Have the module take what has come."""
+
+    def leave(self) -> None:
+        """Give it back what it has while it does not run."""
+
+
+class MappedLayer(MovedLayer):
+    """Weights that are views of mapped files. They are right at any time; what comes and goes is the memory that holds
+    them.
+
+    Args:
+        tensors: the views.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Iterable[Tensor]) -> None:
+        super().__init__(module)
+        self._stretches = list(_stretches(tensors))
+
+    def bring(self) -> None:
+        for advice in (_WILLNEED, _POPULATE_READ):  # the second alone would read what lies around, too
+            for start, length in self._stretches:
+                _madvise(start, length, advice)
+
+    def drop(self) -> None:
+        for start, length in self._stretches:
+            _madvise(start, length, _PAGEOUT)  # refused for files of other users, which the system keeps as it likes
+            _madvise(start, length, _DONTNEED)
+
+
+class CopiedLayer(MovedLayer):
+    """Weights in host memory or in mapped files, of which a device gets copies. Copies from page-locked memory go ahead
+    while the device computes; files are read ahead, and copied when the layer runs.
+
+    Args:
+        places: the dictionaries of parameters that have them, and the names there. While the layer does not run they
+            hold the weights as they lie in host memory: whoever reads one reads the right numbers.
+        on_disk: whether they are in mapped files.
+        device: the CUDA device.
+        stream: for copies that go ahead.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Sequence[tuple[dict[str, Any], str]],
+        on_disk: bool,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(module)
+        self._places = places
+        self._homes: list[Tensor] = [held[name] for held, name in places]
+        self._mapping = MappedLayer(module, self._homes if on_disk else ())
+        self._on_disk, self._device, self._stream = on_disk, device, stream
+        self._copies: list[Tensor] = []
+
+    def bring(self) -> None:
+        self._mapping.bring()
+
+    def drop(self) -> None:
+        self._mapping.drop()
+
+    def ask(self) -> None:
+        if not self._on_disk:
+            with torch.cuda.stream(self._stream):
+                self._copy()
+                self._arrived = self._stream.record_event()
+
+    def enter(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._on_disk:
+            self._copy()
+        else:
+            current.wait_event(self._arrived)
+        for (held, name), copy in zip(self._places, self._copies, strict=True):
+            copy.record_stream(current)  # its memory is free again when what is queued until then has run
+            held[name] = nn.Parameter(copy, requires_grad=False)
+
+    def leave(self) -> None:
+        self._copies = []
+        for (held, name), home in zip(self._places, self._homes, strict=True):
+            held[name] = home
+
+    def _copy(self) -> None:
+        self._copies = [home.to(self._device, non_blocking=True) for home in self._homes]
+
+
+class Moves:
+    """Has layers come and go around the forwards of a model.
+
+    Args:
+        layers: in the order in which they run, as far as that is known.
+    """
+
+    def __init__(self, layers: Sequence[MovedLayer]) -> None:
+        self._mover = ThreadPoolExecutor(1, "layers")
+        self._running: MovedLayer | None = None
+        self._ahead: MovedLayer | None = None
+        for layer, following in zip(layers, [*layers[1:], *layers[:1]], strict=True):
+            layer.next = following
+        self._hooks = [
+            layer.module.register_forward_pre_hook(functools.partial(self._before, layer)) for layer in layers
+        ]
+
+    def _before(self, layer: MovedLayer, module: nn.Module, args: Any) -> None:
+        last, ahead = self._running, self._ahead
+        if layer is last:
+            return
+        for other in (last, ahead):
+            if other is not None and other is not layer:
+                self._release(other)
+        if last is not None:
+            last.next = layer
+        self._running = self._ahead = None
+        try:
+            self._request(layer).result()
+        except BaseException:
+            layer.coming = None  # the next call asks again
+            raise
+        layer.enter()
+        self._running = layer
+        if layer.next is not layer:
+            self._request(layer.next)
+            self._ahead = layer.next
+
+    def _request(self, layer: MovedLayer) -> Future[None]:
+        if layer.coming is None:
+            layer.ask()
+            layer.coming = self._mover.submit(layer.bring)
+        return layer.coming
+
+    def _release(self, layer: MovedLayer) -> None:
+        layer.leave()
+        layer.coming = None
+        self._mover.submit(layer.drop)
+
+    def close(self) -> None:
+        """Have no layer come or go any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._mover.shutdown()
+
+
+def _stretches(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """Address and length, in bytes, of the pages that tensors lie in, neighbours in one."""
+    pages = sorted(
+        (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
+        for tensor in tensors
+        if tensor.nbytes
+    )
+    start, end = 0, 0
+    for first, last in pages:
+        if first > end:
+            if end:
+                yield start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE
+            start = first
+        end = max(end, last)
+    if end:
+        yield start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE
+
+
+def _madvise(start: int, length: int, advice: int) -> int:
+    """0 where the system did it. Through ctypes, which lets other threads of Python run meanwhile."""
+    return int(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice))
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)

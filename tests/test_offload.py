@@ -1,0 +1,207 @@
+"""`fit={"max_memory": …}`: layers for which devices have no room lie in RAM or on disk, and come before they run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from parallelformers_ng import ParallelError, WorkerDiedError, parallelize, plan, start_group
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.sharding.plan import ShardPlan
+from tests.cgroup import memory_limit
+from tests.zoo.build import build, largest_difference
+from tests.zoo.case import seq2seq_inputs, text_inputs, token_ids
+from tests.zoo.decoders import EXPERTS, decoder
+from tests.zoo.seq2seq import t5
+
+HOW: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+LAYERS = 9
+
+
+def llama() -> Any:
+    return decoder("Llama", layers=LAYERS)
+
+
+def a_third(model: Any, ranks: int, cpu: int | str = 0, **options: Any) -> dict[str, Any]:
+    """What lets each rank have a third of its weights, and what is in no layer."""
+    made = plan(model, ranks)
+    rooms = {rank: size // 3 + 30_000 for rank, size in enumerate(made.bytes_per_rank)}
+    return {"max_memory": {**rooms, "cpu": cpu}, **options}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("cpu", [0, 200_000, "1GiB"], ids=["disk", "both", "RAM"])
+def test_it_gives_what_it_gives_whole(groups: Any, tmp_path: Path, cpu: int | str, ranks: int) -> None:
+    whole = llama()
+    whole.save_pretrained(tmp_path / "model")
+    fit = a_third(whole, ranks, cpu, offload_folder=str(tmp_path / "folder"))
+    want, logits = whole.generate(**text_inputs(), **HOW), whole(**text_inputs()).logits
+    for source in (llama(), tmp_path / "model"):
+        model = parallelize(source, workers=groups(ranks), fit=fit)
+        assert torch.equal(model.generate(**text_inputs(), **HOW), want)
+        assert largest_difference(model(**text_inputs()).logits, logits) <= 1e-4
+        allowed = [size for key, size in fit["max_memory"].items() if key != "cpu"]
+        assert all(held <= room for held, room in zip(model.memory_allocated().values(), allowed, strict=True))
+        model.save_pretrained(tmp_path / "saved")
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+        model.deparallelize()
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(saved[name], tensor)
+            assert torch.equal(model.state_dict()[name], tensor)
+    assert not list((tmp_path / "folder").iterdir()), "files in the folder have no names and end with who has them open"
+
+
+@pytest.mark.parametrize("make", [t5, lambda: decoder("Mixtral", width=80, layers=4, **EXPERTS)], ids=["T5", "Mixtral"])
+def test_other_models_from_the_disk(groups: Any, tmp_path: Path, make: Any) -> None:
+    inputs = seq2seq_inputs() if make is t5 else text_inputs()
+    inputs.pop("decoder_input_ids", None)
+    rooms = [size - 20_000 for size in plan(make(), 2).bytes_per_rank]  # a layer or two are too much
+    fit = {"max_memory": {**dict(enumerate(rooms)), "cpu": 0}, "offload_folder": str(tmp_path)}
+    made = plan(make(), 2, fit=fit)
+    assert made.tiers is not None
+    assert "disk" in made.tiers.places[0].values()
+    with parallelize(make(), workers=groups(2), fit=fit) as model:
+        assert torch.equal(model.generate(**inputs, **HOW), make().generate(**inputs, **HOW))
+
+
+def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: Path) -> None:
+    config = llama().config
+    config.hidden_size, config.intermediate_size = 256, 1024
+    fit = a_third(build(LlamaForCausalLM, config), 2, offload_folder=str(tmp_path))
+    made = plan(build(LlamaForCausalLM, config), 2, fit=fit)
+    resident: list[int] = []
+    folder = str(tmp_path)
+
+    def note(*_: Any) -> None:
+        size, ours = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            ours = folder in line if "-" in line.split()[0] else ours
+            size += int(line.split()[1]) * 1024 if ours and line.startswith("Rss:") else 0
+        resident.append(size)
+
+    with parallelize(build(LlamaForCausalLM, config), workers=groups(2), fit=fit) as model:
+        for layer in (*model.model.layers, model.model.norm):
+            layer.register_forward_hook(note)
+        model.generate(**text_inputs(), **HOW)
+    assert made.tiers is not None
+    moved = dict(made.tiers.moved(0))
+    layer = made.tiers.bytes_moved(made, 0) // len(moved)
+    assert len(moved) > 4
+    assert max(resident) >= layer
+    neighbours = 2 * len(moved) * (64 << 10)  # which the system maps along, at each end of a layer
+    assert max(resident) <= 2 * layer + neighbours < 3 * layer
+
+
+def test_a_killed_worker_comes_back_with_its_files(tmp_path: Path) -> None:
+    want = llama().generate(**text_inputs(), **HOW)
+    fit = a_third(llama(), 2, offload_folder=str(tmp_path))
+    with parallelize(llama(), 2, workers={"device": "cpu"}, fit=fit) as model:
+        os.kill(deployment_of(model).pids[1], signal.SIGKILL)
+        try:
+            got = model.generate(**text_inputs(), **HOW)
+        except WorkerDiedError:
+            got = model.generate(**text_inputs(), **HOW)
+        assert torch.equal(got, want)
+        assert torch.equal(model.lm_head.weight.sum(), llama().lm_head.weight.sum())
+
+
+def test_the_table_says_it_beforehand(tmp_path: Path) -> None:
+    made: ShardPlan = plan(llama(), 2, fit=a_third(llama(), 2, 100_000, offload_folder=str(tmp_path)))
+    tiers = made.tiers
+    assert tiers is not None
+    for rank in range(2):
+        parts = [tiers.bytes_in(place, made, rank) for place in ("device", "cpu", "disk")]
+        assert sum(parts) == made.bytes_per_rank[rank]
+        assert 0 < parts[1] <= 50_000
+        assert tiers.bytes_moved(made, rank) == parts[2]
+    assert "on disk" in str(made)
+    assert "moved for each token" in str(made)
+    assert plan(llama(), 2, fit={"max_memory": {0: "1GiB", 1: "1GB"}}).tiers is None
+
+
+@pytest.mark.parametrize(
+    ("fit", "why"),
+    [
+        (
+            {"max_memory": {0: 90_000, 1: 1000}},
+            r"max_memory of device 1 is 1.00 kB; rank 1 of LlamaForCausalLM has .* give",
+        ),
+        ({"max_memory": {0: 9, 1: 9, 7: 9}}, "max_memory has 7; the devices are 0, 1, and there is 'cpu'"),
+        ({"max_memory": {0: 9, "cpu": 9}}, "says nothing of device 1"),
+        ({"max_memory": {0: "9 apples", 1: 9}}, r"max_memory\[0\] is '9 apples'; it takes bytes, or a text like '5GB'"),
+        ({"max_memory": {0: 150_000, 1: 150_000, "cpu": 0}}, "give an offload_folder for the rest"),
+        (
+            {"max_memory": {0: 9, 1: 9}, "offload_folder": "/proc/1/no"},
+            "offload_folder /proc/1/no cannot be written to",
+        ),
+        ({"offload_folder": "/tmp"}, "give max_memory as well"),
+    ],
+)
+def test_what_is_refused(fit: dict[str, Any], why: str) -> None:
+    with pytest.raises(ParallelError, match=why):
+        plan(llama(), 2, fit=fit)
+
+
+def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    model, fit = llama(), a_third(llama(), 2, offload_folder=str(tmp_path))
+    want = model.generate(**text_inputs(), **HOW)
+    with pytest.raises(
+        ParallelError, match=f"offload_folder {tmp_path} has .*No space left on device; the model is as"
+    ):
+        parallelize(model, workers=groups(2), fit=fit)
+    assert torch.equal(model.generate(**text_inputs(), **HOW), want)
+
+
+@pytest.mark.parametrize("cpu", [0, 30_000, "1GB"], ids=["disk", "both", "RAM"])
+def test_on_pretended_devices(pretended_groups: Any, tmp_path: Path, cpu: int | str) -> None:
+    fit = a_third(decoder("Llama", layers=4), 2, cpu, offload_folder=str(tmp_path))
+    with parallelize(decoder("Llama", layers=4), workers=pretended_groups(2), fit=fit) as model:
+        want = decoder("Llama", layers=4).generate(**text_inputs(), **HOW)
+        assert torch.equal(model.generate(**text_inputs(), **HOW), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", [0, "1GiB"], ids=["disk", "RAM"])
+def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
+    """Three times what a rank may have, and what it takes beyond idling is that, a layer, and what is no weight."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=18, num_attention_heads=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    whole = build(LlamaForCausalLM, config)
+    whole.save_pretrained(tmp_path / "model")
+    for file in (tmp_path / "model").iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    prompt = token_ids(1, 6)
+    want = whole.generate(prompt, **HOW)
+    made = plan(whole, 2)
+    room = made.bytes_per_rank[0] // 3
+    layer = made.bytes_per_rank[0] // 18
+    others = 16 << 20
+    group = start_group(2, device="cpu", timeout=60)
+    with (
+        memory_limit(group.pids[0], room + layer + others) as one,
+        memory_limit(group.pids[1], room + layer + others) as two,
+    ):
+        if not (one and two):
+            group.close()
+            pytest.skip("needs the right to make control groups")
+        fit = {"max_memory": {0: room, 1: room, "cpu": cpu}, "offload_folder": str(tmp_path / "folder")}
+        try:
+            model = parallelize(tmp_path / "model", workers=group, fit=fit)
+            assert torch.equal(model.generate(prompt, **HOW), want)
+        finally:
+            group.close()
