@@ -109,7 +109,12 @@ def compressed(kind: str, group: int | None, path: Path) -> Any:
             stored[name] = flat
         return stored, (numbers.float() * scales).flatten(1)
 
-    weights = {"num_bits": bits, "type": kind[:3], "strategy": "group" if group else "channel", "group_size": group}
+    weights = {
+        "num_bits": bits,
+        "type": "float" if kind == "float-quantized" else "int",
+        "strategy": "group" if group else "channel",
+        "group_size": group,
+    }
     groups = {"group_0": {"targets": ["Linear"], "weights": {**weights, "symmetric": True}}}
     said = {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
     return saved(path, llama(), said, encode)
@@ -213,3 +218,17 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_tensor(
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=LAYER if name != "mxfp4" else "model.layers.1.mlp.experts.down_proj"):
         load_skeleton(str(tmp_path), dequantize=True)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
+def test_weights_are_those_that_compressed_tensors_unpacks(name: str, tmp_path: Path) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    whole = FORMATS[name](tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    library = compressors.BaseCompressor.get_value_from_registry(said["format"])
+    parts = {key.removeprefix(f"{LAYER}."): tensor for key, tensor in stored.items() if key.startswith(LAYER)}
+    unpacked = library.decompress(parts, QuantizationScheme(**said["config_groups"]["group_0"]))["weight"]
+    assert torch.equal(unpacked, whole.state_dict()[f"{LAYER}.weight"])
