@@ -153,13 +153,14 @@ def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    group = groups(2)  # whose start allocates as well
     monkeypatch.setattr(os, "posix_fallocate", full)
     model, fit = llama(), a_third(llama(), 2, offload_folder=str(tmp_path))
     want = model.generate(**text_inputs(), **HOW)
     with pytest.raises(
         ParallelError, match=f"offload_folder {tmp_path} has .*No space left on device; the model is as"
     ):
-        parallelize(model, workers=groups(2), fit=fit)
+        parallelize(model, workers=group, fit=fit)
     assert torch.equal(model.generate(**text_inputs(), **HOW), want)
 
 
