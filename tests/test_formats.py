@@ -174,6 +174,17 @@ def test_what_nothing_computes_with_is_refused_unless_it_may_be_put_in_high_prec
         parallelize(tmp_path, 2, quantize={})
 
 
+def test_a_model_on_meta_takes_no_number_without_its_scale(tmp_path: Path, groups) -> None:
+    whole = fp8(16, tmp_path)
+    with torch.device("meta"):
+        bare = type(whole)(whole.config)
+    with pytest.raises(UnsupportedModelError, match=r"quantized by fp8.*'dequantize': True"):
+        parallelize(bare, workers=groups(2), weights=tmp_path)
+    model = parallelize(bare, workers=groups(2), weights=tmp_path, quantize=DEQUANTIZE)
+    assert largest_difference(model(**text_inputs()).logits, whole(**text_inputs()).logits) <= 1e-4
+    model.deparallelize()
+
+
 def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
     saved(tmp_path, llama(), {"quant_method": "awq", "bits": 4}, lambda name, weight: None)
     with pytest.raises(UnsupportedModelError, match="quantized by awq, which cannot be cut yet; those of fp8"):

@@ -19,7 +19,14 @@ from parallelformers_ng.checkpoint.encoded import held_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.formats import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_generation_config, read_source
+from parallelformers_ng.checkpoint.location import (
+    Location,
+    Source,
+    open_weights,
+    read_generation_config,
+    read_source,
+    stored_quantization,
+)
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.checkpoint.nodes import Node, leaves, release
 from parallelformers_ng.checkpoint.reading import lies_in_file, read_shard
@@ -114,7 +121,7 @@ def open_source(
     """
     location, config = source.location, source.config
     if config is None:
-        fill_skeleton(model, location, dtype)
+        fill_skeleton(model, location, dtype, dequantize)
         return model
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     state = lazy_state(location)
@@ -140,16 +147,22 @@ def load_skeleton(
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
-def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None) -> None:
+def fill_skeleton(
+    model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None, dequantize: bool = False
+) -> None:
     """Give a model on `meta` its unread weights; what the model holds for real already, it keeps.
 
     Args:
         dtype: data type to load in; None is the model's own.
+        dequantize: as in `open_source`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
+        UnsupportedModelError: weights are quantized in a way that cannot be read.
     """
     state = lazy_state(location)
+    if (said := stored_quantization(location)) is not None:
+        state = unpacked(state, said, location, dtype or model.dtype, dequantize)
     made = _from_pretrained(type(model), model.config, location, dtype or model.dtype, {}, state)
     tensors = all_tensors(made)
     for name, tensor in all_tensors(model).items():

@@ -186,6 +186,15 @@ def read_generation_config(location: Location) -> GenerationConfig:
         )
 
 
+def stored_quantization(location: Location) -> dict[str, Any] | None:
+    """What the configuration beside the weights says of how they are quantized; None where there is none."""
+    try:
+        said, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
+    except OSError:  # weights alone
+        return None
+    return said.get("quantization_config")
+
+
 def open_weights(location: Location) -> list[CheckpointFile]:
     """The files that hold the weights, every one that an index names; nothing but headers is read.
 
