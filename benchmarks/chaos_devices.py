@@ -67,7 +67,7 @@ def faults(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcom
     options = {"device": "cuda", "host_copy": True, "timeout": PATIENCE_SECONDS, "max_restarts": count + 1}
     with parallelize(gpt2(), 2, workers=options) as model:
         for name in tqdm([kinds[number % len(kinds)] for number in range(count)], "faults", disable=None):
-            deployment_of(model).ready(time.monotonic() + PATIENCE_SECONDS)
+            deployment_of(model).replicas[0].ready(time.monotonic() + PATIENCE_SECONDS)
             kind, rank, before = KINDS[name], source.randrange(2), deployment_of(model).incarnation
             pid, step = deployment_of(model).pids[rank], source.randrange(_TOKENS)
             given = ids.clone()

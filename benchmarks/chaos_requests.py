@@ -87,7 +87,7 @@ def stops(count: int, seed: int) -> list[Figure]:
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": count + 1})
     late, untyped, lost = [], 0, 0
     for _ in tqdm(range(count), "stops", disable=None):
-        deployment_of(model).ready(time.monotonic() + _RESTART_SECONDS)
+        deployment_of(model).replicas[0].ready(time.monotonic() + _RESTART_SECONDS)
         os.kill(source.choice(deployment_of(model).pids), signal.SIGSTOP)
         limit = source.uniform(0.1, 0.5)
         taken, error = _seconds_to(
@@ -138,7 +138,7 @@ def limit(count: int, seed: int) -> list[Figure]:
     for _ in tqdm(range(count), "limit", disable=None):
         model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": 1})
         for _ in range(2):
-            deployment_of(model).ready(time.monotonic() + _RESTART_SECONDS)
+            deployment_of(model).replicas[0].ready(time.monotonic() + _RESTART_SECONDS)
             before = deployment_of(model).pids
             os.kill(source.choice(before), signal.SIGKILL)
             while psutil.pid_exists(before[0]) or psutil.pid_exists(before[1]):

@@ -179,7 +179,7 @@ def _jobs(source: random.Random, group: WorkerGroup | None) -> tuple[list[Job], 
 
 
 def _await_group(model: PreTrainedModel) -> None:
-    deployment_of(model).ready(time.monotonic() + PATIENCE_SECONDS)
+    deployment_of(model).replicas[0].ready(time.monotonic() + PATIENCE_SECONDS)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:

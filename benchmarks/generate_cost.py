@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
 from benchmarks.decode import SHAPES
-from parallelformers_ng import api, parallelize
+from parallelformers_ng import parallelize
+from parallelformers_ng.model import replica
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner
@@ -45,11 +46,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="calls that are measured (default: 9)")
     parser.add_argument("--json", help="add the figures to this file")
     arguments = parser.parse_args()
-    api.RUNNER = "benchmarks.generate_cost:TimedRunner"
+    replica.RUNNER = "benchmarks.generate_cost:TimedRunner"
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[arguments.size], pad_token_id=0, eos_token_id=None, tie_word_embeddings=True)
     model: Any = parallelize(LlamaForCausalLM(config).eval(), 2, workers={"device": "cpu"})
-    group, _ = deployment_of(model).ready(float("inf"))
+    group, _ = deployment_of(model).replicas[0].ready()
     prompt = torch.randint(3, 1000, (1, 8))
 
     def generate() -> object:

@@ -27,7 +27,7 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
-from parallelformers_ng.model.replica import RUNNER, Replica
+from parallelformers_ng.model.replica import Replica, group_makers
 from parallelformers_ng.offload.budgets import Budget, budget_of
 from parallelformers_ng.offload.tiers import tiers_for
 from parallelformers_ng.options import (
@@ -40,7 +40,7 @@ from parallelformers_ng.options import (
     read_quantize,
 )
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.placement import check_count, check_platform, placement
+from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.casting import refuse_quantized, target_dtype
 from parallelformers_ng.sharding.inject import settle
@@ -135,7 +135,7 @@ def parallelize(
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     else:
-        makers = _group_makers(num_gpus, options)
+        makers = group_makers(num_gpus, options)
         world_size, kind = makers[0].args
     as_asked = None if decode in ("auto", "eager") else decode
     check_fit(fitting, world_size, custom_policies=custom_policies, quantize=quantize, decode=as_asked)
@@ -211,7 +211,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
                 f"start_group takes no {name}: it starts one group, which serves one model after another and is not"
                 " restarted"
             )
-    (make,) = _group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"))
+    (make,) = group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"))
     group = make(wait=False)
     try:
         # While the workers import torch, this process makes ready what it will plan and load with.
@@ -292,28 +292,6 @@ def _batching(
     if decode not in ("auto", "eager"):
         raise ParallelError(f"batching decodes plain steps, and decode is {decode!r}; leave one of them out")
     return options
-
-
-def _group_makers(num_gpus: int | None, options: WorkerOptions) -> list[functools.partial[WorkerGroup]]:
-    """Check where the workers go; starting a group of each replica is left to the caller, who may have to do it
-    again."""
-    check_platform()
-    count, ids = options.replicas, options.device_ids
-    size, kind = placement(num_gpus, options.device, ids, count)
-    return [
-        functools.partial(
-            WorkerGroup,
-            size,
-            kind,
-            target=RUNNER,
-            device_ids=None if ids is None else ids[index * size : (index + 1) * size],
-            backend=options.backend,
-            timeout=options.timeout,
-            start_timeout=options.start_timeout,
-            among=(index, count),
-        )
-        for index in range(count)
-    ]
 
 
 def _check_model(model: nn.Module) -> None:

@@ -208,5 +208,5 @@ def test_a_handle_that_goes_takes_no_step_in_which_an_interrupt_is_lost(groups):
     sys.settrace(before)
     assert not steps
     model(token_ids(rows=1), use_cache=False)
-    assert deployment_of(model).ready(float("inf"))[0].call("held_caches") == 0
+    assert deployment_of(model).replicas[0].ready(float("inf"))[0].call("held_caches") == 0
     model.deparallelize()

@@ -15,13 +15,41 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
+from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.placement import check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.format import FileDescriptor
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
+
+
+def group_makers(num_gpus: int | None, options: WorkerOptions) -> list[functools.partial[WorkerGroup]]:
+    """What starts the group of each replica, at first and again.
+
+    Raises:
+        UnsupportedPlatformError: workers cannot run on this system.
+        PlacementError: there are not as many devices as asked for.
+    """
+    check_platform()
+    count, ids = options.replicas, options.device_ids
+    size, kind = placement(num_gpus, options.device, ids, count)
+    return [
+        functools.partial(
+            WorkerGroup,
+            size,
+            kind,
+            target=RUNNER,
+            device_ids=None if ids is None else ids[index * size : (index + 1) * size],
+            backend=options.backend,
+            timeout=options.timeout,
+            start_timeout=options.start_timeout,
+            among=(index, count),
+        )
+        for index in range(count)
+    ]
 
 
 class Replica:
