@@ -11,6 +11,22 @@ from parallelformers_ng.model.parallelized import deployment_of
 from tests.serving import serving, tiny_model, tiny_tokenizer
 
 
+def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
+    given = []
+    monkeypatch.setattr("parallelformers_ng.serving.guard.give_back_freed", lambda: given.append(1))
+    monkeypatch.setattr("parallelformers_ng.serving.guard._CALM_SECONDS", 0.01)
+    tokenizer = tiny_tokenizer()
+    with (
+        parallelize(tiny_model(tokenizer), workers=groups(1), batching=True) as model,
+        serving(model, tokenizer) as running,
+        running.client() as http,
+    ):
+        http.post("/v1/completions", json=HONEST)
+        assert not given
+        assert http.post("/tokenize", json={"prompt": "x" * 100_000}).status_code == 400
+        running.until(lambda: given)
+
+
 def test_hostile_requests_are_refused_and_disturb_nobody(groups):
     tokenizer = tiny_tokenizer()
     with parallelize(tiny_model(tokenizer), workers=groups(2), batching=True) as model:

@@ -232,13 +232,13 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
             del whole
             pending += plans[0].bytes_whole
             if pending >= _TRIM_EVERY:
-                pending = _trim()
+                pending = give_back_freed()
             if progress is not None:
                 progress(store.plan.bytes_held(names[0]))
     except BaseException:
         take_back(model, store.plan, store.read, given_up)
         raise
-    _trim()
+    give_back_freed()
 
 
 def take_back(
@@ -291,7 +291,7 @@ def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _trim() -> int:
+def give_back_freed() -> int:
     """Hand freed memory back: heap pages to the system, which glibc may keep after the model's small tensors, and
     device memory to the ranks, of which torch keeps all for this process."""
     if torch.cuda.is_initialized():

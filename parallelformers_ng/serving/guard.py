@@ -11,6 +11,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from parallelformers_ng.checkpoint.store import give_back_freed
 from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.options import ServeOptions
 
@@ -18,6 +19,8 @@ log = logging.getLogger("parallelformers_ng")
 
 _OPEN = "/health"
 """The path that needs no key, and that is served to the end."""
+_LARGE_BYTES = 64 << 10
+_CALM_SECONDS = 1.0
 
 
 class Guard:
@@ -40,6 +43,7 @@ class Guard:
         self._options = options
         self.draining = False
         self.in_flight = 0
+        self._giving_back: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -77,6 +81,13 @@ class Guard:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, TimeoutError, Exception):
                 await work  # the application has told and logged what went wrong
+            if len(body) > _LARGE_BYTES and (self._giving_back is None or self._giving_back.done()):
+                self._giving_back = asyncio.ensure_future(self._give_back())
+
+    async def _give_back(self) -> None:
+        """Large bodies leave much freed memory behind, of which the allocator would keep more with each."""
+        await asyncio.sleep(_CALM_SECONDS)
+        await asyncio.to_thread(give_back_freed)
 
     def _check(self, scope: Scope) -> None:
         if scope["path"] == _OPEN:
