@@ -1,0 +1,110 @@
+"""Decode with weights in int8 beside bf16: two CPU ranks, the shape of Qwen3-0.6B with random weights, in turns; beside
+llama.cpp's Q8_0 with two threads where an interpreter that has `llama_cpp` and `gguf` is named.
+
+    python -m benchmarks.quantized [--rounds 5] [--size 600M] [--llama-cpp PYTHON] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import measure
+from benchmarks.decode import SHAPES
+from parallelformers_ng import parallelize
+
+QUANTIZE: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "int8, head in bf16": {"scheme": "int8"},
+    "int8": {"scheme": "int8", "embeddings": True},
+}
+PEER = "llama.cpp Q8_0"
+PROMPT, TOKENS = 32, 48
+_PEER = str(Path(__file__).with_name("quantized_peer.py"))
+
+
+def whole(size: str) -> LlamaForCausalLM:
+    """A model of that shape in bf16, the same each time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[size], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
+    with torch.device("meta"):
+        made = LlamaForCausalLM(config).to(torch.bfloat16)
+    made.to_empty(device="cpu")
+    made.model.rotary_emb = type(made.model.rotary_emb)(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.02)
+    made.generation_config.eos_token_id = None
+    return made.eval()
+
+
+def tokens_per_second(model: Any) -> float:
+    """Of the tokens after the first one."""
+    ids = torch.arange(100, 100 + PROMPT)[None]
+    first, all_of_them = (
+        measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))  # type: ignore[misc]
+        for count in (1, TOKENS + 1)
+    )
+    return TOKENS / (all_of_them - first)
+
+
+@contextlib.contextmanager
+def peer(python: str, size: str) -> Iterator[Callable[[], float]]:
+    """llama.cpp in an interpreter of its own. Gives what asks it for its tokens per second."""
+    shape = SHAPES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, _PEER, folder, *(f"{name}={value}" for name, value in shape.items())]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != "ready":
+                raise RuntimeError(f"{' '.join(command)} did not start")
+
+            def ask() -> float:
+                print(PROMPT, TOKENS, file=process.stdin, flush=True)
+                return float(process.stdout.readline())  # type: ignore[union-attr]
+
+            yield ask
+            process.stdin.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", default="600M", choices=SHAPES)
+    parser.add_argument("--llama-cpp", metavar="PYTHON")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    print(measure.machine())
+    with contextlib.ExitStack() as stack:
+        contestants: dict[str, Callable[[], float]] = {}
+        for name, quantize in QUANTIZE.items():
+            print(f"making {name}", file=sys.stderr)
+            model = parallelize(
+                whole(options.size), 2, workers={"device": "cpu"}, quantize=quantize, batching=False, progress=False
+            )
+            stack.enter_context(model)
+            print(f"{name}: {model.memory_allocated()} bytes")
+            tokens_per_second(model)
+            contestants[name] = partial(tokens_per_second, model)
+        if options.llama_cpp is not None:
+            contestants[PEER] = stack.enter_context(peer(options.llama_cpp, options.size))
+            contestants[PEER]()
+        figures = measure.interleave(contestants, options.rounds)
+        for against in ("bf16", *([PEER] if PEER in figures else [])):
+            measure.report(f"decode, {options.size}", "tokens/s", figures, against=against, higher_is_better=True)
+        measure.save(options.json, f"quantized {options.size}", figures)
+
+
+if __name__ == "__main__":
+    main()

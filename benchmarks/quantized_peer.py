@@ -1,0 +1,86 @@
+"""llama.cpp with Q8_0 weights of a shape, for `quantized.py`: writes a model, then prints tokens per second of decode.
+
+For each line that it reads: the tokens of a prompt, and how many follow. Needs `llama_cpp` and `gguf` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+Q8 = gguf.GGMLQuantizationType.Q8_0
+
+
+def write(path: str, shape: dict[str, int]) -> None:
+    """A Llama of that shape with random weights, all matrices in Q8_0."""
+    hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    words, heads, kv_heads = shape["vocab_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
+    width = shape.get("head_dim", hidden // heads)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(2048)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(words)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{number}>".encode() for number in range(words)])
+    writer.add_token_scores([0.0] * words)
+    writer.add_token_types([1] * words)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    numbers = np.random.default_rng(0)
+
+    def matrix(name: str, out: int, width_in: int) -> None:
+        weight = (numbers.standard_normal((out, width_in), dtype=np.float32)) * np.float32(0.02)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, Q8), raw_dtype=Q8)
+
+    matrix("token_embd", words, hidden)
+    for layer in range(layers):
+        block = f"blk.{layer}"
+        matrix(f"{block}.attn_q", heads * width, hidden)
+        matrix(f"{block}.attn_k", kv_heads * width, hidden)
+        matrix(f"{block}.attn_v", kv_heads * width, hidden)
+        matrix(f"{block}.attn_output", hidden, heads * width)
+        matrix(f"{block}.ffn_gate", inner, hidden)
+        matrix(f"{block}.ffn_up", inner, hidden)
+        matrix(f"{block}.ffn_down", hidden, inner)
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"{block}.{norm}.weight", np.ones(hidden, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    from llama_cpp import Llama
+
+    path = str(Path(sys.argv[1]) / "model.gguf")
+    write(path, {name: int(value) for name, value in (word.split("=") for word in sys.argv[2:])})
+    model: Any = Llama(path, n_ctx=512, n_threads=2, n_threads_batch=2, verbose=False)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        prompt, tokens = map(int, line.split())
+        model.reset()
+        model.eval(list(range(100, 100 + prompt)))
+        begun = time.perf_counter()
+        for number in range(tokens):
+            model.eval([200 + number])
+        print(tokens / (time.perf_counter() - begun), flush=True)
+
+
+if __name__ == "__main__":
+    main()
