@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ from parallelformers_ng import ParallelError, parallelize
 from parallelformers_ng.generation import cache_kinds
 from parallelformers_ng.generation.int8_layer import Int8Layer
 from tests.pretend_cuda.caller import small
+from tests.test_caches import play
 from tests.zoo.build import build
 from tests.zoo.case import seq2seq_inputs, text_inputs, token_ids
 from tests.zoo.decoders import GEMMA3, decoder
@@ -42,22 +42,15 @@ def in_int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cache_kinds.keep_caches(None)
 
 
+def test_caches_of_the_next_model_are_made_as_before() -> None:
+    plain = DynamicCache.__init__
+    for kind in ("int8", "int8", None):
+        cache_kinds.keep_caches(kind)
+        assert (DynamicCache.__init__ is plain) == (kind is None)
+
+
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
-
-
-def play(model: Any) -> list[torch.Tensor]:
-    """What comes of a cache that is copied, cropped, reordered, repeated and selected from."""
-    first = model(**text_inputs(), use_cache=True)
-    cache = first.past_key_values
-    other = copy.deepcopy(cache)
-    other.crop(-2)
-    other.reorder_cache(torch.tensor([1, 0]))
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0, 3]))
-    assert (cache.get_seq_length(), other.get_seq_length()) == (7, 5)
-    step = torch.tensor([[8], [9]])
-    return [first.logits, *(model(input_ids=step, past_key_values=held).logits for held in (cache, other))]
 
 
 @torch.no_grad()

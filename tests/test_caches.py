@@ -63,19 +63,21 @@ def test_a_users_cache_object_becomes_the_handle(llama: Pair) -> None:
     assert len(cache) == 2
 
 
-def test_crop_copy_reorder_and_select(llama: Pair) -> None:
-    def play(model: Any) -> list[torch.Tensor]:
-        out = model(**text_inputs(), use_cache=True)
-        cache = out.past_key_values
-        other = copy.deepcopy(cache)
-        other.crop(-2)
-        other.reorder_cache(torch.tensor([1, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        assert (cache.get_seq_length(), other.get_seq_length()) == (7, 5)
-        step = torch.tensor([[8], [9]])
-        return [model(input_ids=step, past_key_values=held).logits for held in (cache, other)]
+def play(model: Any) -> list[torch.Tensor]:
+    """What comes of a cache that is copied, cropped, reordered, repeated and selected from."""
+    first = model(**text_inputs(), use_cache=True)
+    cache = first.past_key_values
+    other = copy.deepcopy(cache)
+    other.crop(-2)
+    other.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert (cache.get_seq_length(), other.get_seq_length()) == (7, 5)
+    step = torch.tensor([[8], [9]])
+    return [first.logits, *(model(input_ids=step, past_key_values=held).logits for held in (cache, other))]
 
+
+def test_crop_copy_reorder_and_select(llama: Pair) -> None:
     with torch.no_grad():
         want = play(llama.whole)
     assert_same(play(llama.parallel), want)

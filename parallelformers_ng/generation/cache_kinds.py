@@ -21,8 +21,10 @@ def keep_caches(kind: str | None) -> None:
     """From now on every dynamic cache that this process makes is of a kind; None is what transformers makes of it."""
     global _kind
     _kind = kind
-    if kind is not None and not hasattr(DynamicCache.__init__, "__wrapped__"):
-        DynamicCache.__init__ = _of_the_kind(DynamicCache.__init__)
+    plain = getattr(DynamicCache.__init__, "__wrapped__", DynamicCache.__init__)
+    DynamicCache.__init__ = (
+        plain if kind is None else _of_the_kind(plain)
+    )  # the next model's caches are none the slower
 
 
 def _of_the_kind(make: Any) -> Any:
