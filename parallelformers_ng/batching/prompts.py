@@ -92,6 +92,8 @@ class Prompts:
 
     def _side_by_side(self, piece: int) -> list[Row]:
         """The first prompt, and those after it that may run with it."""
+        if self._done:
+            return [self._waiting[0]]
         rows, longest = list[Row](), 0
         for row in self._waiting:
             longest = max(longest, row.ids.shape[1])
@@ -99,7 +101,7 @@ class Prompts:
             if rows and (alone or longest * (len(rows) + 1) > piece):
                 break
             rows.append(row)
-            if self._done or alone:
+            if alone:
                 break
         return rows
 

@@ -123,6 +123,12 @@ def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence:
             del model._get_stopping_criteria
 
 
+def _begin_stream(host: bytes, device: torch.device) -> torch.Tensor:
+    """Seed the generator of a CUDA device, another algorithm, from the state of the host's. Returns its state."""
+    torch.cuda.manual_seed(zlib.crc32(host))
+    return torch.cuda.get_rng_state(device)
+
+
 class OwnStream:
     """Within it, what is drawn comes from a stream that nobody else draws from, and goes on where it was left: the one
     that a call with that seed has alone, see `CallersRandomness`.
@@ -137,8 +143,7 @@ class OwnStream:
         self._of_device: torch.Tensor | None = None
         self._device = device
         if device.type == "cuda":
-            torch.cuda.manual_seed(zlib.crc32(self._host.numpy().tobytes()))
-            self._of_device = torch.cuda.get_rng_state(device)
+            self._of_device = _begin_stream(self._host.numpy().tobytes(), device)
 
     def __enter__(self) -> None:
         torch.set_rng_state(self._host)
@@ -173,8 +178,7 @@ class CallersRandomness:
         if self._before is not None:
             torch.set_rng_state(torch.frombuffer(bytearray(self._before), dtype=torch.uint8))
             if self._device.type == "cuda":
-                torch.cuda.manual_seed(zlib.crc32(self._before))
-                self._cuda_before = torch.cuda.get_rng_state(self._device)
+                self._cuda_before = _begin_stream(self._before, self._device)
         return self
 
     def __exit__(

@@ -19,7 +19,7 @@ from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
 from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, MovedLayer, Moves
-from parallelformers_ng.offload.tiers import Place
+from parallelformers_ng.offload.tiers import Place, Tiers
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.wire.format import FileDescriptor
@@ -104,7 +104,7 @@ class RankWeights:
         """From now on layers that lie elsewhere come before they run."""
         layers: list[MovedLayer] = []
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        for path, stored in () if self.plan is None or self.plan.tiers is None else self.plan.tiers.moved(self.rank):
+        for path, stored in () if self._tiers is None else self._tiers.moved(self.rank):
             module = self.model.get_submodule(path)
             owners = [name.rpartition(".") for each in stored for name in self.aliases[each]]
             places = [(self.model.get_submodule(owner)._parameters, name) for owner, _, name in owners]
@@ -119,9 +119,14 @@ class RankWeights:
         path, _, attribute = name.rpartition(".")
         return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
 
+    @property
+    def _tiers(self) -> Tiers | None:
+        """Where layers lie that do not stay on the device; None where all do."""
+        return None if self.plan is None else self.plan.tiers
+
     def _place(self, stored: str) -> Place:
         """Where this rank has a tensor while its layer does not run."""
-        return "device" if self.plan is None or self.plan.tiers is None else self.plan.tiers.place(stored, self.rank)
+        return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory, or in a mapped file, where a CUDA device has it."""
@@ -136,7 +141,7 @@ class RankWeights:
             return read_shard(node, shard, self.rank)
         if self.device.type == "cpu":
             part = read_shard(node, shard, self.rank, rows_apart=all(map(self._streams, self.aliases[stored])))
-            if self.plan is None or self.plan.tiers is None:
+            if self._tiers is None:
                 return part
             part = part.clone()
             release(node)
