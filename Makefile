@@ -87,7 +87,7 @@ zoo: setup ## parity of every model family, tiny, and plans of their real sizes 
 	@$(PY) -m benchmarks.zoo --full-size .full_size.json $(ZOO_ARGS)
 
 ecosystem: $(ECOSYSTEM)/.installed ## pipelines, Trainer, PEFT, lm-eval, … whole against cut, in a venv of their own (PYTEST_ARGS=…)
-	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem tests/test_ray.py $(PYTEST_ARGS)
 
 $(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-apart.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python

@@ -23,7 +23,18 @@ setup(
         Extension(
             "parallelformers_ng.kernels._decode",
             sources=["parallelformers_ng/kernels/_decode.c"],
-            depends=_headers("kernels", "vectors", "integers", "tiles", "linear", "attention", "layer", "stack")
+            depends=_headers(
+                "kernels",
+                "vectors",
+                "integers",
+                "limbs",
+                "byte_tiles",
+                "tiles",
+                "linear",
+                "attention",
+                "layer",
+                "stack",
+            )
             + _headers("collectives", "kernel_api", "floats"),
             libraries=["m"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],

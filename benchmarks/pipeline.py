@@ -1,12 +1,14 @@
-"""Two stages of one thread each: decode of four requests in flight against one, and against one worker with the whole
-model; the shape of SmolLM2-135M with random weights, in turns.
+"""Two stages of one thread each: four requests in flight against one; the shape of SmolLM2-135M with random weights, in
+turns. Requests that share steps; and requests that run apart, with as many replicas as stages.
 
-python -m benchmarks.pipeline [--rounds 3] [--json OUT]
+python -m benchmarks.pipeline [--rounds 3] [--tokens 64] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+from typing import Any
 
 import torch
 
@@ -15,29 +17,46 @@ from benchmarks.batching import calls, tokens_per_second, whole
 from parallelformers_ng import parallelize
 
 
+def staged(batching: bool, replicas: int = 1) -> Any:
+    workers = {"device": "cpu", "replicas": replicas}
+    fit = {"strategy": "pipeline"}
+    return parallelize(whole(torch.float32), 2, workers=workers, fit=fit, batching=batching, progress=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
-    workers = {"device": "cpu"}
-    staged = parallelize(
-        whole(torch.float32), 2, workers=workers, fit={"strategy": "pipeline"}, batching=True, progress=False
-    )
-    single = parallelize(whole(torch.float32), 1, workers=workers, batching=True, progress=False)
-    asked = calls([(16, 64)] * 4)
-    for made in (staged, single):
-        tokens_per_second(made, asked, 4)  # from when on they share
-    contest = {
-        "two stages, one request": lambda: tokens_per_second(staged, asked[:1], 1),
-        "two stages, four in flight": lambda: tokens_per_second(staged, asked, 4),
-        "one worker, one request": lambda: tokens_per_second(single, asked[:1], 1),
-        "one worker, four in flight": lambda: tokens_per_second(single, asked, 4),
-    }
-    found = measure.interleave(contest, options.rounds)
-    measure.report("decode in stages", "tokens/s", found, against=next(iter(contest)), higher_is_better=True)
-    measure.save(options.json, "pipeline", found)
+    asked = calls([(16, options.tokens)] * 4)
+    prompts = calls([(128, 1)] * 4)
+    figures = {}
+
+    def contest(what: str, contestants: dict[str, tuple[Any, list[dict[str, Any]], int]]) -> None:
+        """Model, calls, and how many of them are in flight."""
+        for each in contestants.values():
+            tokens_per_second(*each)
+        runs = {name: functools.partial(tokens_per_second, *each) for name, each in contestants.items()}
+        figures[what] = measure.interleave(runs, options.rounds)
+        against = next(iter(contestants))
+        measure.report(what, "tokens/s", figures[what], against=against, higher_is_better=True)
+
+    with staged(batching=True) as made:
+        contest(
+            "decode of calls that share steps",
+            {"one after another": (made, asked, 1), "four in flight": (made, asked, 4)},
+        )
+    with staged(batching=False, replicas=2) as made:
+        contest(
+            "decode of calls that run apart",
+            {"one after another": (made, asked, 1), "four in flight": (made, asked, 4)},
+        )
+        contest(
+            "prompts of 128 tokens", {"one after another": (made, prompts, 1), "four in flight": (made, prompts, 4)}
+        )
+    measure.save(options.json, "pipeline", figures)
 
 
 if __name__ == "__main__":

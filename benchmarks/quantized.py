@@ -1,5 +1,5 @@
-"""Decode with weights in int8 beside bf16: two CPU ranks, the shape of Qwen3-0.6B with random weights, in turns; beside
-llama.cpp's Q8_0 with two threads where an interpreter that has `llama_cpp` and `gguf` is named.
+"""Decode with weights in int8 and int4 beside bf16: two CPU ranks, the shape of Qwen3-0.6B with random weights, in
+turns; beside llama.cpp's Q8_0 with two threads where an interpreter that has `llama_cpp` and `gguf` is named.
 
     python -m benchmarks.quantized [--rounds 5] [--size 600M] [--llama-cpp PYTHON] [--json OUT]
 """
@@ -27,6 +27,7 @@ QUANTIZE: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "int8, head in bf16": {"scheme": "int8"},
     "int8": {"scheme": "int8", "embeddings": True},
+    "int4": {"scheme": "int4", "embeddings": True},
 }
 PEER = "llama.cpp Q8_0"
 PROMPT, TOKENS = 32, 48

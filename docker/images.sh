@@ -7,10 +7,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 engine=""
 for each in docker podman buildah; do
-  if command -v "$each" >/dev/null; then engine=$each; break; fi
+  if "$each" info >/dev/null 2>&1; then engine=$each; break; fi # a client alone does not build
 done
 if [ -z "$engine" ]; then
-  echo "make images: there is no docker, podman or buildah (Debian: apt-get install buildah)" >&2
+  echo "make images: there is no docker, podman or buildah that works (Debian: apt-get install buildah)" >&2
   exit 2
 fi
 

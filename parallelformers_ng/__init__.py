@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.errors import *
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import BatchingOptions, FitOptions, QuantizeOptions, WorkerOptions
+    from parallelformers_ng.planner.forecast import forecast
     from parallelformers_ng.runtime.deadline import deadline
     from parallelformers_ng.runtime.forks import warm_up
     from parallelformers_ng.sharding.rules import *
@@ -30,14 +31,15 @@ __all__ = [
     "RequestCancelledError", "RequestTimeoutError",
     "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "Stored",
     "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
-    "WorkerOptions", "WrongProcessError", "balanced_device_map", "deadline", "parallelize", "plan", "save_sharded",
-    "start_group", "warm_up",
+    "WorkerOptions", "WrongProcessError", "balanced_device_map", "deadline", "forecast", "parallelize", "plan",
+    "save_sharded", "start_group", "warm_up",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
     "balanced_device_map": "checkpoint.device_map",
     "deadline": "runtime.deadline",
+    "forecast": "planner.forecast",
     "parallelize": "api",
     "plan": "api",
     "save_sharded": "model.saving",

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
+from parallelformers_ng.checkpoint.given import Given, open_given
 from parallelformers_ng.checkpoint.loading import Checkpoint, open_source, prepare_conversions
-from parallelformers_ng.checkpoint.location import Source, read_source, refuse_options
+from parallelformers_ng.checkpoint.location import Source, base_of_adapter, read_source, refuse_options
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.cuda_graphs.modes import Decode, static_steps
 from parallelformers_ng.errors import (
@@ -25,6 +26,7 @@ from parallelformers_ng.errors import (
     UnsupportedModelError,
 )
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
+from parallelformers_ng.model.around import surround, with_adapter, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import Replica, group_makers
@@ -42,7 +44,7 @@ from parallelformers_ng.options import (
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.runtime.supervisor import RestartLimit
-from parallelformers_ng.sharding.casting import refuse_quantized, target_dtype
+from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.registry import check_custom, written_policies
@@ -61,7 +63,7 @@ def parallelize(
     custom_policies: CustomPolicies = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
-    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
+    quantize: Any = None,
     decode: Decode = "auto",
     batching: BatchingOptions | Mapping[str, int] | bool | Literal["auto"] = "auto",
     seed: int | None = None,
@@ -76,8 +78,9 @@ def parallelize(
     `.cpu()`, `.cuda()`, `.to()`) ends it and brings the weights back.
 
     Args:
-        model: a transformers model with its weights loaded; or a directory or model id of the hub, whose weights each
-            worker then reads its share of; or a model on `meta`, with `weights`.
+        model: a transformers model with its weights loaded, or peft's around one; or a directory or model id of the
+            hub, whose weights each worker then reads its share of, also a directory with an adapter of peft's; or a
+            model on `meta`, with `weights`.
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
         fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
         weights: the directory or model id that has the weights of a model on `meta`.
@@ -90,8 +93,9 @@ def parallelize(
             goes on running when its parallelization ends; `num_gpus` is then the group's.
         fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
             same words.
-        quantize: hold weights in few bits, quantized on their way to the ranks: "int8", `QuantizeOptions`, or a dict of
-            the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`). docs/quantization.md says what comes back.
+        quantize: hold weights in few bits, quantized on their way to the ranks: "int8", "int4", "fp8"; or
+            `QuantizeOptions`, or a dict of the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`); or a
+            weight-only config of torchao's. docs/quantization.md says what comes back.
         decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
             fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
             "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
@@ -135,30 +139,38 @@ def parallelize(
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
     else:
-        makers = group_makers(num_gpus, options)
+        makers = group_makers(num_gpus, options, in_turn=fitting.has_stages)
         world_size, kind = makers[0].args
     as_asked = None if decode in ("auto", "eager") else decode
-    check_fit(fitting, world_size, custom_policies=custom_policies, quantize=quantize, decode=as_asked)
+    check_fit(fitting, world_size, custom_policies=custom_policies, decode=as_asked)
     target = target_dtype(fp16, dtype)
     check_kind(fitting.cache, kind, decode)
-    budget = budget_of(fitting, world_size, kind, options.device_ids)
+    budget = budget_of(fitting, world_size, kind, options.device_ids, options.replicas)
     as_it_is = fitting.cache is not None or budget is not None
     steps, unlike_asked = static_steps("eager" if as_it_is else decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
+    base = base_of_adapter(model) if isinstance(model, (str, os.PathLike)) else None
+    adapter, (model, around) = model, within(base or model)
     bits = read_quantize(quantize)
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
     loaded: Any = model
     replicas: list[Replica] = []
+    given: Given | None = None
     try:
         if isinstance(workers, WorkerGroup):
             replicas.append(Replica(workers, None))
         for maker in makers:  # they import torch while this process plans
             group = maker(wait=False)
             replicas.append(Replica(group, maker))
+        dequantize = bits is not None and bits.dequantize
         if source is not None:
-            loaded = open_source(source, model, target, bits is not None and bits.dequantize)
+            loaded = open_source(source, model, target, dequantize)
+        elif (plain := open_given(loaded, target, dequantize)) is not None:
+            given = Given(loaded, plain)
+        if base is not None:
+            loaded, around = within(with_adapter(loaded, os.fspath(adapter)))
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
@@ -171,6 +183,7 @@ def parallelize(
             limit=RestartLimit(options.max_restarts, options.restart_window),
             checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
             show_progress=progress,
+            given=given,
         )
         what = "cutting" if source is None else "loading"
         with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
@@ -178,6 +191,8 @@ def parallelize(
     except BaseException:
         for replica in replicas:
             replica.leave()
+        if given is not None:
+            given.restore()
         raise
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
@@ -185,9 +200,10 @@ def parallelize(
     if sharding.strategy != "tensor":
         steps = None
     enter(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto")
+    surround(around, loaded)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
-    return loaded
+    return around[0] if around else loaded
 
 
 def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
@@ -232,7 +248,7 @@ def plan(
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
-    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
+    quantize: Any = None,
 ) -> ShardPlan:
     """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
@@ -254,9 +270,13 @@ def plan(
     """
     check_count(num_gpus)
     fitting, bits = read_options(FitOptions, fit, "fit"), read_quantize(quantize)
-    check_fit(fitting, num_gpus, custom_policies=custom_policies, quantize=quantize)
-    budget = budget_of(fitting, num_gpus, "cuda" if torch.cuda.is_available() else "cpu", None)
-    return _make_plan(model, num_gpus, custom_policies, target_dtype(fp16, dtype), fitting, bits, budget)
+    check_fit(fitting, num_gpus, custom_policies=custom_policies)
+    budget = budget_of(fitting, num_gpus, "cuda" if torch.cuda.is_available() else "cpu")
+    model, _ = within(model)
+    check_model(model)
+    target = target_dtype(fp16, dtype)
+    plain = open_given(model, target, bits is not None and bits.dequantize) or model
+    return _make_plan(plain, num_gpus, custom_policies, target, fitting, bits, budget)
 
 
 def _source(
@@ -271,7 +291,7 @@ def _source(
         if weights is not None:
             raise ParallelError("weights is for a model on meta; a path has its own")
         return read_source(os.fspath(model), given, model_class)
-    _check_model(model)
+    check_model(model)
     if model_class is not None:
         raise ParallelError(f"model_class is for loading a path, and the model given is a {type(model).__name__}")
     if weights is None:
@@ -289,12 +309,13 @@ def _batching(
     if batching == "auto":
         return BatchingOptions() if kind == "cpu" and decode in ("auto", "eager") else None
     options = read_options(BatchingOptions, None if batching is True else batching, "batching")
-    if decode not in ("auto", "eager"):
-        raise ParallelError(f"batching decodes plain steps, and decode is {decode!r}; leave one of them out")
+    if decode not in ("auto", "eager", "cuda_graphs"):
+        raise ParallelError(f"the steps of a batch are not compiled, and decode is {decode!r}; leave one of them out")
     return options
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be parallelized, whatever the policies."""
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
     if not isinstance(model, PreTrainedModel):
@@ -307,7 +328,6 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
         )
-    refuse_quantized(model)
 
 
 def _make_plan(
@@ -319,7 +339,7 @@ def _make_plan(
     quantize: QuantizeOptions | None,
     budget: Budget | None,
 ) -> ShardPlan:
-    _check_model(model)
+    check_model(model)
     made = make_plan(model, world_size, custom, dtype, fitting, quantize)
     made.cache = kind_for(model, fitting.cache)
     made.tiers = tiers_for(model, made, budget)

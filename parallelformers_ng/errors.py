@@ -65,13 +65,22 @@ class WorkerDiedError(GroupError):
         rank: the worker's rank.
         signal: the signal that ended it, or None where it exited by itself.
         exit_code: its exit code, or None where a signal ended it.
+        host: the host that it ran on, or None where the group is on one alone.
     """
 
-    def __init__(self, message: str, rank: int, signal: int | None = None, exit_code: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        rank: int,
+        signal: int | None = None,
+        exit_code: int | None = None,
+        host: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.signal = signal
         self.exit_code = exit_code
+        self.host = host
 
 
 class RestartLimitError(GroupError):

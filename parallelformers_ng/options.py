@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import dacite
@@ -14,6 +14,31 @@ from parallelformers_ng.errors import ParallelError, PlacementError, did_you_mea
 Number = int | float
 Seconds = int | float
 _Options = TypeVar("_Options")
+
+
+LAUNCHERS = ("auto", "local", "torchrun", "ray")
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What ranks are to have of a Ray cluster.
+
+    Attributes:
+        address: of the cluster. None: the one that this process is connected to, else as `ray.init()` finds it or
+            starts it, for as long as the workers run.
+        cpus: CPUs of each rank, which are its threads, too.
+        resources: what else the bundle of each rank has, as Ray names it: `{"memory": …}`, or names of your own.
+        runtime_env: of the processes on the hosts, as Ray takes it.
+    """
+
+    address: str | None = None
+    cpus: Number = 1
+    resources: dict[str, Any] = field(default_factory=dict)
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.cpus > 0:
+            raise ParallelError(f"ray: cpus is {self.cpus!r}; it takes a number, more than 0")
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,10 @@ class WorkerOptions:
         restart_window: seconds.
         replicas: groups of `num_gpus` workers that have the whole model each; a call goes to the one with the least to
             do. They may take different devices; on CPU they share the cores and the memory of the weights.
+        launcher: who starts the workers. "local": this process, on this machine. "torchrun": they are on the nodes of
+            the job, one for each process of it, and the process of rank 0 is the caller. "auto": the second in such a
+            job. "ray": they are on the hosts of a Ray cluster.
+        ray: what they have there, `RayOptions` or a dict of the same words; with "ray" alone.
         host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
             memory is the shards, and is always kept.
     """
@@ -44,11 +73,17 @@ class WorkerOptions:
     max_restarts: int = 3
     restart_window: Seconds = 60.0
     replicas: int = 1
+    launcher: str = "auto"
+    ray: dict[str, Any] | RayOptions | None = None
     host_copy: bool = False
 
     def __post_init__(self) -> None:
+        if self.launcher not in LAUNCHERS:
+            raise PlacementError(f"launcher is {self.launcher!r}; it takes one of {', '.join(map(repr, LAUNCHERS))}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise PlacementError(f"device is {self.device!r}; it takes 'auto', 'cpu' or 'cuda'")
+        if self.ray is not None and self.launcher != "ray":
+            raise ParallelError(f"ray is {self.ray!r}, and launcher is {self.launcher!r}; pass launcher='ray', too")
         for name in ("timeout", "start_timeout", "restart_window"):
             checked_seconds(getattr(self, name), name)
         if self.replicas < 1:
@@ -88,15 +123,21 @@ class BatchingOptions:
                 raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
 
 
+BOTH = "tensor+pipeline"
+STRATEGIES = ("tensor", "pipeline", BOTH, "auto")
+
+
 @dataclass(frozen=True)
 class FitOptions:
     """How a model is laid over devices that are small, or unlike each other.
 
     Attributes:
         strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some of the layers,
-            which follow one another. "auto": "tensor" where that spreads the model; the plan says why.
-        tensor: ranks that share each stage of a pipeline.
-        ratio: for each rank, how much it is to hold beside the others: `(1, 3)` gives the second three times the first.
+            which follow one another. "tensor+pipeline": every `tensor` ranks beside each other hold some of the layers,
+            and each a part of these. "auto": "tensor" where that spreads the model, else "pipeline"; the plan says why.
+        tensor: ranks of each stage, for "tensor+pipeline".
+        ratio: for each rank, or each stage, how much it is to hold beside the others: `(1, 3)` gives the second three
+            times the first.
         max_memory: what each device may hold of weights, by number, and how much of the rest the "cpu": bytes, or a
             size as text ("10GiB"). The devices of CPU ranks are the ranks. Layers for which a device has no room come
             before they run. Without "cpu", as much as is free.
@@ -114,29 +155,51 @@ class FitOptions:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name in _NOT_YET and getattr(self, field.name) != field.default:
-                raise ParallelError(f"fit: {field.name} does nothing yet; leave it out")
         if self.cache not in (None, "int8", "offload"):
             raise ParallelError(f"fit: cache is {self.cache!r}; it takes 'int8', 'offload' or None")
-        if self.strategy not in ("tensor", "pipeline", "auto"):
-            raise ParallelError(f"fit: strategy is {self.strategy!r}; it takes 'tensor', 'pipeline' or 'auto'")
+        if self.strategy not in STRATEGIES:
+            known = ", ".join(map(repr, STRATEGIES))
+            raise ParallelError(f"fit: strategy is {self.strategy!r}; it takes one of {known}")
+        if (self.tensor is None) == (self.strategy == BOTH):
+            raise ParallelError(
+                f"fit: tensor is {self.tensor} and strategy {self.strategy!r}; strategy={BOTH!r} takes tensor=, the"
+                " ranks of each stage, and no other does"
+            )
+        if self.tensor is not None and self.tensor < 2:
+            raise ParallelError(f"fit: tensor is {self.tensor}; it takes 2 ranks at least. One is strategy='pipeline'")
         if self.ratio is not None and not all(0 < part < math.inf for part in self.ratio):
             raise ParallelError(f"fit: ratio is {self.ratio!r}; it takes numbers, each more than 0")
 
-    def parts(self, world_size: int) -> list[float]:
-        """What part of the model each of so many ranks is to hold, 1 in all; none where all are to hold the same.
+    @property
+    def has_stages(self) -> bool:
+        """Whether layers are computed by some ranks after others."""
+        return self.strategy in ("pipeline", BOTH)
+
+    def stages(self, world_size: int) -> int:
+        """How many stages so many ranks make, 1 where all do every layer together.
 
         Raises:
-            ParallelError: `ratio` is for another number of ranks.
+            ParallelError: they make none, or one.
+        """
+        width = self.tensor or 1
+        if world_size % width or world_size == width > 1:
+            raise ParallelError(
+                f"fit: tensor is {width}, and {world_size} ranks make no stages of {width} each; give a multiple of it"
+            )
+        return world_size // width if self.has_stages else 1
+
+    def parts(self, world_size: int) -> list[float]:
+        """What part of the model each of so many ranks, or each stage of theirs, is to hold, 1 in all; none where all
+        are to hold the same.
+
+        Raises:
+            ParallelError: `ratio` is for another number of them.
         """
         ratio = self.ratio or ()
-        if self.ratio is not None and len(ratio) != world_size:
-            raise ParallelError(f"fit: ratio has {len(ratio)} numbers, and there are {world_size} ranks; give one each")
+        count, what = (self.stages(world_size), "stages") if self.has_stages else (world_size, "ranks")
+        if self.ratio is not None and len(ratio) != count:
+            raise ParallelError(f"fit: ratio has {len(ratio)} numbers, and there are {count} {what}; give one each")
         return [part / sum(ratio) for part in ratio] if len(set(ratio)) > 1 else []
-
-
-_NOT_YET = ("tensor",)
 
 
 @dataclass(frozen=True)
@@ -144,7 +207,10 @@ class QuantizeOptions:
     """Which weights are held in few bits, and in how many.
 
     Attributes:
-        scheme: "int8": integers of 8 bits with a scale for each output, as torchao's `Int8WeightOnlyConfig` makes them.
+        scheme: "int8": integers of 8 bits with a scale for each output, as torchao's `Int8WeightOnlyConfig()` makes
+            them; "int4": of 4 bits with a scale for 32 inputs of an output, as `IntxWeightOnlyConfig(torch.int4,
+            PerGroup(32))` does; "fp8": floats of 8 bits, e4m3, a scale for each output, as `Float8WeightOnlyConfig()`.
+        group: how many inputs of an output share a scale; by default as the scheme says.
         skip: layers that stay in high precision, as paths beneath a block or from the model on, `*` for any one name
             (`["self_attn.o_proj", "mlp.*"]`); all that lies beneath one stays, too.
         embeddings: quantize the input embeddings and the output head, too.
@@ -153,18 +219,28 @@ class QuantizeOptions:
     """
 
     scheme: str | None = None
+    group: int | None = None
     skip: list[str] | tuple[str, ...] = ()
     embeddings: bool = False
     dequantize: bool = False
 
     def __post_init__(self) -> None:
-        if self.scheme is None and (self.skip or self.embeddings or not self.dequantize):
-            raise ParallelError(f"quantize: no scheme is given; it takes one of {', '.join(map(repr, SCHEMES))}")
+        known = ", ".join(map(repr, SCHEMES))
+        if self.scheme is None and (self.skip or self.embeddings or self.group or not self.dequantize):
+            raise ParallelError(f"quantize: no scheme is given; it takes one of {known}")
         if self.scheme is not None and self.scheme not in SCHEMES:
-            raise ParallelError(f"quantize: scheme is {self.scheme!r}; it takes one of {', '.join(map(repr, SCHEMES))}")
+            raise ParallelError(f"quantize: scheme is {self.scheme!r}; it takes one of {known}")
+        if self.group is not None and (self.group < 2 or self.group % 2):
+            raise ParallelError(f"quantize: group is {self.group}; it takes an even number of inputs, 32 say")
+
+    @property
+    def block(self) -> int | None:
+        """How many inputs of an output share a scale; None for all of them."""
+        return self.group or SCHEMES.get(str(self.scheme))
 
 
-SCHEMES = ("int8",)
+SCHEMES = {"int8": None, "int4": 32, "fp8": None}
+"""How many inputs of an output share a scale, None for all of them."""
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
@@ -200,11 +276,39 @@ def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None
         ) from None
 
 
-def read_quantize(given: str | QuantizeOptions | Mapping[str, Any] | None) -> QuantizeOptions | None:
-    """The options of `quantize`, of which a scheme may be given alone; None for no quantization."""
+def read_quantize(given: Any) -> QuantizeOptions | None:
+    """The options of `quantize`, of which a scheme may be given alone, or a config of torchao's; None for no
+    quantization.
+
+    Raises:
+        ParallelError: they cannot be read, or torchao's config is of another scheme.
+    """
     if given is None:
         return None
+    if type(given).__module__.partition(".")[0] == "torchao":
+        return _of_torchao(given)
     return read_options(QuantizeOptions, {"scheme": given} if isinstance(given, str) else given, "quantize")
+
+
+def _of_torchao(config: Any) -> QuantizeOptions:
+    """The options that stand for a config: it is told by its name and values, for torchao is not needed otherwise."""
+    values = {name: str(value) for name, value in vars(config).items()}
+    kind, granularity = type(config).__name__, type(getattr(config, "granularity", None)).__name__
+    group = getattr(getattr(config, "granularity", None), "group_size", None)
+    schemes = {
+        ("Int8WeightOnlyConfig", None, None): "int8",
+        ("Float8WeightOnlyConfig", "torch.float8_e4m3fn", None): "fp8",
+        ("IntxWeightOnlyConfig", "torch.int4", "MappingType.SYMMETRIC"): "int4",
+    }
+    scheme = schemes.get((kind, values.get("weight_dtype"), values.get("mapping_type")))
+    plain = values.get("scale_dtype", "None") == "None" and "HQQ" not in values.get("intx_choose_qparams_algorithm", "")
+    if scheme is None or not plain or not (group or (granularity == "PerRow" and scheme != "int4")):
+        raise ParallelError(
+            f"quantize: {config} is of a scheme that ranks do not compute with; it takes Int8WeightOnlyConfig,"
+            " Float8WeightOnlyConfig in float8_e4m3fn, both for rows or groups, and IntxWeightOnlyConfig of torch.int4"
+            " for groups, symmetric, its scales in the data type of the weights"
+        )
+    return QuantizeOptions(scheme, group)
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:

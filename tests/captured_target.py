@@ -48,9 +48,9 @@ class RecordedRunner(ModelRunner):
 
     def lose_memory(self) -> None:
         """The next call takes memory for its caches at other places."""
-        assert self.captured is not None
-        self.lost = [layer.whole for kept in self.captured._caches.values() for layer in kept.layers]
-        for kept in self.captured._caches.values():
+        caches = self._captured["call"]._caches.values()
+        self.lost = [layer.whole for kept in caches for layer in kept.layers]
+        for kept in caches:
             for layer in kept.layers:
                 layer.whole = None
 

@@ -11,6 +11,7 @@ import torch
 
 from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.apart import find_packages
 from tests.rank_group import RankGroup
 
 torch.set_num_threads(1)
@@ -29,6 +30,12 @@ _LONGEST = (
     "chaos",
     "methods",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What hands tests out to processes makes anew the warnings that they send, of whichever package."""
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        find_packages()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
@@ -13,6 +14,8 @@ import torch
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.connect import connect
+from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 
 SLOT_BYTES, ONE_SHOT_BYTES = 4096, 1024
@@ -77,6 +80,15 @@ class RankGroup:
         self.start(function, *arguments, timeout=timeout)
         return self.finish()
 
+    def run_with_gloo(self, function: Callable) -> None:
+        """Have the ranks call a function with their communicator, and what `connect_gloo` takes besides."""
+        rendezvous, arena = create_rendezvous(), Arena.create(self.world_size)
+        try:
+            self.run(function, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
+        finally:
+            os.close(rendezvous)
+            arena.close()
+
     def reset(self) -> None:
         self.arena.reset()
         self.run(_reset)
@@ -92,6 +104,24 @@ class RankGroup:
 
 def _reset(communicator: Communicator) -> None:
     communicator.reset()
+
+
+def connect_gloo(communicator: Communicator, rendezvous: str, arena: str) -> Communicator:
+    """In a rank: gloo among the same ranks; see `RankGroup.run_with_gloo`."""
+    rank, world_size = communicator.rank, communicator.world_size
+    arena_fd = os.open(arena, os.O_RDWR)
+    common: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": 20.0, "rendezvous": rendezvous}
+    gloo = connect("gloo", device=torch.device("cpu"), arena_fd=arena_fd, **common)
+    os.close(arena_fd)
+    return gloo
+
+
+def reset_gloo(communicator: Communicator, gloo: Any) -> None:
+    """In a rank, after an abort: what the parent and the ranks do."""
+    meet(communicator)
+    gloo._arena.reset()  # in the parent's place
+    meet(communicator)
+    gloo.reset()
 
 
 def meet(communicator: Communicator) -> None:

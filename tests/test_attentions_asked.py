@@ -223,7 +223,7 @@ def test_own_heads_are_gathered_once_and_read_as_they_are_by_attention() -> None
         times.append(1)
         return torch.cat([own, own + 1], dim=1)
 
-    marked = OwnHeads(own, 1, 4, gather)
+    marked = OwnHeads(own, 1, [2, 2], gather)
     assert marked.shape == (1, 4, 3, 3)
     assert marked.dtype is own.dtype
     assert own_part(marked) is own

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -288,3 +289,62 @@ def test_what_was_recorded_goes_with_the_model(pair: WorkerGroup) -> None:
         with recorded(make(), pair) as model:
             assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
             assert count(pair)[0] == 1
+
+
+LENGTHS = ((3, 30), (12, 25), (5, 40), (3, 12), (9, 33), (20, 6), (1, 28))
+
+
+def calls() -> list[dict[str, Any]]:
+    """Prompts of many lengths, of which some join when others have left."""
+    return [
+        {"input_ids": token_ids(1, before, seed=number), "max_new_tokens": after, "do_sample": False}
+        for number, (before, after) in enumerate(LENGTHS)
+    ]
+
+
+def together(model: Any) -> list[torch.Tensor]:
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        return list(pool.map(lambda call: model.generate(**call), calls()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_rows_that_are_decoded_together_share_recordings(
+    group: WorkerGroup, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = [FAMILIES[family]().generate(**call) for call in calls()]
+    count(group)
+    batching = {"rows": 4}
+    with (
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+        parallelize(FAMILIES[family](), workers=group, decode="cuda_graphs", batching=batching) as model,
+    ):
+        assert all(map(torch.equal, together(model), want))
+        recordings, replays = count(group)
+        assert 1 <= recordings <= 3  # of 1, 2 and 4 rows
+        assert replays >= 30  # of 39 steps at least, the first of a kind runs as it is and the next is recorded
+        assert all(map(torch.equal, together(model), want))
+        assert count(group)[0] <= 3 - recordings
+    assert not caplog.records
+
+
+def test_rows_outgrow_a_recorded_cache(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"input_ids": token_ids(1, 100, seed=5), "max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    want = decoder("Llama").generate(**asked)
+    count(group)
+    with parallelize(decoder("Llama"), workers=group, decode="cuda_graphs", batching=True) as model:
+        assert torch.equal(model.generate(**asked), want)
+    assert count(group)[0] == 2
+
+
+def test_rows_whose_cache_has_no_static_form_run_as_they_are(
+    group: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = [FAMILIES["mistral"]().generate(**call) for call in calls()]
+    with (
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+        parallelize(FAMILIES["mistral"](), workers=group, decode="cuda_graphs", batching=True) as model,
+    ):
+        assert all(map(torch.equal, together(model), want))
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "calls that are decoded together run without CUDA graphs"
+    ]

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import pytest
 import torch
 
-from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.connect import connect
-from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, RowParallel
 from tests.patience import PROMPTLY
-from tests.rank_group import FLOATS, OTHERS, SLOT_BYTES, RankGroup, bytes_of, expected_sum, meet, values
+from tests.rank_group import (
+    FLOATS,
+    OTHERS,
+    SLOT_BYTES,
+    RankGroup,
+    bytes_of,
+    connect_gloo,
+    expected_sum,
+    meet,
+    reset_gloo,
+    values,
+)
 
 
 def _check_sums(communicator: Communicator) -> None:
@@ -192,11 +199,8 @@ def test_compiled_layers_hold_their_collectives_in_one_graph(two_ranks: RankGrou
 
 def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str, arena: str) -> None:
     rank, world_size = communicator.rank, communicator.world_size
-    common: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": 20.0, "rendezvous": rendezvous}
     environment = dict(os.environ)
-    arena_fd = os.open(arena, os.O_RDWR)
-    gloo = connect("gloo", device=torch.device("cpu"), arena_fd=arena_fd, **common)
-    os.close(arena_fd)
+    gloo = connect_gloo(communicator, rendezvous, arena)
     for dtype in (*FLOATS, torch.bool, torch.int16):
         result = gloo.all_reduce(values(rank, 1001, dtype))
         assert torch.equal(bytes_of(result), bytes_of(expected_sum(world_size, 1001, dtype)))
@@ -214,18 +218,10 @@ def _check_gloo(communicator: SharedMemoryCommunicator, rendezvous: str, arena: 
         gloo.all_reduce(torch.ones(3))
     assert time.monotonic() - start < PROMPTLY
     assert dict(os.environ) == environment
-    meet(communicator)
-    gloo._arena.reset()  # in the parent's place
-    meet(communicator)
-    gloo.reset()
+    reset_gloo(communicator, gloo)
     assert gloo.all_reduce(torch.ones(3)).eq(world_size).all()
     gloo.close()
 
 
 def test_gloo_agrees_with_shared_memory_to_the_bit(two_ranks: RankGroup) -> None:
-    rendezvous, arena = create_rendezvous(), Arena.create(2)
-    try:
-        two_ranks.run(_check_gloo, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
-    finally:
-        os.close(rendezvous)
-        arena.close()
+    two_ranks.run_with_gloo(_check_gloo)

@@ -281,13 +281,19 @@ def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [None, 32, 64])
 @pytest.mark.parametrize("family", ["llama with every bias", "llama with odd sizes", "qwen3"])
-def test_weights_that_are_integers_run_in_the_same_call(family: str, dtype: torch.dtype, calls) -> None:
-    """All layers, some matrices left in high precision, against the numbers that the integers stand for."""
+def test_weights_that_are_integers_run_in_the_same_call(
+    family: str, dtype: torch.dtype, group: int | None, calls
+) -> None:
+    """All layers, some matrices left in high precision, others of 4 bits where their inputs are whole groups, against
+    the numbers that the integers stand for."""
     stock, fused = models(family, dtype, as_one=True)
     for path, layer in fused.model.named_modules():
         if type(layer) is StreamingLinear and not path.endswith("1.mlp.up_proj"):
             encoding = Encoding("int8", -1, layer.in_features)
+            if group is not None and layer.in_features % group == 0:
+                encoding = Encoding("int4", -1, group)
             integers, scales = encoding.encode(layer.weight.detach())
             layer.__class__ = nn.Linear
             stock.model.get_submodule(path).weight.data = encoding.decode(integers, scales, dtype)
@@ -301,4 +307,6 @@ def test_weights_that_are_integers_run_in_the_same_call(family: str, dtype: torc
         assert torch.equal(tokens, wanted_tokens)
         assert distance(scores, wanted) < 1e-5
     else:
-        assert distance(scores[1], wanted[1]) < 6e-2
+        alike = tokens[:, -12] == wanted_tokens[:, -12]  # rounded to 16 bits two scores may change places
+        assert alike.any()
+        assert distance(scores[1][alike], wanted[1][alike]) < 6e-2

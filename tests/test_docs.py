@@ -23,13 +23,15 @@ import parallelformers_ng
 from benchmarks import plots
 from parallelformers_ng import errors
 from parallelformers_ng.cli import commands as cli
+from parallelformers_ng.cli import forecast
 from parallelformers_ng.serving.options import ServeOptions
+from tests.apart import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("*.md", "docs/*.md", "docker/*.md", "examples/**/*.md", "benchmarks/results/*.md")
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?^( *)```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
-NOT_RUN = {"README.md": 2, "CONTRIBUTING.md": 2, "docker/README.md": 1}
+NOT_RUN = {"README.md": 2, "docs/planning.md": 1, "CONTRIBUTING.md": 2, "docker/README.md": 1}
 """How many blocks of a document are marked as not to be run. Let there be few."""
 
 
@@ -61,6 +63,7 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(
     """As a script, in this process, which has imported everything and has a fork server."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    find_packages()  # LoRA's has peft
     script = folder / "document.py"
     script.write_text("\n".join(blocks(document, "python")))
     runpy.run_path(str(script), run_name="__main__")
@@ -118,6 +121,8 @@ def test_commands_that_are_not_run_name_what_exists(document: Path) -> None:
             assert all((ROOT / file).exists() for file in command[3 : command.index("up") : 2]), line
         elif command[:2] == ["parallelformers-ng", "serve"]:
             assert served(command[1:]).command is not None, line
+        elif command[:2] == ["parallelformers-ng", "plan"]:
+            assert forecast.given(served(command[1:])), line
         else:
             assert not command, f"{document.name}: no check knows {line!r}"
 

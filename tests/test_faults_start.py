@@ -16,7 +16,7 @@ from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupEr
 from parallelformers_ng.model import deployment
 from parallelformers_ng.runtime import forks, startup
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.worker_process import WorkerProcess
 from tests.patience import PROMPTLY
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
@@ -57,11 +57,11 @@ def test_a_fault_while_starting_is_named_in_time(number, pattern, limit, forked,
         monkeypatch.setenv(forks.SWITCH, "0")
     await_ready, moments = startup.await_ready, []
 
-    def strike_and_await(processes: Processes, *rest: Any) -> None:
-        processes.workers[1].await_start(time.monotonic() + 60)
-        os.kill(processes.workers[1].pid, number)
+    def strike_and_await(workers: list[WorkerProcess], *rest: Any) -> None:
+        workers[1].await_start(time.monotonic() + 60)
+        os.kill(workers[1].pid, number)
         moments.append(time.monotonic())
-        await_ready(processes, *rest)
+        await_ready(workers, *rest)
 
     monkeypatch.setattr(startup, "await_ready", strike_and_await)
     with pytest.raises(StartupError, match=pattern):

@@ -217,9 +217,9 @@ def test_a_bin_file_that_holds_code_is_refused_and_nothing_runs(tmp_path: Path) 
 def test_a_quantized_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    quantized = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    quantized = {"quant_method": "quanto", "weights": "int8"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-    with pytest.raises(UnsupportedModelError, match="quantized by bitsandbytes, which cannot be cut yet"):
+    with pytest.raises(UnsupportedModelError, match="quantized by quanto, which cannot be cut yet"):
         load_skeleton(str(tmp_path))
 
 

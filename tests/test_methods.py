@@ -45,6 +45,7 @@ TABLE = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", DOCUMENT.read_text("utf-
 WORDS = {
     "local": "answered here",
     "saved": "answered here",
+    "switched": "answered here",
     "forwarded": "runs on the workers",
     "generated": "runs on the workers",
     "refused": "refused",

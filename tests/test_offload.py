@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from parallelformers_ng import ParallelError, WorkerDiedError, parallelize, plan, start_group
+from parallelformers_ng import ParallelError, WorkerDiedError, parallelize, plan, save_sharded, start_group
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.offload.budgets import budget_of
+from parallelformers_ng.options import FitOptions
 from parallelformers_ng.sharding.plan import ShardPlan
 from tests.cgroup import memory_limit
 from tests.zoo.build import build, largest_difference
@@ -69,6 +71,35 @@ def test_other_models_from_the_disk(groups: Any, tmp_path: Path, make: Any) -> N
     assert "disk" in made.tiers.places[0].values()
     with parallelize(make(), workers=groups(2), fit=fit) as model:
         assert torch.equal(model.generate(**inputs, **HOW), make().generate(**inputs, **HOW))
+
+
+BOTH = {"strategy": "tensor+pipeline", "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "bits"),
+    [(2, {"strategy": "pipeline"}, None), (4, BOTH, None), (2, {}, "int8"), (2, {}, "int4"), (4, BOTH, "int8")],
+    ids=["stages", "both", "int8", "int4", "both in int8"],
+)
+def test_in_stages_and_in_few_bits(
+    groups: Any, tmp_path: Path, ranks: int, how: dict[str, Any], bits: str | None
+) -> None:
+    with parallelize(llama(), workers=groups(2), quantize=bits) as model:
+        want, logits = model.generate(**text_inputs(), **HOW), model(**text_inputs()).logits
+        save_sharded(model, tmp_path / "cut")
+    llama().save_pretrained(tmp_path / "whole")
+    half = plan(llama(), ranks, fit=how, quantize=bits).bytes_per_rank
+    rooms = {rank: size // 2 + 30_000 for rank, size in enumerate(half)}
+    fit = {**how, "max_memory": {**rooms, "cpu": 20_000}, "offload_folder": str(tmp_path / "folder")}
+    for source, to in ((llama(), bits), (tmp_path / "whole", bits), (tmp_path / "cut", None)):
+        with parallelize(source, workers=groups(ranks), fit=fit, quantize=to) as model:
+            tiers = deployment_of(model).plan.tiers
+            assert tiers is not None
+            assert any("disk" in places.values() for places in tiers.places)
+            assert torch.equal(model.generate(**text_inputs(), **HOW), want)
+            assert largest_difference(model(**text_inputs()).logits, logits) <= 1e-4
+            for held, room in zip(model.memory_allocated().values(), rooms.values(), strict=True):
+                assert held <= room
 
 
 def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: Path) -> None:
@@ -147,6 +178,28 @@ def test_the_table_says_it_beforehand(tmp_path: Path) -> None:
 def test_what_is_refused(fit: dict[str, Any], why: str) -> None:
     with pytest.raises(ParallelError, match=why):
         plan(llama(), 2, fit=fit)
+
+
+@pytest.mark.parametrize(
+    ("ids", "replicas", "sizes", "rooms"),
+    [
+        (None, 2, [50, 60, 40, 70], [("device 2", 40), ("device 1", 60)]),
+        ([4, 5, 6, 7], 2, [50, 60, 40, 70], [("device 6", 40), ("device 5", 60)]),
+        ([1, 1], 1, [50], [("device 1, for each of its 2 ranks,", 25)] * 2),
+    ],
+)
+def test_replicas_are_laid_out_by_the_least_of_their_devices(
+    ids: list[int] | None, replicas: int, sizes: list[int], rooms: list[tuple[str, int]]
+) -> None:
+    keys = sorted(set(ids)) if ids else range(len(sizes))
+    options = FitOptions(max_memory={**dict(zip(keys, sizes, strict=True)), "cpu": 100})
+    budget = budget_of(options, 2, "cuda", ids, replicas)
+    assert budget is not None
+    assert budget.devices == rooms
+    assert budget.cpu == 100 // replicas
+    on_cpu = budget_of(FitOptions(max_memory={0: 50, 1: 60, "cpu": 100}), 2, "cpu", None, replicas)
+    assert on_cpu is not None
+    assert (on_cpu.devices, on_cpu.cpu) == ([("device 0", 50), ("device 1", 60)], 100)
 
 
 def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,6 @@ def test_a_wrong_ratio_is_refused_by_name(ratio: Any, words: str) -> None:
 
 def test_what_does_nothing_yet_is_refused() -> None:
     model = case_of("llama").make()
-    with pytest.raises(ParallelError, match="fit: tensor does nothing yet"):
-        plan(model, 2, fit={"tensor": 2})
     with pytest.raises(ParallelError, match="fit has no option 'ration' \\(did you mean 'ratio'\\?\\)"):
         plan(model, 2, fit={"ration": (1, 3)})
 

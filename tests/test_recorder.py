@@ -127,12 +127,12 @@ def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: M
     """Whatever the request was."""
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
-    replica.captured = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    captured = replica._captured["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
-        replica.captured._caches[1] = object()  # type: ignore[assignment]
+        captured._caches[1] = object()  # type: ignore[assignment]
         with pytest.raises(error), replica._on_device([], {}):
             raise error
-        assert len(replica.captured._caches) == kept
+        assert len(captured._caches) == kept
 
 
 def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:

@@ -15,6 +15,9 @@ from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, ParallelError, PlacementError, StaleCacheError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.model.replica import group_makers
+from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.runtime.cores import usable_cpus
 from tests.patience import await_end, await_incarnation, kill
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
@@ -122,8 +125,9 @@ def test_calls_that_sample_side_by_side_draw_apart(model: Any) -> None:
         assert not torch.equal(waiting.result(60), beside)
 
 
-def test_where_one_dies_the_other_goes_on() -> None:
-    with replicated() as model:
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "tensor"), (2, "pipeline")])
+def test_where_one_dies_the_other_goes_on(ranks: int, strategy: str) -> None:
+    with replicated(ranks, fit={"strategy": strategy}) as model:
         want, first = generate(model), Slow()
         replicas = deployment_of(model).replicas
         cache = model(IDS, use_cache=True).past_key_values
@@ -132,7 +136,7 @@ def test_where_one_dies_the_other_goes_on() -> None:
             waiting = pool.submit(generate, model, streamer=first)
             assert first.begun.wait(60)
             busy = next(replica for replica in replicas if replica.group.busy)
-            kill(busy.group.pids[0])
+            kill(busy.group.pids[-1])
             first.may_end.set()
             with pytest.raises(GroupError, match="died"):
                 waiting.result(60)
@@ -144,6 +148,15 @@ def test_where_one_dies_the_other_goes_on() -> None:
                 model(IDS[:, :1], past_key_values=cache)
         deployment_of(model).ping()
         assert torch.equal(generate(model), want)
+
+
+def test_while_one_replica_is_at_a_stage_another_may_have_its_cores() -> None:
+    options = WorkerOptions(device="cpu", replicas=2)
+    own = {maker.keywords["threads"] for maker in group_makers(2, options)}
+    assert own == {None}  # which shares the cores out over the ranks of all
+    assert {maker.keywords["threads"] for maker in group_makers(2, options, in_turn=True)} == {
+        max(1, usable_cpus() // 2)
+    }
 
 
 def test_many_threads_while_one_dies() -> None:

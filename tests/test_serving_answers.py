@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from parallelformers_ng import ParallelError
+from parallelformers_ng.options import FitOptions
+from parallelformers_ng.serving import run
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Pooling, read_pooling
 from parallelformers_ng.serving.errors import ApiError
@@ -165,12 +167,20 @@ def test_every_choice_that_a_schema_leaves_meets_it():
         {"$ref": "http://127.0.0.1/schema.json"},
         {"$ref": "#/$defs/none"},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},  # a second of each rank
+        {"anyOf": [{"type": "object", "required": [f"a{number}"]} for number in range(3000)]},
     ],
 )
 def test_schemas_that_cannot_be_kept_to_are_refused(schema):
     with pytest.raises(ApiError) as error:
         Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor(schema, 0)
     assert error.value.status == 400
+
+
+def test_large_schemas_are_kept_to():
+    properties = {f"p{number}": {"type": "string"} for number in range(800)}
+    grammar = Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor({"properties": properties}, 0)
+    assert grammar(torch.tensor([[1]])[:, :0], torch.zeros(1, len(TOKENIZER))).isfinite().any()
 
 
 @pytest.mark.parametrize(
@@ -234,6 +244,21 @@ def test_flags_count_before_the_file(tmp_path):
     file.write_text('model = "a"\nport = 9000\nrows = 4\ncors = ["https://example.org"]\n')
     options = read_serve_options(str(file), {"port": 9001})
     assert (options.model, options.port, options.rows, options.cors) == ("a", 9001, 4, ["https://example.org"])
+
+
+def test_how_the_model_is_laid_out_reaches_the_workers(tmp_path, monkeypatch):
+    file = tmp_path / "server.toml"
+    file.write_text('model = "a"\nratio = [1, 3]\nmax_memory = ["0=10GiB", "1=4", "cpu=1GB"]\n')
+    given = {}
+    monkeypatch.setattr(run, "parallelize", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}))
+    sizes = {0: "10GiB", 1: "4", "cpu": "1GB"}
+    assert given["fit"] == FitOptions("auto", None, [1, 3], sizes, "o", "int8")
+    run.load(read_serve_options(None, {"model": "a"}))
+    assert given["fit"] == FitOptions()
+    run.load(read_serve_options(None, {"model": "a", "strategy": "tensor+pipeline", "tensor": 2}))
+    assert given["fit"] == FitOptions("tensor+pipeline", 2)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ def test_tool_calls_are_read(stream):
         assert plain.choices[0].message.content == CALLS
 
 
+def test_small_packets_do_not_wait_for_those_before_them(running, http):
+    http.get("/health")
+    connections = [each.transport.get_extra_info("socket") for each in running.server.server_state.connections]
+    assert connections
+    assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in connections)
+
+
 def test_calls_and_their_results_reach_the_prompt(http):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [

@@ -13,10 +13,12 @@ from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
 from parallelformers_ng.options import FitOptions, QuantizeOptions
+from parallelformers_ng.sharding.adapters import with_adapters, without_adapters
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.pipeline import in_stages
-from parallelformers_ng.sharding.plan import ShardPlan, human_bytes
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.sharding.table import human_bytes
 
 _MUCH_LESS = 0.8
 """A pipeline is taken where its fullest rank has less than this times what the fullest of a cut model has, as in a
@@ -35,9 +37,8 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
         ParallelError: which two, in words.
     """
     fit.parts(world_size)
-    if fit.strategy == "pipeline":
-        ours = {name: getattr(fit, name) for name in ("cache", "max_memory", "offload_folder")}
-        for name, value in {**others, **ours}.items():
+    if fit.has_stages:
+        for name, value in {**others, "cache": fit.cache}.items():
             if value is not None:
                 raise ParallelError(f"{name} is for strategy='tensor' so far, and fit's strategy is {fit.strategy!r}")
 
@@ -63,18 +64,24 @@ def make_plan(
         PlacementError: the model has fewer parts than there are stages.
     """
     parts = fit.parts(world_size)
+    plain: Any = without_adapters(model)
 
     def cut() -> ShardPlan:
-        selection = select(model, custom, world_size, parts)
-        return build_plan(model, world_size, selection, dtype, parts=parts, quantize=quantize)
+        selection = select(plain, custom, world_size, parts)
+        made = build_plan(plain, world_size, selection, dtype, parts=parts, quantize=quantize)
+        return made if plain is model else with_adapters(made, plain, model, dtype)
 
     def staged() -> ShardPlan:
-        shares = parts or [1 / world_size] * world_size
-        return in_stages(build_plan(model, 1, UNCUT, dtype), model, shares, merged=may_merge(model))
+        if plain is not model:
+            raise UnsupportedModelError("a model with adapters is cut so far with strategy='tensor'; merge them first")
+        width, stages = fit.tensor or 1, world_size // (fit.tensor or 1)
+        selection = select(model, custom, width) if width > 1 else UNCUT
+        stage = build_plan(model, width, selection, dtype, quantize=quantize)
+        return in_stages(stage, model, parts or [1 / stages] * stages, merged=may_merge(model))
 
     if fit.strategy == "auto" and world_size > 1 and custom is quantize is fit.cache is None:
         return better(cut, staged)
-    return staged() if fit.strategy == "pipeline" else cut()
+    return staged() if fit.has_stages else cut()
 
 
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from parallelformers_ng.errors import BatchingError
 
@@ -55,6 +55,11 @@ def is_of_tokens_alone(cache: Any) -> bool:
     """Whether a cache, which may be empty yet, is to hold keys and values and no states."""
     holders = ({**vars(cache), "layers": None}, *map(vars, layers_of(cache)))
     return not any(isinstance(value, (list, dict)) for holder in holders for value in holder.values())
+
+
+def keeps_all(cache: Any) -> bool:
+    """Whether a cache keeps the keys and values of all tokens, and nothing else."""
+    return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:

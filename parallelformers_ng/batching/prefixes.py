@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.caches import is_of_tokens_alone, layers_of
+from parallelformers_ng.batching.caches import keeps_all, layers_of
 
 LEAST_TOKENS = 16
 """Shorter beginnings cost less to run than to look after."""
@@ -42,7 +42,7 @@ class Prefixes:
     def fill(self, cache: Any, ids: torch.Tensor) -> int:
         """Put the beginning of a prompt into its cache, which is empty. Returns its tokens."""
         length, kept = self._best(ids)
-        if kept is None or not _keeps_all(cache):
+        if kept is None or not keeps_all(cache):
             return 0
         self._kept.remove(kept)
         self._kept.append(kept)
@@ -60,7 +60,7 @@ class Prefixes:
             row: that row.
         """
         tokens = ids.shape[1]
-        if not self._least <= tokens <= self._limit or not _keeps_all(cache) or self._best(ids)[0] == tokens - 1:
+        if not self._least <= tokens <= self._limit or not keeps_all(cache) or self._best(ids)[0] == tokens - 1:
             return
         layers = [
             tuple(held[row : row + 1, :, held.shape[-2] - tokens :].clone() for held in (layer.keys, layer.values))
@@ -75,11 +75,6 @@ class Prefixes:
         lengths = [_common(kept.ids, ids[0, :-1]) for kept in self._kept]
         longest = max(lengths, default=0)
         return (longest, self._kept[lengths.index(longest)]) if longest >= self._least else (0, None)
-
-
-def _keeps_all(cache: Any) -> bool:
-    """Whether a cache keeps the keys and values of all tokens, and nothing else."""
-    return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ from parallelformers_ng.errors import BatchingError, NotPortableError, RequestTi
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.cancellation import cancellation_of_thread
 from parallelformers_ng.runtime.failures import rebuild
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _ROUND_SECONDS = 0.02
 """How long a round takes at least, where a step takes less: so long waits who comes next. To ask the ranks takes a
@@ -40,6 +41,7 @@ class Queue:
         self._changed = threading.Condition()
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
+        self._adapters: ActiveAdapters | None = None  # of the batch: what is kept of its sequences is theirs
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._steps = 1
@@ -170,11 +172,14 @@ class Queue:
         self._running = {number: ticket for number, ticket in self._running.items() if number not in left}
         self._waiting = {number: ticket for number, ticket in self._waiting.items() if not ticket.given_up}
         joins = self._admitted()
-        for number in joins:
+        for number, ticket in joins.items():
             self._running[number] = self._waiting.pop(number)
+            if ticket.call.adapters != self._adapters:  # no row runs with the others any more
+                self._adapters, self._batch = ticket.call.adapters, next(self._batches)
         calls = {number: (ticket.call.kwargs, ticket.call.seed) for number, ticket in joins.items()}
         limits = self._options.prefill_chunk, self._options.prefix_tokens
-        asked = Round(self._batch, calls, [*left], *(limits if self._trial.in_pieces else (0, 0)), self._steps)
+        limits = limits if self._trial.in_pieces else (0, 0)
+        asked = Round(self._batch, calls, [*left], *limits, self._steps, self._adapters)
         return asked, next((ticket.send for ticket in (*self._running.values(), *left.values())), None)
 
     def _admitted(self) -> dict[int, Ticket]:
@@ -183,7 +188,7 @@ class Queue:
         for number, ticket in self._waiting.items():
             longest = max(row.call.tokens[1] for row in (*rows, ticket))
             full = len(rows) >= self._options.rows or (rows and longest * (len(rows) + 1) > self._room)
-            full = full or any(row.needs_solitude for row in rows)
+            full = full or any(row.needs_solitude or row.call.adapters != ticket.call.adapters for row in rows)
             suspected = ticket.is_suspect and any(row.is_suspect for row in rows)
             if full or suspected or (rows and ticket.needs_solitude):
                 break

@@ -5,20 +5,24 @@ Between rounds the ranks serve whatever else is asked of them, in turn; the rows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from parallelformers_ng.batching.captured_rows import CapturedRows
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import ENDED, FAILED, Row
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _PIECES_AT_ONCE = 2
 """Where no row waits for its next token: long pieces cost less a token than short ones."""
@@ -35,6 +39,8 @@ class Round:
         piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
+        adapters: those that all rows run with, None where the model has none.
+        positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do.
     """
 
     batch: int
@@ -43,6 +49,8 @@ class Round:
     piece: int
     prefixes: int
     steps: int
+    adapters: ActiveAdapters | None = None
+    positions: int = 0
 
 
 @dataclass
@@ -57,6 +65,7 @@ class News:
         states: number of a row → new states of the caller's objects, on the rank that chooses for it.
         token_bytes: of the keys and values of one token on this rank; 0 where no row runs.
         free_bytes: of the rank's own device; 0 where that is the host.
+        uncaptured: why steps became no CUDA graphs that should, "" where they did.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -65,6 +74,7 @@ class News:
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
     token_bytes: int = 0
     free_bytes: int = 0
+    uncaptured: str = ""
 
 
 class RankBatch:
@@ -73,18 +83,20 @@ class RankBatch:
     Args:
         model: the rank's.
         communicator: the ranks.
+        steps: gives those that are recorded, or says why none can be.
     """
 
-    def __init__(self, model: Any, communicator: Communicator) -> None:
+    def __init__(self, model: Any, communicator: Communicator, steps: Callable[[], CapturedSteps | str]) -> None:
         self._model = model
         self._communicator = communicator
+        self._captured = CapturedRows(model, steps)
         self._batch = -1
 
     def run(self, asked: Round) -> News:
         """Raises what a forward raises: then no row of the batch can go on."""
         if asked.batch != self._batch:
             self._batch, self._prefixes = asked.batch, Prefixes(asked.prefixes)
-            self._rows = Rows(self._model, self._communicator, self._prefixes)
+            self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
             self._prompts = Prompts(self._model, self._prefixes)
         self._rows.leave(asked.leaves)
         self._prompts.leave(asked.leaves)
@@ -105,7 +117,8 @@ class RankBatch:
         for _ in range(asked.steps):
             if not len(self._rows):
                 break
-            met.update(self._rows.step())
+            met.update(self._rows.step(asked.positions))
+        news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":
             news.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]

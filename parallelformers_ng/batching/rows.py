@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching import caches
+from parallelformers_ng.batching.captured_rows import CapturedRows
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
@@ -35,12 +36,20 @@ class Rows:
         model: the rank's.
         communicator: the ranks; None where there is one.
         prefixes: keeps the sequences that are complete.
+        captured: runs steps that are recorded; None where none are.
     """
 
-    def __init__(self, model: Any, communicator: Communicator | None, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        model: Any,
+        communicator: Communicator | None,
+        prefixes: Prefixes,
+        captured: CapturedRows | None = None,
+    ) -> None:
         self._model = model
         self._communicator = communicator
         self._prefixes = prefixes
+        self._captured = captured
         self._slots: list[Row | None] = []
         self._cache: Any = None
         self._cache_name = ""
@@ -86,20 +95,19 @@ class Rows:
         for index, row in zip(free, rows, strict=True):
             self._slots[index] = row
 
-    def step(self) -> list[Row]:
-        """Choose one more token for each row. Returns the rows, also those that ended with it and have left."""
+    def step(self, positions: int = 0) -> list[Row]:
+        """Choose one more token for each row.
+
+        Args:
+            positions: rows × tokens of caches over which steps are recorded; 0 where none are to be.
+
+        Returns:
+            The rows, also those that ended with it and have left.
+        """
         self._pack()
         newest = self._mask.new_tensor([[0 if row is None else row.newest] for row in self._slots])
         self._mask = pad(self._mask, (0, 1), value=1)
-        inputs = inputs_of(
-            self._model,
-            newest,
-            self._mask.sum(-1, keepdim=True) - 1,
-            attention_mask=self._mask,
-            use_cache=True,
-            **{self._cache_name: self._cache},
-        )
-        logits = self._model(**inputs, return_dict=True).logits[:, -1]
+        logits = self._forward(newest, positions).logits[:, -1]
         at = [index for index, row in enumerate(self._slots) if row is not None]
         rows = [row for row in self._slots if row is not None]
         self._choose(rows, logits if len(rows) == len(self._slots) else logits[at])
@@ -108,6 +116,19 @@ class Rows:
                 self._prefixes.keep(row.ids[:, :-1], self._cache, index)  # a conversation may go on with it
         self.leave({row.number for row in rows if row.outcome != GOES_ON})
         return rows
+
+    def _forward(self, newest: torch.Tensor, positions: int) -> Any:
+        """What the model gives for one more token of each row."""
+
+        def inputs(cache: Any) -> dict[str, Any]:
+            given = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
+            return inputs_of(self._model, newest, self._mask.sum(-1, keepdim=True) - 1, **given) | {"return_dict": True}
+
+        output = None
+        if positions and self._captured is not None:
+            rows, columns = self._mask.shape
+            output = self._captured.run(self._cache, (rows, columns), positions, inputs)
+        return self._model(**inputs(self._cache)) if output is None else output
 
     def leave(self, numbers: Collection[int]) -> None:
         """Let rows go."""

@@ -10,6 +10,7 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _ARGUMENTS = ("input_ids", "attention_mask", "generation_config", "tokenizer", *STATEFUL)
 # Settings of `generate` that a row of a batch has not, or not yet.
@@ -33,6 +34,7 @@ class SharedCall:
         endings: what ends it that the caller sees to: stop strings, which need a tokenizer, and its time, for which the
             ranks have clocks of their own.
         objects: the mutable parts of its processors and criteria, None where there are none.
+        adapters: those that it runs with, None where the model has none.
     """
 
     kwargs: dict[str, Any]
@@ -40,6 +42,7 @@ class SharedCall:
     tokens: tuple[int, int]
     endings: StoppingCriteriaList
     objects: ObjectState | None
+    adapters: ActiveAdapters | None = None
 
     @property
     def prompt(self) -> torch.Tensor:

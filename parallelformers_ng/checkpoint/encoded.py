@@ -1,7 +1,8 @@
-"""Quantized weights as expressions: integers and scales of a weight that is read, and the weight of those that are.
+"""Quantized weights as expressions: small numbers and scales of a weight that is read, the weight of those that are.
 
-A rank asks for its slice of integers and scales. What they are made of is read in rows that are whole, a few at a time:
-a scale is that of the whole row, on whichever ranks its parts will be, and nobody holds more of the weight.
+A rank asks for its slice of numbers and scales. What they are made of is read a few rows at a time, so that nobody
+holds more of the weight. Where a scale is that of a whole row the row is read whole, on whichever ranks its parts will
+be; where it is that of a group, the rank reads the groups that it holds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from parallelformers_ng.checkpoint.nodes import Computed, FetchedLeaf, Node, Operation
 from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
-from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.encoding import Encoding, divided
 from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 
@@ -27,7 +28,7 @@ _NUMBERS = 1 << 21
 
 @dataclass(eq=False)
 class Decoded(Computed):
-    """A weight that is stored as integers and scales."""
+    """A weight that is stored as small numbers and scales."""
 
     encoding: Encoding
     parts: tuple[Node, Node]
@@ -37,13 +38,29 @@ class Decoded(Computed):
         return self.parts
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        integers, scales = self.parts
-        dim = self.encoding.dim % len(self.shape)
-        scale = read(scales, {other: ranges for other, ranges in cut.items() if other != dim}, rank)
-        if dim in cut and scale.shape[dim] > 1:
+        dim, per_byte = self.encoding.dim % len(self.shape), self.encoding.per_byte
+        wanted = cut.get(dim)
+        if wanted is None or all(end % per_byte == 0 for held in wanted for end in held):
+            return self._bytes(cut, dim, rank)
+        pieces = []
+        for start, stop in wanted:  # within a byte
+            first, last = start // per_byte * per_byte, -(-stop // per_byte) * per_byte
+            piece = self._bytes({**cut, dim: ((first, last),)}, dim, rank)
+            pieces.append(piece.narrow(dim, start - first, stop - start))
+        return torch.cat(pieces, dim)
+
+    def _bytes(self, cut: Mapping[int, tuple[Range, ...]], dim: int, rank: int | None) -> Tensor:
+        """A part that ends between bytes."""
+        numbers, scales = self.parts
+        rest = {other: ranges for other, ranges in cut.items() if other != dim}
+        scale = read(scales, rest, rank)
+        if dim not in cut:
+            return self.encoding.decode(read(numbers, rest, rank), scale, self.dtype)
+        if scale.shape[dim] > 1:
             held = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
             scale = scale.index_select(dim, torch.tensor(held))
-        return self.encoding.decode(read(integers, dict(cut), rank), scale, self.dtype)
+        taken = {**rest, dim: divided(cut[dim], self.encoding.per_byte)}
+        return self.encoding.decode(read(numbers, taken, rank), scale, self.dtype)
 
 
 Taken = Callable[[Tensor], Tensor]
@@ -72,6 +89,10 @@ class InLines(Computed):
             rank: whose shards to prefer where several ranks stored the same.
         """
 
+    def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
+        """How some of each line comes about: what is read of the lines, and what is taken of the computed ones."""
+        return {}, Shard(dim, wanted).of
+
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         dim = self.along % len(self.shape)
         other = next(index for index in range(len(self.shape)) if index != dim)
@@ -79,17 +100,17 @@ class InLines(Computed):
         out = torch.empty(shape, dtype=self.dtype)
         lines, compute = max(1, _NUMBERS * self.shape[other] // max(1, self.numbers)), self.computing(rank)
         rest = {index: ranges for index, ranges in cut.items() if index not in (dim, other)}
-        taken: Taken = Shard(dim, cut[dim]).of if dim in cut else _all
+        within, taken = self.along_lines(dim, cut[dim]) if dim in cut else ({}, _all)
         offset = 0
         for start, stop in _pieces(cut.get(other, ((0, self.shape[other]),)), lines):
-            out.narrow(other, offset, stop - start).copy_(compute({**rest, other: ((start, stop),)}, taken))
+            out.narrow(other, offset, stop - start).copy_(compute({**rest, **within, other: ((start, stop),)}, taken))
             offset += stop - start
         return out
 
 
 @dataclass(eq=False)
 class _Encoding(InLines):
-    """The integers or the scales of a weight."""
+    """The small numbers or the scales of a weight."""
 
     encoding: Encoding
     weight: Node
@@ -113,25 +134,34 @@ class _Encoding(InLines):
             weight = FetchedLeaf(weight.shape, weight.dtype, lambda: whole)
         return lambda cut, taken: self._of(read_copy(weight, cut, rank), taken)
 
+    def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
+        size, block = self.weight.shape[dim], self.encoding.block
+        each = size // self.shape[dim]
+        numbers = tuple((start * each, stop * each) for start, stop in wanted)
+        if block < size and all(end % block == 0 for held in numbers for end in held):
+            return {dim: numbers}, _all
+        return super().along_lines(dim, wanted)
+
     @abstractmethod
-    def _of(self, numbers: Tensor, taken: Taken) -> Tensor:
+    def _of(self, weight: Tensor, taken: Taken) -> Tensor:
         """What is wanted of some lines of the weight."""
 
 
-class Integers(_Encoding):
-    """The integers of a weight."""
+class Numbers(_Encoding):
+    """The small numbers of a weight."""
 
-    def _of(self, numbers: Tensor, taken: Taken) -> Tensor:
-        scales = self.encoding.spread(self.encoding.scales(numbers), numbers.shape)
-        one_for_all = scales.shape != numbers.shape
-        return self.encoding.integers(taken(numbers), scales if one_for_all else taken(scales))
+    def _of(self, weight: Tensor, taken: Taken) -> Tensor:
+        encoding, scales = self.encoding, self.encoding.scales(weight)
+        if encoding.per_byte == 1 and scales.shape[encoding.dim] == 1:  # which is that of any of them
+            return encoding.numbers(taken(weight), scales)
+        return taken(encoding.numbers(weight, scales))
 
 
 class Scales(_Encoding):
     """The scales of a weight."""
 
-    def _of(self, numbers: Tensor, taken: Taken) -> Tensor:
-        return taken(self.encoding.scales(numbers))
+    def _of(self, weight: Tensor, taken: Taken) -> Tensor:
+        return taken(self.encoding.scales(weight))
 
 
 def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
@@ -139,15 +169,15 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
     encoding = plan.quantized.get(name)
     if encoding is None:
         return {name: node}
-    integers, scales = plan.parts(name)
+    numbers, scales = plan.parts(name)
     stored = stored_encoding(node)
     if stored is not None and stored.encoding == encoding:
-        return dict(zip((integers.name, scales.name), stored.parts, strict=True))
+        return dict(zip((numbers.name, scales.name), stored.parts, strict=True))
     if node.dtype != plan.tensors[name].dtype:
         dtype = plan.tensors[name].dtype
         node = Operation(node.shape, dtype, "aten._to_copy.default", (node,), {"dtype": dtype})
     return {
-        integers.name: Integers(integers.shape, integers.dtype, encoding, node),
+        numbers.name: Numbers(numbers.shape, numbers.dtype, encoding, node),
         scales.name: Scales(scales.shape, scales.dtype, encoding, node),
     }
 
@@ -164,8 +194,8 @@ def whole_node(plan: ShardPlan, tensor: TensorPlan, held: Callable[[TensorPlan],
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return held(parts[0])
-    integers, scales = map(held, parts)
-    return Decoded(tensor.shape, tensor.dtype, plan.quantized[tensor.name], (integers, scales))
+    numbers, scales = map(held, parts)
+    return Decoded(tensor.shape, tensor.dtype, plan.quantized[tensor.name], (numbers, scales))
 
 
 def _pieces(ranges: Sequence[Range], most: int) -> Iterator[Range]:

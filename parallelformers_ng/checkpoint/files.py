@@ -8,15 +8,18 @@ import math
 import mmap
 import os
 import pickle
+import socket
 import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
+from huggingface_hub import constants, hf_hub_download
 
 from parallelformers_ng.checkpoint.nodes import Leaf
 from parallelformers_ng.errors import CheckpointError
@@ -25,7 +28,7 @@ _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
@@ -40,19 +43,22 @@ class CheckpointFile:
     """One file of a checkpoint, held open by the process that found it.
 
     The workers open it again through that process (`/proc/PID/fd`), now or after a restart, so that they read the same
-    file even where another has taken its name meanwhile: a save over the directory that the model came from, say.
+    file even where another has taken its name meanwhile: a save over the directory that the model came from, say. Those
+    on other hosts open what is there under its name, or in the hub's cache, where that is as long and begins alike.
 
     Args:
         path: where it is.
 
     Attributes:
         entries: shape and data type of everything stored.
+        metadata: what the file says besides, name → text.
 
     Raises:
         CheckpointError: it is not there.
     """
 
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    metadata: dict[str, str] = {}
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
@@ -63,6 +69,9 @@ class CheckpointFile:
         self._close = weakref.finalize(self, os.close, descriptor)
         self._held = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._identity = _identity(self._held)
+        self._seen_from = mounts()
+        cache = os.path.abspath(constants.HF_HUB_CACHE)
+        self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
         """One stored tensor, a view of the mapped file."""
@@ -85,10 +94,31 @@ class CheckpointFile:
         Raises:
             CheckpointError: it was written to since, or it is gone.
         """
+        if self._seen_from != mounts():
+            return self._name_elsewhere()
         for name in (self._held, self.path):  # a container may forbid the first
             if os.access(name, os.R_OK) and _identity(name) == self._identity:
                 return name
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
+
+    def is_like(self, name: str) -> bool:
+        """Whether a file of another host may be this one."""
+        return os.stat(name).st_size == self._identity[2]
+
+    def _name_elsewhere(self) -> str:
+        """As `name_to_open`, on a host that may have other files under the same names."""
+        names = [self.path]
+        if self._in_cache is not None:
+            names.append(os.path.join(constants.HF_HUB_CACHE, self._in_cache))
+            if not os.path.exists(names[-1]):
+                _fetch(self._in_cache)
+        for name in names:
+            if os.access(name, os.R_OK) and self.is_like(name):
+                return name
+        raise CheckpointError(
+            f"{self.path} is not on host {socket.gethostname()}, or is another file there; give a path that all hosts"
+            " see, or the name of a model on the hub"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _OF_ONE_PROCESS}
@@ -118,7 +148,7 @@ class SafetensorsFile(CheckpointFile):
                 text = file.read(length)
             self.header_checksum = zlib.crc32(start + text)
             header: dict[str, Any] = json.loads(text)
-            header.pop("__metadata__", None)
+            self.metadata = header.pop("__metadata__", {})
             self.entries = {key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for key, entry in header.items()}
             self._offsets = {key: entry["data_offsets"][0] + 8 + length for key, entry in header.items()}
         except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
@@ -152,6 +182,12 @@ class SafetensorsFile(CheckpointFile):
         if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
             self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
 
+    def is_like(self, name: str) -> bool:
+        with open(name, "rb") as file:
+            start = file.read(8)
+            text = file.read(int.from_bytes(start, "little")) if super().is_like(name) else b""
+        return zlib.crc32(start + text) == self.header_checksum
+
     def _map(self) -> mmap.mmap:
         if self._mapping is None:
             with open(self.name_to_open(), "rb") as file:
@@ -168,11 +204,14 @@ class PickleFile(CheckpointFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self.entries = {
-            key: (tuple(tensor.shape), tensor.dtype)
-            for key, tensor in self._load().items()
-            if isinstance(tensor, torch.Tensor)
-        }
+        held = {key: tensor for key, tensor in self._load().items() if isinstance(tensor, torch.Tensor)}
+        for key, tensor in held.items():
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                raise CheckpointError(
+                    f"{self.path} holds {key} as a {type(tensor).__name__}, a tensor of a library's own kind, and plain"
+                    " ones can be read; save the model as safetensors"
+                )
+        self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in held.items()}
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
@@ -221,6 +260,20 @@ def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
     """Everything in a file."""
     for key, (shape, dtype) in file.entries.items():
         yield FileLeaf(shape, dtype, file, key)
+
+
+def mounts() -> tuple[str, str]:
+    """What this process shares with those for whom the same names are the same files: the machine, and its mounts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
+
+
+def _fetch(in_cache: str) -> None:
+    """Have the hub's cache of this host hold a file, given where: `models--org--name/snapshots/commit/file`."""
+    repository, _, commit, name = in_cache.split(os.sep, 3)
+    try:
+        hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
+    except (OSError, ValueError) as error:  # of the network, of the hub, offline
+        raise CheckpointError(f"{in_cache} is not in the hub's cache of {socket.gethostname()}: {error}") from error
 
 
 def _identity(path: str) -> tuple[int, ...]:

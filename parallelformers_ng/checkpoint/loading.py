@@ -6,8 +6,10 @@ ties, missing and unexpected keys, casts and reports are its own.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.encoded import held_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
-from parallelformers_ng.checkpoint.formats import unpacked
+from parallelformers_ng.checkpoint.formats.stored import Stored
+from parallelformers_ng.checkpoint.formats.unpacking import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import (
     Location,
@@ -29,11 +32,11 @@ from parallelformers_ng.checkpoint.location import (
 )
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.checkpoint.nodes import Node, leaves, release
-from parallelformers_ng.checkpoint.reading import lies_in_file, read_shard
+from parallelformers_ng.checkpoint.reading import lies_in_file
 from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import ShardStore, names_of_each, place
 from parallelformers_ng.errors import CheckpointError
-from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
 
@@ -69,7 +72,7 @@ class Checkpoint:
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
             nodes |= held_nodes(plan, name, node)
-        return Checkpoint(nodes, self.copied)
+        return Checkpoint(nodes, [part.name for name in self.copied for part in plan.parts(name)])
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
         """The plan of what ranks do not read out of the files."""
@@ -85,7 +88,7 @@ class Checkpoint:
         """Write to the store what is copied."""
         for name in self.copied:
             node = self.nodes[name]
-            store.write(store.plan.tensors[name], read_shard(node, WHOLE, copy=False))
+            store.take(store.plan.tensors[name], node)
             release(node)
 
 
@@ -98,7 +101,8 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
         place = plan.tiers.place(tensor.name, rank)
         if place == "cpu" and not plan.tiers.is_cuda:
             return True
-        if place == "disk" and not lies_in_file(nodes[tensor.name], shard, rank):
+        lies_there = tensor.name not in plan.quantized and lies_in_file(nodes[tensor.name], shard, rank)
+        if place == "disk" and not lies_there:
             return True
     return False
 
@@ -124,12 +128,10 @@ def open_source(
         fill_skeleton(model, location, dtype, dequantize)
         return model
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
-    state = lazy_state(location)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        said = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        state = unpacked(state, said, location, dtype or config.dtype or torch.bfloat16, dequantize)
-        del config.quantization_config
-    made = _from_pretrained(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
+    plain = functools.partial(_on_meta, cls, config)
+    state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
+    vars(config).pop("quantization_config", None)  # of weights that are plain from here on
+    made = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
     made.config.name_or_path = made.name_or_path = location.path
     if made.can_generate():
         made.generation_config = read_generation_config(location)
@@ -160,10 +162,9 @@ def fill_skeleton(
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
         UnsupportedModelError: weights are quantized in a way that cannot be read.
     """
-    state = lazy_state(location)
-    if (said := stored_quantization(location)) is not None:
-        state = unpacked(state, said, location, dtype or model.dtype, dequantize)
-    made = _from_pretrained(type(model), model.config, location, dtype or model.dtype, {}, state)
+    state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
+    vars(model.config).pop("quantization_config", None)
+    made = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
     tensors = all_tensors(made)
     for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
@@ -174,14 +175,36 @@ def fill_skeleton(
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 
-def _from_pretrained(
+def _plain_state(
+    location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool
+) -> dict[str, LazyTensor]:
+    """What a checkpoint holds, under the names of a plain one where it is quantized."""
+    state, said = lazy_state(location), stored_quantization(location)
+    return state if said is None else unpacked(Stored(state, said, location, dtype, plain), dequantize)
+
+
+def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return cls._from_config(copy.deepcopy(config))
+
+
+def model_of(
     cls: type[PreTrainedModel],
     config: PretrainedConfig,
-    location: Location,
+    location: object,
     dtype: torch.dtype | str,
     options: Mapping[str, Any],
     state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
+    """A model of a class whose weights are those of a state that has not been read.
+
+    Args:
+        location: where the state comes from, for errors.
+        dtype, options: arguments of `from_pretrained`.
+
+    Raises:
+        CheckpointError: they do not belong together.
+    """
     given = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read
@@ -205,18 +228,21 @@ def _from_pretrained(
             logging.enable_progress_bar()
     if not given:
         _refuse_wrong_shapes(info["mismatched_keys"], state, location)
-    _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state)
+    _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state, location)
+    _refuse_codes(model, info["missing_keys"], info["unexpected_keys"], state, location)
     return model
 
 
-def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: Location) -> None:
+def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: object) -> None:
     for name, found, wanted in mismatched:
         # A converted tensor comes from several; then the directory has to do.
-        where = _path_of(state[name]) if name in state else location
+        where = _path_of(state[name], location) if name in state else location
         raise CheckpointError(f"{where} holds {list(found)} for {name}, and the configuration says {list(wanted)}")
 
 
-def _refuse_flipped_names(missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor]) -> None:
+def _refuse_flipped_names(
+    missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor], location: object
+) -> None:
     """A missing name of which another is one bit away was damaged; drawing random weights for it helps nobody."""
     stored = set(unexpected)
     for name in missing:
@@ -224,11 +250,36 @@ def _refuse_flipped_names(missing: Iterable[str], unexpected: Iterable[str], sta
             for bit in range(8):
                 other = f"{name[:index]}{chr(ord(letter) ^ (1 << bit))}{name[index + 1 :]}"
                 if other in stored and other in state:
-                    raise CheckpointError(f"{_path_of(state[other])} is damaged: it says {other!r} for {name}")
+                    raise CheckpointError(
+                        f"{_path_of(state[other], location)} is damaged: it says {other!r} for {name}"
+                    )
 
 
-def _path_of(tensor: LazyTensor) -> str:
-    return next(leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf))
+def _refuse_codes(
+    model: PreTrainedModel,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    state: dict[str, LazyTensor],
+    location: object,
+) -> None:
+    """Raise for a weight that is stored as numbers of few bits, of which nothing says what they stand for."""
+    lacking = {name.rpartition(".")[0] for name in missing}
+    beside = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
+    stored = {name: [state[name].node] for name in beside}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, LazyTensor) and weight.is_floating_point():
+            stored[name] = list(leaves(weight.node, computed=False))
+    for name, nodes in stored.items():
+        for node in nodes:
+            if not node.dtype.is_floating_point or node.dtype.itemsize == 1:
+                raise CheckpointError(
+                    f"{location} holds {name} as {node.dtype}, and its configuration does not say what that stands for:"
+                    " quantization_config is missing, or wrong"
+                )
+
+
+def _path_of(tensor: LazyTensor, location: object) -> object:
+    return next((leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf)), location)
 
 
 def prepare_conversions() -> None:

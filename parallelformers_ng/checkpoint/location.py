@@ -41,9 +41,9 @@ _INSTEAD = {
     "torch_dtype": "pass dtype=",
     "config": "pass the attributes that differ, num_labels=3, or a model on meta with weights=",
     "state_dict": "pass a model with its weights loaded",
-    "quantization_config": "pass quantize='int8', or the path of a checkpoint that is quantized",
+    "quantization_config": "pass quantize='int8', 'int4' or 'fp8', or the path of a checkpoint that is quantized",
     "load_in_8bit": "pass quantize='int8'",
-    "load_in_4bit": "pass quantize='int8', which has 8 bits",
+    "load_in_4bit": "pass quantize='int4'",
     "output_loading_info": "missing and unexpected keys are reported in the log",
     "low_cpu_mem_usage": "no process ever holds more than its part",
     "load_options": "pass them as arguments: attn_implementation='eager'",
@@ -112,6 +112,12 @@ class Source:
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     model_class: type[PreTrainedModel] | None = None
+
+
+def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
+    """The path of the model that the adapter in a directory was made for; None where the directory has none."""
+    file = Path(path) / "adapter_config.json"
+    return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
 def refuse_options(given: Mapping[str, Any], why: str) -> None:

@@ -121,21 +121,25 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
     return ShardedNode(tensor.shape, tensor.dtype, parts)
 
 
-def leaves(node: Node) -> Iterator[Leaf]:
-    """Everything stored that a node is made of."""
+def leaves(node: Node, computed: bool = True) -> Iterator[Leaf]:
+    """Everything stored that a node is made of.
+
+    Args:
+        computed: also what stands for other numbers, which are computed from it.
+    """
     if isinstance(node, Leaf):
         yield node
     elif isinstance(node, ShardedNode):
         for _, source in node.parts.values():
-            yield from leaves(source)
+            yield from leaves(source, computed)
     elif isinstance(node, Computed):
-        for source in node.sources:
+        for source in node.sources if computed else ():
             yield from leaves(source)
     else:
         assert isinstance(node, Operation)
         for operand in tree_leaves((node.args, node.kwargs)):
             if isinstance(operand, Node):
-                yield from leaves(operand)
+                yield from leaves(operand, computed)
 
 
 def release(node: Node) -> None:

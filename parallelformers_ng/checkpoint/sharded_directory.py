@@ -162,8 +162,9 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
         nodes.update(dict.fromkeys(described["names"], ShardedNode(shape, dtype, parts)))
     for name, described in index.get("quantized", {}).items():
         encoding, dtype = Encoding(**described["encoding"]), getattr(torch, described["dtype"])
-        integers = nodes[name]
-        nodes[name] = Decoded(integers.shape, dtype, encoding, (integers, nodes.pop(name + SCALE)))
+        numbers = nodes[name]
+        shape = encoding.shape(numbers.shape)
+        nodes[name] = Decoded(shape, dtype, encoding, (numbers, nodes.pop(name + SCALE)))
     return nodes
 
 

@@ -21,14 +21,16 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
 from parallelformers_ng.checkpoint.files import MAP_NORESERVE
+from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan, human_bytes
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.table import human_bytes
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
-_TRIM_EVERY = 64 << 20  # bytes given up between two calls that hand the allocator's free pages back to the system
+TRIM_EVERY = 64 << 20  # bytes given up or read between two calls that hand free pages of the heap back to the system
 _LINE = 64
 _OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone
 
@@ -116,7 +118,15 @@ class ShardStore:
 
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Encode and cut `whole`, and write each rank's part."""
-        node = FetchedLeaf(tuple(whole.shape), whole.dtype, whole.detach, tensor.name)
+        node = (
+            whole.node
+            if isinstance(whole, LazyTensor)
+            else FetchedLeaf(tuple(whole.shape), whole.dtype, whole.detach, tensor.name)
+        )
+        self.take(tensor, node)
+
+    def take(self, tensor: TensorPlan, node: Node) -> None:
+        """The same of a tensor that may be stored as ranks hold it."""
         for part, held in zip(
             self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
@@ -231,7 +241,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
             given_up += names
             del whole
             pending += plans[0].bytes_whole
-            if pending >= _TRIM_EVERY:
+            if pending >= TRIM_EVERY:
                 pending = give_back_freed()
             if progress is not None:
                 progress(store.plan.bytes_held(names[0]))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallelformers_ng import __version__
+from parallelformers_ng.cli import forecast
 from parallelformers_ng.cli import serve as serving
 from parallelformers_ng.errors import ParallelError
 
@@ -28,12 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """How the model would be cut, with the bytes of each rank."""
+    """How the model would be cut, with the bytes of each rank; or what it would need and give on other devices."""
+    from parallelformers_ng import forecast as make_forecast
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model
 
+    asked = forecast.given(options)
     model, custom = empty_model(options.model, options.revision), _custom(options)
-    fit, bits = {"ratio": options.ratio}, options.quantize
+    if asked is not None:
+        outlook = make_forecast(model, custom_policies=custom, **asked)
+        _print(options, outlook.as_dict(), _of_defaults(options, model) + str(outlook))
+        return 0
+    fit, bits = {name: getattr(options, name) for name in ("ratio", "strategy", "tensor")}, options.quantize
     found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
     _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
     return 0
@@ -136,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     bits = argparse.ArgumentParser(add_help=False)
-    bits.add_argument("--quantize", metavar="SCHEME", help="hold weights in few bits: int8 (default: as they are)")
+    bits.add_argument("--quantize", metavar="SCHEME", help="hold weights in int8, int4 or fp8 (default: as they are)")
 
     policy = argparse.ArgumentParser(add_help=False)
     policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
@@ -145,8 +152,9 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         parents=[model, policy, bits, output],
         help="print how a model would be cut, and the bytes of each rank",
-        description="Print how a model would be cut and how many bytes each rank would hold. Reads the configuration"
-        " alone: no weights, no GPU.",
+        description="Print how a model would be cut and how many bytes each rank would hold; or, with --device, whether"
+        " it fits on such devices, how fast it would be, and how to lay it out. Reads the configuration alone: no"
+        " weights, no GPU.",
     )
     command.add_argument("--dtype", help="count bytes for this type: float16, bfloat16, float32 (default: the model's)")
     command.add_argument(
@@ -158,8 +166,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--strategy",
         default="tensor",
-        help="tensor: a part of every layer on each rank; pipeline: whole layers (default: tensor)",
+        help="tensor: a part of every layer on each rank; pipeline: whole layers; tensor+pipeline (default: tensor)",
     )
+    command.add_argument("--tensor", type=int, metavar="N", help="ranks of each stage, for tensor+pipeline")
+    forecast.add_flags(command)
     command.set_defaults(command=plan)
 
     command = commands.add_parser(

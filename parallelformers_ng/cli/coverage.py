@@ -15,9 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 from parallelformers_ng.autopolicy.proof import check, prove, prove_custom
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.plan import human_bytes
 from parallelformers_ng.sharding.registry import check_custom, is_covered, known_policies, written_policies
 from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.sharding.table import human_bytes
 
 
 def policy_sources() -> dict[str, str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import typing
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelformers_ng.errors import ParallelError
+
+if TYPE_CHECKING:
+    from parallelformers_ng.serving.options import ServeOptions
 
 KEY_VARIABLE = "PARALLELFORMERS_API_KEY"
 
@@ -40,9 +44,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reader(kind: Any) -> type:
-    """What makes a value of that type of a word."""
-    among = {kind, *typing.get_args(kind)}
+    """What makes a value of that type, or of that an item of which is, of a word."""
+    among = set(_types(kind))
     return float if float in among else int if int in among else str
+
+
+def _types(kind: Any) -> Iterator[Any]:
+    yield kind
+    for part in typing.get_args(kind):
+        yield from _types(part)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,6 +70,19 @@ def run(options: argparse.Namespace) -> int:
     if key := os.environ.get(KEY_VARIABLE):
         given.setdefault("api_key", key)
     try:
-        return serve(read_serve_options(options.config, given))
+        wanted = read_serve_options(options.config, given)
+        return serve(wanted) if wanted.launcher == "local" else _on_ray(wanted)
     except KeyboardInterrupt:  # while the model is loaded
         return 130
+
+
+def _on_ray(options: ServeOptions) -> int:
+    try:
+        from parallelformers_ng.serving.on_ray import serve_on_ray
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ParallelError(
+            "launcher is 'ray', and Ray is not installed: pip install 'parallelformers-ng[serve,ray]'"
+        ) from None
+    return serve_on_ray(options)

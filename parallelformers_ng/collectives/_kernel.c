@@ -171,21 +171,23 @@ static int fits(const Kernel *k)
 {
     const Header *header = k->arena.buf;
     size_t nbytes = (size_t)k->arena.len, all_slots;
-    return nbytes >= HEADER_BYTES && header->magic == MAGIC && header->world_size == (uint64_t)k->world_size &&
+    return nbytes >= HEADER_BYTES && header->magic == MAGIC && header->world_size <= MAX_WORLD_SIZE &&
+           (k->first ? (uint64_t)k->first >= header->world_size : (uint64_t)k->world_size == header->world_size) &&
+           (size_t)k->first + (size_t)k->world_size <= places(header) &&
            header->slot_bytes >= 64 && header->slot_bytes % 64 == 0 &&
-           !__builtin_mul_overflow((size_t)header->slot_bytes, 2 * (size_t)k->world_size, &all_slots) &&
-           nbytes >= slots_offset((size_t)k->world_size) && nbytes - slots_offset((size_t)k->world_size) >= all_slots;
+           !__builtin_mul_overflow((size_t)header->slot_bytes, 2 * places(header), &all_slots) &&
+           nbytes >= slots_offset(header) && nbytes - slots_offset(header) >= all_slots;
 }
 
 static int Kernel_init(Kernel *k, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
     double timeout;
-    if (!PyArg_ParseTuple(args, "w*iid", &k->arena, &k->rank, &k->world_size, &timeout)) return -1;
-    if (k->world_size < 1 || k->world_size > MAX_WORLD_SIZE || k->rank < 0 || k->rank >= k->world_size ||
+    if (!PyArg_ParseTuple(args, "w*iid|i", &k->arena, &k->rank, &k->world_size, &timeout, &k->first)) return -1;
+    if (k->world_size < 1 || k->world_size > MAX_WORLD_SIZE || k->rank < 0 || k->rank >= k->world_size || k->first < 0 ||
         !(timeout > 0 && timeout < 1e9) || !fits(k)) {
         PyBuffer_Release(&k->arena);
-        PyErr_Format(PyExc_ValueError, "Kernel: rank %d, world size %d and timeout do not fit this arena", k->rank,
-                     k->world_size);
+        PyErr_Format(PyExc_ValueError, "Kernel: rank %d, world size %d, first place %d and timeout do not fit this arena",
+                     k->rank, k->world_size, k->first);
         return -1;
     }
     k->timeout_ns = (uint64_t)(timeout * 1e9);
@@ -215,7 +217,7 @@ static PyMethodDef kernel_methods[] = {
 static PyTypeObject kernel_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "parallelformers_ng.collectives._kernel.Kernel",
-    .tp_doc = "Kernel(arena, rank, world_size, timeout): collectives on memory addresses; each returns a status.",
+    .tp_doc = "Kernel(arena, rank, world_size, timeout, first=0): collectives on memory addresses; each returns a status.",
     .tp_basicsize = sizeof(Kernel),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,

@@ -1,8 +1,11 @@
 /* How the ranks of an arena meet: its memory, the steps they take together, and how one waits for another.
  *
- * Memory. An arena (arena.py has the same numbers) is a header page, a 1 KiB line per rank, and two slots per rank:
+ * Memory. An arena (arena.py has the same numbers) is a header page, a 1 KiB line per place, and two slots per place:
  *
  *     | header | line 0 | line 1 | ... | slot 0,0 | slot 0,1 | slot 1,0 | slot 1,1 | ...
+ *
+ * Of W ranks, rank r has place r to meet all others, and place W + r to meet those of its stage. Ranks that meet have
+ * places beside each other, `first` and those after it, and count from 0 among themselves.
  *
  * Protocol. All ranks run the same steps in the same order, numbered 1, 2, 3, ... In step s a rank writes what it
  * contributes into its own slot s mod 2, publishes s in its line (release), waits until every line shows at least s
@@ -26,7 +29,7 @@
 #include <stdint.h>
 #include <time.h>
 
-#define MAGIC UINT64_C(0x31414e4552414650) /* "PFARENA1" */
+#define MAGIC UINT64_C(0x32414e4552414650) /* "PFARENA2" */
 enum { HEADER_BYTES = 4096, LINE_BYTES = 1024, PAGE_BYTES = 4096, MAX_WORLD_SIZE = 256 };
 enum { DONE = 0, ABORTED = 1, TIMED_OUT = 2, DIVERGED = 3, INTERRUPTED = -1 };
 enum { SPINS = 500, CACHE_LINE_BYTES = 64, LINES_AT_ONCE = 8 };
@@ -50,7 +53,7 @@ typedef struct {
     Py_buffer arena;
     Header *header;
     size_t slot_bytes, one_shot_bytes;
-    int rank, world_size, spins, busy;
+    int rank, world_size, first, spins, busy;
     uint64_t timeout_ns;
     const char *next, *next_end; /* what to bring into the cache while waiting */
     PyThreadState *thread;
@@ -60,18 +63,21 @@ static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 static inline Line *line(Kernel *k, int rank)
 {
-    return (Line *)((char *)k->header + HEADER_BYTES + (size_t)rank * LINE_BYTES);
+    return (Line *)((char *)k->header + HEADER_BYTES + (size_t)(k->first + rank) * LINE_BYTES);
 }
 
-static size_t slots_offset(size_t world_size)
+static size_t places(const Header *header) { return 2 * (size_t)header->world_size; }
+
+static size_t slots_offset(const Header *header)
 {
-    size_t end = HEADER_BYTES + world_size * LINE_BYTES;
+    size_t end = HEADER_BYTES + places(header) * LINE_BYTES;
     return (end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
 }
 
 static inline char *slot(Kernel *k, int rank, uint64_t step)
 {
-    return (char *)k->header + slots_offset((size_t)k->world_size) + (2 * (size_t)rank + (step & 1)) * k->slot_bytes;
+    size_t number = 2 * (size_t)(k->first + rank) + (step & 1);
+    return (char *)k->header + slots_offset(k->header) + number * k->slot_bytes;
 }
 
 static inline uint64_t next_step(Kernel *k)

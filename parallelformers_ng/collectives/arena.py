@@ -3,9 +3,10 @@
 | bytes | what |
 | --- | --- |
 | 0 … 4096 | header: magic, world size, slot and one-shot bytes, spin, abort and cancel words, the parent's reason |
-| 1024 per rank | line: counter, two signatures, the rank's abort reason |
-| two slots per rank, from the next page on | what a rank contributes to even and to odd steps |
+| 1024 per place | line: counter, two signatures, the rank's abort reason |
+| two slots per place, from the next page on | what a rank contributes to even and to odd steps |
 
+Each rank has two places: number `rank` to meet all others, and number world size + `rank` to meet those of its stage.
 `_kernel_protocol.h` repeats these numbers, and proves there why two slots suffice. All words are 8 bytes,
 aligned, which every 64-bit machine writes whole.
 """
@@ -19,7 +20,7 @@ import os
 
 from parallelformers_ng.errors import CollectiveAbortedError, UnsupportedPlatformError
 
-MAGIC = int.from_bytes(b"PFARENA1", "little")
+MAGIC = int.from_bytes(b"PFARENA2", "little")
 MAX_WORLD_SIZE = 256
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
@@ -40,8 +41,9 @@ PARENT = -1
 
 def arena_bytes(world_size: int, slot_bytes: int) -> int:
     """The size of a whole arena, in bytes: the slots begin on a page."""
-    end_of_lines = HEADER_BYTES + world_size * LINE_BYTES
-    return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * world_size * slot_bytes
+    places = 2 * world_size
+    end_of_lines = HEADER_BYTES + places * LINE_BYTES
+    return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes
 
 
 class Arena:
@@ -78,7 +80,7 @@ class Arena:
         one_shot_bytes: int = DEFAULT_ONE_SHOT_BYTES,
         cpus: int | None = None,
     ) -> Arena:
-        """Reserves the memory: two slots per rank and about 1 KiB of words per rank.
+        """Reserves the memory: four slots per rank and about 2 KiB of words per rank.
 
         Args:
             world_size: number of ranks, 1 to 256.
@@ -115,17 +117,21 @@ class Arena:
             os.close(fd)
             raise
 
-    def line(self, rank: int) -> int:
-        """The index of the first word of a rank's line."""
-        return (HEADER_BYTES + rank * LINE_BYTES) // 8
+    def line(self, place: int) -> int:
+        """The index of the first word of a place's line."""
+        return (HEADER_BYTES + place * LINE_BYTES) // 8
 
-    def counter(self, rank: int) -> int:
-        """The last step that a rank has published."""
-        return self.words[self.line(rank) + COUNTER_WORD]
+    def counter(self, place: int) -> int:
+        """The last step that was published there."""
+        return self.words[self.line(place) + COUNTER_WORD]
 
     @property
     def aborted(self) -> bool:
         return self.words[ABORT_WORD] != 0
+
+    @property
+    def aborted_by_parent(self) -> bool:
+        return self.words[ABORT_WORD] == PARENT + 2
 
     def request_cancel(self, sequence: int) -> None:
         """Asks for the request with this sequence number (unsigned, 64 bits) to be cancelled; ranks poll for it."""
@@ -156,8 +162,8 @@ class Arena:
     def reset(self) -> None:
         """Zeroes the counters, the signatures, the abort word and the cancel word. Legal only while no rank is in a
         collective; every rank then calls `Communicator.reset`."""
-        for rank in range(self.world_size):
-            start = self.line(rank)
+        for place in range(2 * self.world_size):
+            start = self.line(place)
             for word in (COUNTER_WORD, SIGNATURE_WORD, SIGNATURE_WORD + 1):
                 self.words[start + word] = 0
         self.words[CANCEL_WORD] = 0

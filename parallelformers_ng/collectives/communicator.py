@@ -44,6 +44,18 @@ class Communicator(ABC):
         self._number = next(_numbers)
         _communicators[self._number] = self
         self._before_reset: list[Callable[[], None]] = []
+        self._parts: dict[int, Communicator] = {}
+
+    def within(self, width: int) -> Communicator:
+        """What this rank exchanges through with those of its stage alone: of every `width` ranks beside each other.
+
+        All ranks call it together. One of a width is made once, and reset, aborted and closed with this one.
+        """
+        if width == self.world_size:
+            return self
+        if width not in self._parts:
+            self._parts[width] = self._part(width)
+        return self._parts[width]
 
     def before_reset(self, action: Callable[[], None]) -> None:
         """Have `action` called before the connections to the peers are closed: recorded collectives that use them must
@@ -127,6 +139,10 @@ class Communicator(ABC):
         yield
 
     @abstractmethod
+    def _part(self, width: int) -> Communicator:
+        """A new one for `within`."""
+
+    @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
         """`all_reduce` outside a trace."""
 
@@ -138,11 +154,15 @@ class Communicator(ABC):
     def abort(self, reason: str) -> None:
         """Makes the peers' present and next collectives raise CollectiveAbortedError. May be called from any thread."""
 
-    def reset(self) -> None:  # noqa: B027 (most keep nothing)
+    def reset(self) -> None:
         """Begins anew after an abort. Called by every rank, after the parent's `Arena.reset`, before a collective."""
+        for part in self._parts.values():
+            part.reset()
 
-    def close(self) -> None:  # noqa: B027 (as above)
+    def close(self) -> None:
         """Releases memory and connections; the communicator cannot be used afterwards. Idempotent."""
+        for part in self._parts.values():
+            part.close()
 
 
 # What `torch.compile` passes through: operators of torch, opaque to it, that know a communicator by a number. Outside a
@@ -178,20 +198,25 @@ class ArenaCommunicator(Communicator):
     """A communicator whose ranks share an arena, the words of which carry aborts and cancellations.
 
     Args:
-        arena: it belongs to the communicator, which closes it.
+        arena: it belongs to the communicator of all its ranks, which closes it.
+        place: this rank's among all of the arena; None where the communicator is that of all.
     """
 
-    def __init__(self, rank: int, world_size: int, arena: Arena) -> None:
+    def __init__(self, rank: int, world_size: int, arena: Arena, place: int | None = None) -> None:
         super().__init__(rank, world_size)
         self._arena = arena
+        self._place = rank if place is None else place
+        self._owns_arena = place is None
         # Read at every token: no Python runs.
         self.cancel_sequence = functools.partial(arena.words.__getitem__, CANCEL_WORD)
 
     def abort(self, reason: str) -> None:
-        self._arena.abort(reason, self.rank)
+        self._arena.abort(reason, self._place)
 
     def close(self) -> None:
-        self._arena.close()
+        super().close()
+        if self._owns_arena:
+            self._arena.close()
 
 
 class SingleCommunicator(ArenaCommunicator):
@@ -201,6 +226,9 @@ class SingleCommunicator(ArenaCommunicator):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(0, 1, arena)
+
+    def _part(self, width: int) -> Communicator:
+        raise ValueError(f"one rank has no stages of {width}")
 
     def sum(self, tensor: Tensor) -> Tensor:
         return summable_in_place(tensor)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
+from parallelformers_ng.collectives.links import Links
 from parallelformers_ng.collectives.process_group import GlooCommunicator, NcclCommunicator
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, StagedCommunicator, is_built
+from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
+from parallelformers_ng.wire.signed import Session
 
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
@@ -56,20 +61,38 @@ def connect(
     arena_fd: int,
     rendezvous: str | None,
     timeout: float,
+    span: Mapping[str, Any] | None = None,
 ) -> Communicator:
     """Joins a group; returns when the backend is ready, which for gloo and NCCL means that all ranks have come.
 
     Args:
         backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
             memory, or gloo where its C was not built.
-        rank, world_size: this rank and the number of ranks.
+        rank, world_size: this rank and the number of ranks, of this host.
         device: where the tensors of the collectives live.
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
         rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
+        span: where the group has ranks on other hosts, too: `number` of this one, `counts` of the ranks of each, and of
+            the first rank here `links`: number of another host → socket, and keys of its connection there.
     """
-    backend = chosen_backend(backend, device.type)
     arena = Arena(arena_fd, world_size)
+    within = _connect_here(chosen_backend(backend, device.type), rank, device, arena, rendezvous, timeout)
+    if span is None or len(span["counts"]) == 1:
+        return within
+    links = None
+    if span["links"] is not None:
+        found = {
+            other: (socket.socket(fileno=file.fd), Session(*keys)) for other, (file, *keys) in span["links"].items()
+        }
+        links = Links(span["number"], found, arena, timeout)
+    return TwoStageCommunicator(within, span["number"], span["counts"], links)
+
+
+def _connect_here(
+    backend: str, rank: int, device: torch.device, arena: Arena, rendezvous: str | None, timeout: float
+) -> Communicator:
+    world_size = arena.world_size
     if world_size == 1:
         return SingleCommunicator(arena)
     if backend == "shared_memory":
@@ -79,4 +102,4 @@ def connect(
     store = torch.distributed.FileStore(rendezvous, world_size)
     if backend == "gloo":
         return GlooCommunicator(rank, world_size, store, timeout, arena)
-    return NcclCommunicator(rank, world_size, store, timeout, arena, device)
+    return NcclCommunicator(rank, world_size, store, timeout, arena, device=device)

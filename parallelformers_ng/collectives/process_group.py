@@ -51,10 +51,13 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         store: where the ranks meet.
         timeout: how long a rank waits for a peer, in seconds.
         arena: carries the abort and cancel words.
+        place: as in ArenaCommunicator.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena) -> None:
-        super().__init__(rank, world_size, arena)
+    def __init__(
+        self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena, place: int | None = None
+    ) -> None:
+        super().__init__(rank, world_size, arena, place)
         self._store = store
         self._timeout = timeout
         self._generation = 0
@@ -67,6 +70,11 @@ class ProcessGroupCommunicator(ArenaCommunicator):
     @abstractmethod
     def _gather_into(self, parts: list[Tensor], data: Tensor) -> None:
         """Writes every rank's `data`, bytes, into `parts`; as far as the backend waits for it."""
+
+    def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
+        """The first arguments of the communicator within a stage."""
+        store = dist.PrefixStore(f"stage {self.rank // width} of {width}", self._store)
+        return self.rank % width, width, store, self._timeout, self._arena, self.rank
 
     def _abort_group(self) -> None:
         self._group.abort()
@@ -99,6 +107,7 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         self._abort_group()
         self._generation += 1
         self._group = self._connect()
+        super().reset()
 
     def close(self) -> None:
         if self._group is not None:
@@ -119,6 +128,9 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 class GlooCommunicator(ProcessGroupCommunicator):
     """CPU collectives over loopback sockets. Slow on small tensors (10 to 50 times shared memory)."""
 
+    def _part(self, width: int) -> GlooCommunicator:
+        return GlooCommunicator(*self._of_part(width))
+
     def sum(self, tensor: Tensor) -> Tensor:
         # Gloo sums in an order of its own; gathered parts are summed in rank order, with the bits of shared memory.
         out = summable_in_place(tensor)
@@ -138,12 +150,12 @@ class GlooCommunicator(ProcessGroupCommunicator):
             self._check_aborted()
             waited = time.monotonic() - start
             if waited > self._timeout:
-                self._give_up(f"rank {self.rank}: a gather over gloo did not end within {self._timeout:g} s")
+                self._give_up(f"rank {self._place}: a gather over gloo did not end within {self._timeout:g} s")
             give_way(waited)
         try:
             work.wait()
         except RuntimeError as error:  # a peer's connection broke
-            self._give_up(f"rank {self.rank}: a gather over gloo failed: {error}", error)
+            self._give_up(f"rank {self._place}: a gather over gloo failed: {error}", error)
 
     def _give_up(self, reason: str, cause: Exception | None = None) -> None:
         self.abort(reason)
@@ -192,15 +204,26 @@ class NcclCommunicator(ProcessGroupCommunicator):
     capturable = True
 
     def __init__(
-        self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena, device: torch.device
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        timeout: float,
+        arena: Arena,
+        place: int | None = None,
+        *,
+        device: torch.device,
     ) -> None:
         self._device = device
         self._closed = threading.Event()
         self._alive = threading.Lock()  # held while the group must not be aborted
         os.environ.update(nccl_defaults(os.environ))
-        super().__init__(rank, world_size, store, timeout, arena)
+        super().__init__(rank, world_size, store, timeout, arena, place)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
         self._watcher.start()
+
+    def _part(self, width: int) -> NcclCommunicator:
+        return NcclCommunicator(*self._of_part(width), device=self._device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         self._check_aborted()

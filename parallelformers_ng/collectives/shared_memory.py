@@ -45,16 +45,22 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         arena: the ranks' memory, mapped into this process. It belongs to the communicator, which closes it.
         rank: this rank.
         timeout: how long a rank waits for a peer before it gives up, in seconds.
+        width: ranks that meet, of every so many beside each other; by default all.
 
     Attributes:
         kernel: with which other C sums by itself (`_kernel_api.h`); `check` what such sums return.
     """
 
-    def __init__(self, arena: Arena, rank: int, timeout: float) -> None:
-        super().__init__(rank, arena.world_size, arena)
+    def __init__(self, arena: Arena, rank: int, timeout: float, width: int | None = None) -> None:
+        own = rank if width is None else rank % width
+        super().__init__(own, width or arena.world_size, arena, None if width is None else rank)
         self._timeout = timeout
-        self.kernel: Any = _kernel.Kernel(arena.memory, rank, arena.world_size, timeout)
+        self._first = 0 if width is None else arena.world_size + rank - own
+        self.kernel: Any = _kernel.Kernel(arena.memory, own, self.world_size, timeout, self._first)
         self._sum = self.kernel.all_reduce
+
+    def _part(self, width: int) -> Communicator:
+        return SharedMemoryCommunicator(self._arena, self.rank, self._timeout, width)
 
     def sum(self, tensor: Tensor) -> Tensor:
         # Called twice per layer and token: one look at the tensor, one call.
@@ -88,8 +94,9 @@ class SharedMemoryCommunicator(ArenaCommunicator):
 
     def reset(self) -> None:
         # The counter in the arena is the only one, and `Arena.reset` has zeroed it.
-        if self._arena.counter(self.rank):
-            raise ProtocolError(f"rank {self.rank}: reset() was called before the parent's Arena.reset()")
+        if self._arena.counter(self._first + self.rank):
+            raise ProtocolError(f"rank {self._place}: reset() was called before the parent's Arena.reset()")
+        super().reset()
 
     def close(self) -> None:
         self.kernel.close()
@@ -101,10 +108,11 @@ class SharedMemoryCommunicator(ArenaCommunicator):
             return
         if status == ABORTED:
             raise self._arena.abort_error()
-        step = self._arena.counter(self.rank)
-        who = f"rank {self.rank}: {operation} (step {step})"
+        step = self._arena.counter(self._first + self.rank)
+        who = f"rank {self._place}: {operation} (step {step})"
         if status == TIMED_OUT:
-            late = [peer for peer in range(self.world_size) if self._arena.counter(peer) < step]
+            begin = self._place - self.rank
+            late = [begin + peer for peer in range(self.world_size) if self._arena.counter(self._first + peer) < step]
             reason = f"{who}: ranks {late} did not come within {self._timeout:g} s"
             self.abort(reason)
             raise CollectiveAbortedError(reason)
@@ -123,10 +131,13 @@ class StagedCommunicator(Communicator):
         host: the communicator that exchanges host tensors.
     """
 
-    def __init__(self, host: SharedMemoryCommunicator) -> None:
+    def __init__(self, host: Communicator) -> None:
         super().__init__(host.rank, host.world_size)
         self._host = host
         self.cancel_sequence = host.cancel_sequence
+
+    def _part(self, width: int) -> Communicator:
+        return StagedCommunicator(self._host.within(width))
 
     def sum(self, tensor: Tensor) -> Tensor:
         target = summable_in_place(tensor)

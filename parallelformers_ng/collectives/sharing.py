@@ -1,4 +1,4 @@
-"""One rank's result on every rank: tensors in whatever structure, or the exception that came instead."""
+"""One rank's result on every rank: tensors in whatever structure."""
 
 from __future__ import annotations
 
@@ -21,31 +21,20 @@ _WORD, _LINE = 8, 64
 
 
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
-    """What `compute` gives on rank `source`, on every rank. All call this together.
+    """What `compute` gives on rank `source`, on every rank. All call this together; what `compute` raises, the caller
+    makes known by an abort, as in any collective.
 
     Args:
         source: the rank whose result counts.
         compute: makes it; None on a rank that only takes it. Others may compute too, and keep what they have.
         device: where the communicator's tensors are.
-
-    Raises:
-        Exception: what `compute` raised on `source`, or here.
     """
-    error: Exception | None = None
-    result: Any = None
-    if compute is not None:
-        try:
-            result = compute()
-        except Exception as raised:
-            error = raised
-    data = _packed((result, error), device) if communicator.rank == source else None
-    if communicator.world_size > 1:
-        shared = _broadcast(communicator, source, data, device)
-        if compute is None:
-            result, error = _unpacked(shared)
-    if error is not None:
-        raise error
-    return result
+    result: Any = None if compute is None else compute()
+    if communicator.world_size == 1:
+        return result
+    data = _packed(result, device) if communicator.rank == source else None
+    shared = _broadcast(communicator, source, data, device)
+    return _unpacked(shared) if compute is None else result
 
 
 def _broadcast(communicator: Communicator, source: int, data: Tensor | None, device: torch.device) -> Tensor:

@@ -22,6 +22,16 @@ class _Meeting:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
         self.left: list[Any] = [None] * world_size
         self.ended = False
+        self._world_size, self._timeout = world_size, timeout
+        self._lock = threading.Lock()
+        self._stages: dict[int, list[_Meeting]] = {}
+
+    def stage(self, number: int, width: int) -> _Meeting:
+        """Where the ranks of one stage meet, of so many ranks each."""
+        with self._lock:
+            if width not in self._stages:
+                self._stages[width] = [_Meeting(width, self._timeout) for _ in range(self._world_size // width)]
+            return self._stages[width][number]
 
     def end(self) -> None:
         """A rank will not come again: the ranks that wait for it raise."""
@@ -50,6 +60,9 @@ class ThreadCommunicator(Communicator):
         super().__init__(rank, world_size)
         self._meeting = meeting
 
+    def _part(self, width: int) -> ThreadCommunicator:
+        return ThreadCommunicator(self.rank % width, width, self._meeting.stage(self.rank // width, width))
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.exchange(self.rank, tensor.detach().clone())
         return sum_in_rank_order(parts, out=torch.empty_like(parts[0]))
@@ -59,6 +72,12 @@ class ThreadCommunicator(Communicator):
 
     def abort(self, reason: str) -> None:
         self._meeting.barrier.abort()
+        for part in self._parts.values():
+            part.abort(reason)
+
+    def close(self) -> None:
+        self._meeting.end()
+        super().close()
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
@@ -79,7 +98,7 @@ def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float
         except BaseException as error:
             communicator.abort(str(error))
             raise
-        meeting.end()
+        communicator.close()
         return result
 
     with ThreadPoolExecutor(world_size, "rank") as pool:

@@ -158,20 +158,48 @@ class CapturedSteps:
             del model._prepare_static_cache, model.forward
             self._current = None
 
-    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
-        """What transformers asks for once a call, when all lengths are known: here a reusable static cache."""
+    def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
+        """The cache for so many rows, or a few more.
+
+        Args:
+            tokens: that it has to have room for.
+            length: tokens of one that has to be made, by `make`.
+
+        Returns:
+            None, and a `reason`, where the model's has no reusable form.
+        """
         self.reason = ""
-        rows, tokens = bucket_of(how["batch_size"]), how["max_cache_len"]
-        reusable = self._caches.get(rows)
+        bucket = bucket_of(rows)
+        reusable = self._caches.get(bucket)
         if reusable is None or reusable.length < tokens:
-            length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
-            self._caches.pop(rows, None)  # its memory is needed
-            model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
-            cache = prepare(**{**how, "max_cache_len": length})
+            self._caches.pop(bucket, None)  # its memory is needed
+            cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
-                return cache
-            reusable = self._caches[rows] = ReusableCache(cache, length)
+                return None
+            reusable = self._caches[bucket] = ReusableCache(cache, length)
+        return reusable
+
+    def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
+        """A step over a cache of `cache`, from its recording where there is one."""
+        self.reason = _model_obstacle(model)
+        if self.reason:
+            return model(**arguments)
+        self._current = reusable
+        return self._step(reusable, model.forward, (), arguments)
+
+    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
+        """What transformers asks for once a call, when all lengths are known: here a reusable static cache."""
+        tokens = how["max_cache_len"]
+        length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
+
+        def make() -> Any:
+            model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
+            return prepare(**{**how, "max_cache_len": length})
+
+        reusable = self.cache(how["batch_size"], tokens, length, make)
+        if reusable is None:
+            return make()
         self._current = reusable
         return reusable.renew()
 

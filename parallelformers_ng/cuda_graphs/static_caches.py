@@ -119,6 +119,7 @@ class ReusableCache:
         for layer in self.layers:
             layer.__class__ = _REUSABLE[type(layer)]
             layer.whole, layer.on_move = None, self.steps.clear
+        self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
 
     def renew(self) -> StaticCache:
@@ -126,6 +127,27 @@ class ReusableCache:
         for layer in self.layers:
             layer.renew()
         return self.cache
+
+    def take(self, growing: Cache, columns: int) -> None:
+        """Hold what a cache that grows does, of `columns` tokens, with as many rows.
+
+        Nothing is copied where that is what `lend` gave it, whatever was written there since.
+        """
+        held = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
+        if len(held) == len(self._lent) and all(mine is its for mine, its in zip(self._lent, held, strict=True)):
+            return
+        for layer, its in zip(self.layers, growing.layers, strict=True):
+            layer.renew()
+            layer.lazy_initialization(its.keys, its.values)
+            layer.keys[:, :, :columns].copy_(its.keys)
+            layer.values[:, :, :columns].copy_(its.values)
+            layer.cumulative_length.fill_(columns)
+
+    def lend(self, growing: Cache, columns: int) -> None:
+        """Let the other cache be the first `columns` tokens of this one. What it adds or leaves out, it copies."""
+        for layer, its in zip(self.layers, growing.layers, strict=True):
+            its.keys, its.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
+        self._lent = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
 
     @property
     def is_begun(self) -> bool:

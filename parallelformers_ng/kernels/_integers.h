@@ -1,108 +1,150 @@
-/* Linear layers whose weights are 8-bit integers, with a scale for each output: y = s ⊙ (x Qᵀ) + b.
+/* Linear layers whose weights are integers of 8 bits with a scale for each output, or of 4 bits with a scale for each
+ * group of inputs:
  *
- * Q, `[out, in]` in rows `stride` bytes apart, is read once and in the order of memory, BLOCK bytes at a time, which are
- * LANES words of WORD integers. One integer of each word, shifted to its top, is a number 2²⁴ times as large. So the first
- * integers of all words meet every fourth number of x, the second ones the numbers next to these: x is laid out for that
- * once. WORD sums for each row of Q and of x wait for nobody, and are taken in an order that depends on `in` alone. */
+ *     y = s ⊙ (x Qᵀ) + b          y_o = Σ_g s_og Σ_i∈g x_i q_oi + b_o
+ *
+ * Q, `[out, in]`, is read once and in the order of memory, a row at a time. Where the processor multiplies integers it
+ * does all of this in integers (`_limbs.h`, and `_byte_tiles.h` for many rows). Elsewhere they are widened, STEP bytes at a time: the first number of each
+ * byte, then the second one, for which x is laid out once. Sums are taken in an order that depends on `in` alone. */
 
 #ifndef PARALLELFORMERS_NG_INTEGERS_H
 #define PARALLELFORMERS_NG_INTEGERS_H
 
-#include <stdlib.h>
-
 #include "_vectors.h"
 
-enum { ROWS = 4, WORD = 4, BLOCK = WORD * LANES, TOGETHER = 8, BYTES_AHEAD = 4096 };
+/* A weight `[out, in]`. Scales and a bias at 0 are none; one without scales has numbers of the kind that is computed in. */
+typedef struct {
+    const void *w, *scale, *bias;
+    size_t stride; /* elements from one row to the next; one of integers of 4 bits has two */
+    size_t group;  /* inputs that share a scale, of integers of 4 bits; 0 for 8 bits, whose scales are fp32 */
+} Matrix;
 
-static const float OF_TOP_BYTE = 1.0f / (1 << 24);
+enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 4096 };
 
-/* The integers at `at` of each word, 2²⁴ times as large, as floats. */
-#define LOAD_INTEGERS(target, words, at)                                                                  \
-    do {                                                                                                  \
-        Words shifted_ = ((words) << (8 * (WORD - 1 - (at)))) & ((at) ? 0xff000000u : 0xffffffffu);       \
-        target = __builtin_convertvector((Integers)shifted_, Floats);                                     \
-    } while (0)
+typedef int8_t Bytes __attribute__((vector_size(STEP)));
 
 INLINE size_t rows_together(size_t left) { return left >= ROWS ? ROWS : left >= 2 ? 2 : 1; }
+INLINE size_t rounded_up(size_t count, size_t to) { return (count + to - 1) / to * to; }
+INLINE size_t per_byte(const Matrix *m) { return m->group ? 2 : 1; }
 
-/* `count` rows of x into blocks of `[WORD, count, LANES]`, the last one filled up with zeros. */
-INLINE void lay_out(const float *x, float *laid, size_t count, size_t in)
+/* The scale of a group, which has the kind that is computed in. */
+INLINE float group_scale(const void *scales, size_t at, size_t kind)
 {
-    for (size_t i = 0; i < in; i += BLOCK)
-        for (size_t at = 0; at < WORD; at++)
+    return kind == F32 ? ((const float *)scales)[at] : load_bf16(((const uint16_t *)scales)[at]);
+}
+
+#include "_limbs.h"
+#include "_byte_tiles.h"
+
+/* `count` rows of x in the order in which they meet STEP bytes of Q, filled up with zeros: `[per_byte, count, LANES]`. */
+INLINE void lay_out(const float *x, float *laid, size_t count, size_t in, size_t per_byte)
+{
+    for (size_t i = 0; i < rounded_up(in, CHUNK); i += STEP * per_byte)
+        for (size_t at = 0; at < per_byte; at++)
             for (size_t r = 0; r < count; r++)
                 for (size_t lane = 0; lane < LANES; lane++) {
-                    const size_t from = i + lane * WORD + at;
+                    const size_t from = i + lane * per_byte + at;
                     *laid++ = from < in ? x[r * in + from] : 0.0f;
                 }
 }
 
-/* One row of Q and `rows` rows of x, a constant where it is inlined. */
-INLINE void integer_products(const float *laid, const int8_t *q, float *products, size_t in, size_t rows)
+/* One row of Q and `rows` rows of x; these and `per_byte` are constants where it is inlined. Integers of 8 bits are
+ * taken in groups of a CHUNK, without a scale of their own. */
+INLINE void widened_products(const float *laid, const int8_t *q, const void *scales, float *products, size_t in,
+                             size_t group, size_t per_byte, size_t kind, size_t rows)
 {
-    Floats sum[ROWS * WORD] = {{0}}, a, b;
-    int8_t end[BLOCK] = {0};
-    memcpy(end, q + in / BLOCK * BLOCK, in % BLOCK);
-    for (size_t i = 0; i < in; i += BLOCK) {
-        Words words;
-        memcpy(&words, i + BLOCK <= in ? q + i : end, sizeof words);
-        __builtin_prefetch(q + i + BYTES_AHEAD, 0, 3);
+    Floats sum[ROWS] = {{0}}, b;
+    int8_t end[CHUNK] = {0};
+    const size_t bytes = in / per_byte, each = per_byte == 1 ? CHUNK : group / per_byte;
+    if (per_byte == 1) memcpy(end, q + bytes / CHUNK * CHUNK, bytes % CHUNK);
+    for (size_t i = 0, g = 0; i < bytes; i += each, g++) {
+        const int8_t *from = i + each <= bytes ? q + i : end;
+        Floats part[ROWS] = {{0}};
+        for (size_t j = 0; j < each; j += STEP) {
+            Bytes held;
+            memcpy(&held, from + j, sizeof held);
+            const Integers wide = __builtin_convertvector(held, Integers);
+            for (size_t at = 0; at < per_byte; at++) {
+                const Integers number = per_byte == 1 ? wide : at ? wide >> 4 : (Integers)((Words)wide << 28) >> 28;
+                const Floats a = __builtin_convertvector(number, Floats);
 #pragma GCC unroll 4
-        for (size_t at = 0; at < WORD; at++) {
-            LOAD_INTEGERS(a, words, at);
-#pragma GCC unroll 4
-            for (size_t r = 0; r < rows; r++, laid += LANES) {
-                LOAD_F32(b, laid);
-                sum[r * WORD + at] += a * b;
+                for (size_t r = 0; r < rows; r++, laid += LANES) {
+                    LOAD_F32(b, laid);
+                    part[r] += a * b;
+                }
             }
         }
+        const float scale = per_byte == 1 ? 1.0f : group_scale(scales, g, kind);
+#pragma GCC unroll 4
+        for (size_t r = 0; r < rows; r++) sum[r] += part[r] * scale;
     }
 #pragma GCC unroll 4
-    for (size_t r = 0; r < rows; r++) {
-        Floats total = (sum[r * WORD] + sum[r * WORD + 1]) + (sum[r * WORD + 2] + sum[r * WORD + 3]);
-        products[r] = sum_lanes(&total) * OF_TOP_BYTE;
+    for (size_t r = 0; r < rows; r++) products[r] = sum_lanes(&sum[r]);
+}
+
+INLINE void widened_rows(const float *laid, const Matrix *m, size_t first, size_t outs, float *y, size_t in, size_t out,
+                         size_t per_byte, size_t kind, size_t rows)
+{
+    float products[ROWS];
+    const size_t apart = m->group ? in / m->group * (kind == F32 ? sizeof(float) : sizeof(uint16_t)) : 0;
+    for (size_t o = first; o < first + outs; o++) {
+        const int8_t *q = (const int8_t *)m->w + o * m->stride;
+        widened_products(laid, q, (const char *)m->scale + o * apart, products, in, m->group, per_byte, kind, rows);
+        const float scale = m->group ? 1.0f : ((const float *)m->scale)[o];
+        for (size_t r = 0; r < rows; r++) y[r * out + o] = products[r] * scale;
     }
 }
 
 /* Some rows of Q meet the same rows of x one after another, for as long as these are in the first-level cache. */
-#define DEFINE_INTEGERS(NAME, TYPE)                                                                                  \
-    INLINE void several_##NAME(const float *laid, const int8_t *q, const float *scale, const TYPE *bias, TYPE *y,    \
-                               size_t in, size_t stride, size_t outs, size_t out, size_t rows)                       \
-    {                                                                                                                \
-        float products[ROWS];                                                                                        \
-        for (size_t o = 0; o < outs; o++, q += stride) {                                                             \
-            integer_products(laid, q, products, in, rows);                                                           \
-            for (size_t r = 0; r < rows; r++)                                                                        \
-                y[r * out + o] = store_##NAME(products[r] * scale[o] + (bias ? load_##NAME(bias[o]) : 0.0f));        \
-        }                                                                                                            \
-    }                                                                                                                \
-    CLONES static void integers_##NAME(const float *x, const int8_t *q, const float *scale, const TYPE *bias,        \
-                                       TYPE *y, size_t rows, size_t in, size_t stride, size_t out, float *laid)      \
-    {                                                                                                                \
-        const size_t row = (in + BLOCK - 1) / BLOCK * BLOCK;                                                         \
-        for (size_t r = 0; r < rows; r += rows_together(rows - r))                                                   \
-            lay_out(x + r * in, laid + r * row, rows_together(rows - r), in);                                        \
-        for (size_t o = 0; o < out; o += TOGETHER) {                                                                 \
-            const size_t outs = out - o < TOGETHER ? out - o : TOGETHER;                                             \
-            const int8_t *from = q + o * stride;                                                                     \
-            const TYPE *added = bias ? bias + o : bias;                                                              \
-            for (size_t r = 0, count; r < rows; r += count) {                                                        \
-                const float *of = laid + r * row;                                                                    \
-                TYPE *to = y + r * out + o;                                                                          \
-                count = rows_together(rows - r);                                                                     \
-                if (count == ROWS) several_##NAME(of, from, scale + o, added, to, in, stride, outs, out, ROWS);      \
-                else if (count == 2) several_##NAME(of, from, scale + o, added, to, in, stride, outs, out, 2);       \
-                else several_##NAME(of, from, scale + o, added, to, in, stride, outs, out, 1);                       \
-            }                                                                                                        \
-        }                                                                                                            \
+CLONES static void widened(const float *x, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
+                           float *laid)
+{
+    const size_t row = rounded_up(in, CHUNK);
+    for (size_t r = 0; r < rows; r += rows_together(rows - r))
+        lay_out(x + r * in, laid + r * row, rows_together(rows - r), in, per_byte(m));
+    for (size_t o = 0; o < out; o += TOGETHER) {
+        const size_t outs = out - o < TOGETHER ? out - o : TOGETHER;
+        for (size_t r = 0, count; r < rows; r += count) {
+            const float *of = laid + r * row;
+            float *to = y + r * out;
+            count = rows_together(rows - r);
+#define WIDENED(PER_BYTE, COUNT) widened_rows(of, m, o, outs, to, in, out, PER_BYTE, kind, COUNT)
+            if (m->group) count == ROWS ? WIDENED(2, ROWS) : count == 2 ? WIDENED(2, 2) : WIDENED(2, 1);
+            else count == ROWS ? WIDENED(1, ROWS) : count == 2 ? WIDENED(1, 2) : WIDENED(1, 1);
+#undef WIDENED
+        }
+    }
+}
+
+INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
+{
+    const size_t laid = rows * rounded_up(in, CHUNK) * sizeof(float);
+    const size_t limbs = rows * limbs_bytes(in) + byte_tiles_work_bytes(rows, in) + ALIGNED;
+    return rows * out * sizeof(float) + (laid > limbs ? laid : limbs);
+}
+
+/* `work` has `integers_work_bytes`. */
+#define DEFINE_INTEGERS(NAME, TYPE, KIND)                                                                           \
+    static void integers_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
+                                float *work)                                                                        \
+    {                                                                                                               \
+        float *products = work;                                                                                     \
+        work += rows * out;                                                                                         \
+        int8_t *limbs = (int8_t *)(((uintptr_t)work + ALIGNED - 1) / ALIGNED * ALIGNED);                            \
+        if (!has_integer_products() || in > MOST_LIMBS) widened(x, m, products, rows, in, out, KIND, work);         \
+        else {                                                                                                      \
+            split(x, limbs, rows, in, m->group > 0);                                                                \
+            if (rows > ROWS && !m->group && has_tiles())                                                            \
+                in_byte_tiles(limbs, m, products, rows, in, out, limbs + rows * limbs_bytes(in));                   \
+            else in_limbs(limbs, m, products, rows, in, out, KIND);                                                 \
+        }                                                                                                           \
+        const TYPE *bias = m->bias;                                                                                 \
+        for (size_t r = 0; r < rows; r++, y += out, products += out)                                                \
+            for (size_t o = 0; o < out; o++)                                                                        \
+                y[o] = store_##NAME(products[o] + (bias ? load_##NAME(bias[o]) : 0.0f));                            \
     }
 
-DEFINE_INTEGERS(f32, float)
-DEFINE_INTEGERS(bf16, uint16_t)
-
-INLINE size_t integers_work_bytes(size_t rows, size_t in)
-{
-    return rows * ((in + BLOCK - 1) / BLOCK * BLOCK) * sizeof(float);
-}
+DEFINE_INTEGERS(f32, float, F32)
+DEFINE_INTEGERS(bf16, uint16_t, BF16)
 
 #endif

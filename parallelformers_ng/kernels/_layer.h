@@ -13,17 +13,16 @@
 #include "_attention.h"
 #include "_linear.h"
 
-/* The weights of each half. Scales, a bias or a norm at 0 are none. */
+/* The weights of each half. A norm at 0 is none. */
 typedef struct {
-    const void *wq, *sq, *bq, *wk, *sk, *bk, *wv, *sv, *bv, *wo, *so, *bo; /* weights `[out, in]` */
-    const void *norm, *q_norm, *k_norm;                /* their weights, `[in]` or `[width]` */
-    size_t q_stride, k_stride, v_stride, o_stride;     /* numbers from one row of a weight to the next */
+    Matrix q, k, v, o;
+    const void *norm, *q_norm, *k_norm; /* their weights, `[in]` or `[width]` */
     size_t hidden, heads, kv_heads, width;
 } AttentionWeights;
 
 typedef struct {
-    const void *wg, *sg, *bg, *wu, *su, *bu, *wd, *sd, *bd, *norm;
-    size_t g_stride, u_stride, d_stride;
+    Matrix gate, up, down;
+    const void *norm;
     size_t hidden, inner;
 } FeedWeights;
 
@@ -67,15 +66,14 @@ INLINE size_t attention_half_work_bytes(const AttentionHalf *is)
     const Attention attention = attention_of(is, NULL, NULL);
     size_t q = w->heads * w->width, kv = w->kv_heads * w->width, widest = w->hidden > q ? w->hidden : q;
     const size_t rows = is->step.rows, own = rows * (2 * widest + 2 * q + 2 * kv) * sizeof(float);
-    const size_t seen = attention_work_bytes(&attention), laid = integers_work_bytes(rows, widest);
+    const size_t seen = attention_work_bytes(&attention), laid = integers_work_bytes(rows, widest, widest);
     return own + (seen > laid ? seen : laid);
 }
 
 INLINE size_t feed_half_work_bytes(const FeedHalf *is)
 {
-    const size_t hidden = is->weights.hidden, inner = is->weights.inner;
-    return is->rows * (2 * hidden + 3 * inner) * sizeof(float) +
-           integers_work_bytes(is->rows, hidden > inner ? hidden : inner);
+    const size_t hidden = is->weights.hidden, inner = is->weights.inner, widest = hidden > inner ? hidden : inner;
+    return is->rows * (2 * hidden + 3 * inner) * sizeof(float) + integers_work_bytes(is->rows, widest, widest);
 }
 
 /* silu(g) = g / (1 + e⁻ᵍ), by way of e^-|g|, which cannot overflow. */
@@ -131,16 +129,16 @@ INLINE void silu(Floats *g)
         work = (float *)q + rows * (2 * q_width + 2 * kv_width);                                                      \
         rms_norm_##NAME(is->x, w->norm, n, rows, hidden, floats[0]);                                                  \
         const float *x = widened_##NAME(n, wide, rows * hidden);                                                      \
-        matrix_##NAME(x, w->wq, w->sq, w->bq, q, rows, hidden, w->q_stride, q_width, work);                           \
-        matrix_##NAME(x, w->wk, w->sk, w->bk, k, rows, hidden, w->k_stride, kv_width, work);                          \
-        matrix_##NAME(x, w->wv, w->sv, w->bv, v, rows, hidden, w->v_stride, kv_width, work);                          \
+        matrix_##NAME(x, &w->q, q, rows, hidden, q_width, work);                                                      \
+        matrix_##NAME(x, &w->k, k, rows, hidden, kv_width, work);                                                     \
+        matrix_##NAME(x, &w->v, v, rows, hidden, kv_width, work);                                                     \
         if (w->q_norm) rms_norm_##NAME(q, w->q_norm, q, rows * w->heads, w->width, floats[1]);                        \
         if (w->k_norm) rms_norm_##NAME(k, w->k_norm, k, rows * w->kv_heads, w->width, floats[2]);                     \
         positioned_##NAME(is, q, k, v);                                                                               \
         const Attention attention = attention_of(is, q, seen);                                                        \
         attention_##NAME(&attention, floats + 3, work);                                                               \
         x = widened_##NAME(seen, wide, rows * q_width);                                                               \
-        matrix_##NAME(x, w->wo, w->so, w->bo, is->y, rows, q_width, w->o_stride, hidden, work);                       \
+        matrix_##NAME(x, &w->o, is->y, rows, q_width, hidden, work);                                                  \
     }                                                                                                                 \
     CLONES static void add_##NAME(const TYPE *x, const TYPE *a, TYPE *r, size_t count)                                \
     {                                                                                                                 \
@@ -171,10 +169,10 @@ INLINE void silu(Floats *g)
         add_##NAME(is->x, is->a, is->r, rows * hidden);                                                               \
         rms_norm_##NAME(is->r, w->norm, n, rows, hidden, *epsilon);                                                   \
         const float *x = widened_##NAME(n, wide, rows * hidden);                                                      \
-        matrix_##NAME(x, w->wg, w->sg, w->bg, g, rows, hidden, w->g_stride, inner, work);                             \
-        matrix_##NAME(x, w->wu, w->su, w->bu, u, rows, hidden, w->u_stride, inner, work);                             \
+        matrix_##NAME(x, &w->gate, g, rows, hidden, inner, work);                                                     \
+        matrix_##NAME(x, &w->up, u, rows, hidden, inner, work);                                                       \
         gated_##NAME(g, u, gated, rows * inner);                                                                      \
-        matrix_##NAME(gated, w->wd, w->sd, w->bd, is->y, rows, inner, w->d_stride, hidden, work);                     \
+        matrix_##NAME(gated, &w->down, is->y, rows, inner, hidden, work);                                             \
     }
 
 DEFINE_LAYER(f32, float, LOAD_F32)

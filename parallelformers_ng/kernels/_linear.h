@@ -159,27 +159,34 @@ INLINE const float *widened_bf16(const uint16_t *x, float *wide, size_t count)
     return wide;
 }
 
-/* A weight whose numbers are integers has scales, another one none. `work` has `matrix_work_bytes`. */
+/* `work` has `matrix_work_bytes`. */
 #define DEFINE_MATRIX(NAME, TYPE)                                                                                  \
-    INLINE void matrix_##NAME(const float *x, const void *w, const float *scale, const TYPE *bias, TYPE *y,       \
-                              size_t rows, size_t in, size_t stride, size_t out, float *work)                     \
+    INLINE void matrix_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
+                              float *work)                                                                        \
     {                                                                                                             \
-        if (scale) integers_##NAME(x, w, scale, bias, y, rows, in, stride, out, work);                            \
-        else linear_##NAME(x, w, bias, y, rows, in, stride, out);                                                 \
+        if (m->scale) integers_##NAME(x, m, y, rows, in, out, work);                                              \
+        else linear_##NAME(x, m->w, m->bias, y, rows, in, m->stride, out);                                        \
     }
 
 DEFINE_MATRIX(f32, float)
 DEFINE_MATRIX(bf16, uint16_t)
 
-INLINE size_t matrix_work_bytes(const void *scale, size_t rows, size_t in)
+INLINE size_t matrix_work_bytes(const Matrix *m, size_t rows, size_t in, size_t out)
 {
-    return scale ? integers_work_bytes(rows, in) : 0;
+    return m->scale ? integers_work_bytes(rows, in, out) : 0;
+}
+
+/* Bytes of a matrix, as it lies in memory. */
+INLINE size_t matrix_bytes(const Matrix *m, size_t out, size_t kind)
+{
+    return out * m->stride * (m->scale ? sizeof(int8_t) : kind == F32 ? sizeof(float) : sizeof(uint16_t));
 }
 
 typedef struct {
-    const void *x, *w, *scale, *bias; /* scales and bias at 0 are none */
+    const void *x;
+    Matrix matrix;
     void *y;
-    size_t rows, in, stride, out, kind;
+    size_t rows, in, out, kind;
 } Linear;
 
 typedef struct {
@@ -191,7 +198,7 @@ typedef struct {
 INLINE size_t wide_bytes(const Linear *is) { return is->kind == F32 ? 0 : is->rows * is->in * sizeof(float); }
 INLINE size_t linear_work_bytes(const Linear *is)
 {
-    return wide_bytes(is) + matrix_work_bytes(is->scale, is->rows, is->in);
+    return wide_bytes(is) + matrix_work_bytes(&is->matrix, is->rows, is->in, is->out);
 }
 INLINE size_t rms_norm_work_bytes(const RmsNorm *is) { return (void)is, 0; }
 
@@ -199,11 +206,8 @@ static void linear(const Linear *is, const float *none, float *work)
 {
     (void)none;
     float *rest = (float *)((char *)work + wide_bytes(is));
-    if (is->kind == F32)
-        matrix_f32(is->x, is->w, is->scale, is->bias, is->y, is->rows, is->in, is->stride, is->out, rest);
-    else
-        matrix_bf16(widened_bf16(is->x, work, is->rows * is->in), is->w, is->scale, is->bias, is->y, is->rows, is->in,
-                    is->stride, is->out, rest);
+    if (is->kind == F32) matrix_f32(is->x, &is->matrix, is->y, is->rows, is->in, is->out, rest);
+    else matrix_bf16(widened_bf16(is->x, work, is->rows * is->in), &is->matrix, is->y, is->rows, is->in, is->out, rest);
 }
 
 static void rms_norm(const RmsNorm *is, const float *epsilon, float *unused)

@@ -48,12 +48,11 @@ static size_t stack_work_bytes(const Stack *s)
     return most + 3 * rows * s->layers->attention.hidden * sizeof(float);
 }
 
-/* `count` numbers at `y` become their sums over the ranks. What is at `w` is read next, `numbers` of them, integers where
- * they have scales. */
-static int sum(const Stack *s, float *y, size_t count, const void *w, const void *scales, size_t numbers)
+/* `count` numbers at `y` become their sums over the ranks. A matrix with `out` rows is read next. */
+static int sum(const Stack *s, float *y, size_t count, const Matrix *next, size_t out)
 {
-    size_t bytes = numbers * (scales ? sizeof(int8_t) : s->shared.step.kind == F32 ? sizeof(float) : sizeof(uint16_t));
-    return s->sums->all_reduce(s->kernel, y, count, s->sum_kind, w, bytes < NEXT_BYTES ? bytes : NEXT_BYTES);
+    const size_t bytes = matrix_bytes(next, out, s->shared.step.kind);
+    return s->sums->all_reduce(s->kernel, y, count, s->sum_kind, next->w, bytes < NEXT_BYTES ? bytes : NEXT_BYTES);
 }
 
 static int run_layers(const Stack *s, float *work)
@@ -71,12 +70,11 @@ static int run_layers(const Stack *s, float *work)
         const AttentionWeights *next = &s->layers[i + 1 < s->count ? i + 1 : 0].attention;
 
         attention_half(&attention, layer->floats, work);
-        const FeedWeights *then = &layer->feed;
-        if (layer->attention_is_partial) status = sum(s, a, count, then->wg, then->sg, then->inner * then->g_stride);
+        if (layer->attention_is_partial) status = sum(s, a, count, &layer->feed.gate, layer->feed.inner);
         if (status) return status;
 
         feed_half(&feed, &layer->feed_epsilon, work);
-        if (layer->feed_is_partial) status = sum(s, y, count, next->wq, next->sq, next->heads * next->width * next->q_stride);
+        if (layer->feed_is_partial) status = sum(s, y, count, &next->q, next->heads * next->width);
         if (status) return status;
 
         if (step->kind == F32) add_f32(r, y, x, count);

@@ -1,11 +1,11 @@
-/* Products of bf16 in the tile unit of x86 (AMX), for several rows of x.
+/* Products of bf16 in the tile unit of x86 (AMX).
  *
  *     yᵀ = W xᵀ
  *
- * A tile of W is SIDE rows of DEEP numbers, as they lie in memory. One of xᵀ is DEEP numbers of SIDE rows of x, two and
- * two side by side, for which x is packed first. So W is read once for all rows of x, and the product is bound by the
- * memory where vectors would be busy multiplying. While one block of W is multiplied the next is asked for, in the order
- * of memory. */
+ * A tile of W is SIDE rows of DEEP numbers, as they lie in memory. One of xᵀ is DEEP numbers of up to SIDE rows of x, its
+ * columns, two and two side by side, for which x is packed first. So W is read once for all rows of x, and the product is
+ * bound by the memory where vectors would be busy multiplying. While one block of W is multiplied the next is asked for,
+ * in the order of memory. What a column's sum is does not depend on the other columns, nor on how many there are. */
 
 #ifndef PARALLELFORMERS_NG_TILES_H
 #define PARALLELFORMERS_NG_TILES_H
@@ -13,6 +13,7 @@
 #include "_vectors.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 11
+#define HAS_TILE_INTRINSICS 1
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -26,27 +27,29 @@ static int has_tiles(void)
     static int known = -1;
     if (known < 0) {
         unsigned a, b, c, d;
-        const unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
-        known = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16_and_tiles) == bf16_and_tiles &&
+        const unsigned needed = 1u << 22 | 1u << 24 | 1u << 25; /* bf16, the tiles themselves, int8 */
+        known = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & needed) == needed &&
                 !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
     }
     return known;
 }
 
+static size_t columns_of(size_t rows) { return rows < SIDE ? rows : SIDE; }
+
 /* What `linear_tiles` needs: x packed, and SIDE rows of W for outputs that are no multiple of SIDE. */
 static size_t tiles_work_bytes(size_t rows, size_t in)
 {
-    return ((rows + SIDE - 1) / SIDE + 1) * ((in + DEEP - 1) / DEEP) * TILE * sizeof(uint16_t);
+    return ((rows + SIDE - 1) / SIDE * columns_of(rows) + SIDE) * ((in + DEEP - 1) / DEEP) * DEEP * sizeof(uint16_t);
 }
 
-/* x `[rows, in]`, whose numbers are bf16 ones, into tiles `[rows / SIDE, in / DEEP, DEEP / 2, SIDE, 2]`. */
+/* x `[rows, in]`, whose numbers are bf16 ones, into tiles `[rows / columns, in / DEEP, DEEP / 2, columns, 2]`. */
 static void pack_tiles(const float *x, uint16_t *packed, size_t rows, size_t in)
 {
-    const size_t depth = (in + DEEP - 1) / DEEP;
-    memset(packed, 0, (rows + SIDE - 1) / SIDE * depth * TILE * sizeof *packed);
+    const size_t depth = (in + DEEP - 1) / DEEP, columns = columns_of(rows), tiles = depth * DEEP * columns;
+    memset(packed, 0, (rows + columns - 1) / columns * tiles * sizeof *packed);
     for (size_t r = 0; r < rows; r++, x += in) {
-        uint32_t *to = (uint32_t *)packed + r / SIDE * depth * TILE / 2 + r % SIDE;
-        for (size_t i = 0; i + 1 < in; i += 2, to += SIDE) *to = bits_of(x[i]) >> 16 | (bits_of(x[i + 1]) & 0xffff0000u);
+        uint32_t *to = (uint32_t *)packed + r / columns * tiles / 2 + r % columns;
+        for (size_t i = 0; i + 1 < in; i += 2, to += columns) *to = bits_of(x[i]) >> 16 | (bits_of(x[i + 1]) & 0xffff0000u);
         if (in % 2) *to = bits_of(x[in - 1]) >> 16;
     }
 }
@@ -65,10 +68,12 @@ typedef struct {
         _tile_dpbf16ps(SUM, W, 4);                        \
     } while (0)
 
-/* Up to SIDE `outputs` of up to SIDE rows: `sums` `[outputs, rows]` into y, whose rows are `out` apart. */
-TILED static void store_sums(const float *sums, const uint16_t *bias, uint16_t *y, size_t rows, size_t out, size_t outputs)
+/* Up to SIDE `outputs` of some rows: `sums` `[outputs, columns]` into y, whose rows are `out` apart. */
+TILED static void store_sums(const float *sums, size_t columns, const uint16_t *bias, uint16_t *y, size_t rows, size_t out,
+                             size_t outputs)
 {
-    const __m512i column = _mm512_slli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);
+    const __m512i side = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i column = _mm512_mullo_epi32(side, _mm512_set1_epi32((int)columns));
     float biases[SIDE] = {0};
     for (size_t o = 0; bias && o < outputs; o++) biases[o] = load_bf16(bias[o]);
     for (size_t r = 0; r < rows; r++) {
@@ -82,14 +87,14 @@ TILED static void store_sums(const float *sums, const uint16_t *bias, uint16_t *
 TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows,
                                  size_t in, size_t stride, size_t out, size_t outputs, const uint16_t *next)
 {
-    const size_t depth = (in + DEEP - 1) / DEEP, whole = in / DEEP;
+    const size_t depth = (in + DEEP - 1) / DEEP, whole = in / DEEP, columns = columns_of(rows), tile = columns * DEEP;
     uint16_t ends[2][TILE] = {{0}};
     float sums[SIDE * SIDE];
     const size_t blocks = outputs > SIDE ? 2 : 1;
     size_t cursor = 0;
     for (size_t o = 0; whole < depth && o < blocks * SIDE; o++)
         memcpy(ends[o / SIDE] + o % SIDE * DEEP, w + o * stride + whole * DEEP, in % DEEP * sizeof *w);
-    for (size_t r = 0; r < rows; r += SIDE, packed += depth * TILE) {
+    for (size_t r = 0; r < rows; r += columns, packed += depth * tile) {
         _tile_zero(0);
         _tile_zero(1);
         for (size_t k = 0; k < depth; k++) {
@@ -98,7 +103,7 @@ TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, cons
                 cursor += DEEP;
                 if (cursor >= in) next += stride, cursor = 0;
             }
-            _tile_loadd(4, packed + k * TILE, SIDE * 2 * sizeof *packed);
+            _tile_loadd(4, packed + k * tile, columns * 2 * sizeof *packed);
             if (k < whole) {
                 MULTIPLY_TILES(0, 2, w + k * DEEP, stride);
                 if (blocks > 1) MULTIPLY_TILES(1, 3, w + SIDE * stride + k * DEEP, stride);
@@ -107,12 +112,12 @@ TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, cons
                 if (blocks > 1) MULTIPLY_TILES(1, 3, ends[1], DEEP);
             }
         }
-        const size_t here = rows - r < SIDE ? rows - r : SIDE;
-        _tile_stored(0, sums, SIDE * sizeof(float));
-        store_sums(sums, bias, y + r * out, here, out, outputs < SIDE ? outputs : SIDE);
+        const size_t here = rows - r < columns ? rows - r : columns;
+        _tile_stored(0, sums, columns * sizeof(float));
+        store_sums(sums, columns, bias, y + r * out, here, out, outputs < SIDE ? outputs : SIDE);
         if (blocks > 1) {
-            _tile_stored(1, sums, SIDE * sizeof(float));
-            store_sums(sums, bias ? bias + SIDE : bias, y + r * out + SIDE, here, out, SIDE);
+            _tile_stored(1, sums, columns * sizeof(float));
+            store_sums(sums, columns, bias ? bias + SIDE : bias, y + r * out + SIDE, here, out, SIDE);
         }
     }
 }
@@ -121,9 +126,14 @@ TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, cons
 TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
                                size_t stride, size_t out, uint16_t *work)
 {
-    const size_t depth = (in + DEEP - 1) / DEEP, packed = (rows + SIDE - 1) / SIDE * depth * TILE;
-    TileShapes shapes = {.palette = 1};
-    for (size_t tile = 0; tile < 5; tile++) shapes.rows[tile] = SIDE, shapes.row_bytes[tile] = SIDE * sizeof(float);
+    const size_t depth = (in + DEEP - 1) / DEEP, columns = columns_of(rows);
+    const size_t packed = (rows + columns - 1) / columns * columns * depth * DEEP;
+    const uint16_t column_bytes = (uint16_t)(columns * sizeof(float)), deep_bytes = DEEP * sizeof *w;
+    const TileShapes shapes = {
+        .palette = 1,
+        .row_bytes = {column_bytes, column_bytes, deep_bytes, deep_bytes, column_bytes},
+        .rows = {SIDE, SIDE, SIDE, SIDE, DEEP / 2},
+    };
     _tile_loadconfig(&shapes);
     pack_tiles(x, work, rows, in);
     size_t o = 0;

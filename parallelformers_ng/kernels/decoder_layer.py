@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,8 +29,10 @@ from parallelformers_ng.kernels.operators import (
     fits_mask,
     is_usual,
     mask_arguments,
+    matrix_arguments,
     matrix_of,
     may_serve,
+    shape_of,
 )
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.sharding.encoding import SCALE
@@ -99,15 +102,13 @@ class _Half:
         self.guard = Guard(places, (*above, *linears, *present))
         last = linears[-1]
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
-        matrices = [matrix_of(linear) for linear in linears]
-        self.hidden, self.dtype = matrices[0].shape[1], data_type_of(linears[0])
+        self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
         self._most_rows = MOST_ROWS[self.dtype]
         self.kind = KINDS[self.dtype]
-        tensors: list[Tensor | None] = [linear._parameters.get(name) for linear in linears for name in held]
-        tensors += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        weights: list[Any] = [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(matrix.stride(0) for matrix in matrices),
+            *chain.from_iterable(map(matrix_arguments, linears)),
+            *(0 if weight is None else weight.data_ptr() for weight in weights),
         )
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
@@ -133,7 +134,7 @@ class AttentionHalf(_Half):
         self.layer_idx = attention.layer_idx
         self.config = attention.config
         self.width = attention.head_dim
-        self.heads, self._kv_heads = (matrix_of(linear).shape[0] // self.width for linear in linears[:2])
+        self.heads, self._kv_heads = (shape_of(linear)[0] // self.width for linear in linears[:2])
         self.static += (self.hidden, self.heads, self._kv_heads, self.width)
         self.scaling = attention.scaling
 
@@ -151,7 +152,7 @@ class AttentionHalf(_Half):
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         if not _are_readable(linears, norms):
             return None
-        q, k, v, o = (matrix_of(linear).shape for linear in linears)
+        q, k, v, o = map(shape_of, linears)
         width, shared = attention.head_dim, attention.num_key_value_groups
         fits = (
             width % 2 == 0
@@ -283,7 +284,7 @@ class FeedHalf(_Half):
 
     def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
         super().__init__((mlp, mlp.act_fn), linears, norms)
-        self.static += (self.hidden, matrix_of(linears[0]).shape[0])
+        self.static += (self.hidden, shape_of(linears[0])[0])
 
     @classmethod
     def of(cls, layer: Any) -> FeedHalf | None:
@@ -295,7 +296,7 @@ class FeedHalf(_Half):
         linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
         if not _are_readable(linears, norms):
             return None
-        gate, up, down = (matrix_of(linear).shape for linear in linears)
+        gate, up, down = map(shape_of, linears)
         fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
         return cls(mlp, linears, norms).unless_patched() if fits else None
 
@@ -321,7 +322,7 @@ def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
         return False
     if not all(norm is None or isinstance(norm, FusedRMSNorm) for norm in norms):
         return False
-    if any(isinstance(linear, StreamingQuantizedLinear) and linear.scales is None for linear in linears):
+    if any(isinstance(linear, StreamingQuantizedLinear) and not linear.is_read for linear in linears):
         return False
     flat = [linear.bias for linear in linears] + [None if norm is None else norm.weight for norm in norms]
     tensors = [tensor for tensor in flat if tensor is not None]

@@ -104,17 +104,18 @@ def _agrees(family: str, quantized: bool = False) -> bool:
 def _distance(family: str, quantized: bool) -> float:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
-        lengths = {"num_hidden_layers": 2, "vocab_size": 8}
-        config = modelling(family, "Config")(**sizes, **lengths, head_dim=4, pad_token_id=0)
+        width = 16 if quantized else 4  # integers of 4 bits come in groups of 32
+        sizes = {"hidden_size": 2 * width, "intermediate_size": 4 * width, "head_dim": width}
+        counts = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 8}
+        config = modelling(family, "Config")(**sizes, **counts, pad_token_id=0)
         config._attn_implementation, config._experts_implementation = "sdpa", "eager"
         model = modelling(family, "Model")(config).float().eval()
         for parameter in model.parameters():
             parameter.normal_()
-        embedded, cached = torch.randn(2, 1, 8), torch.randn(2, 2, 2, 1, 3, 4)  # of each layer: keys and values
+        embedded, cached = torch.randn(2, 1, 2 * width), torch.randn(2, 2, 2, 1, 3, width)  # layers' keys and values
     if quantized:
-        for linear in [module for module in model.modules() if type(module) is nn.Linear]:
-            encoding = Encoding("int8", -1, linear.in_features)
+        for number, linear in enumerate([module for module in model.modules() if type(module) is nn.Linear]):
+            encoding = Encoding("int4", -1, 32) if number % 2 else Encoding("int8", -1, linear.in_features)
             hold(linear, "weight", encoding, *encoding.encode(linear.weight), torch.float32)
     of_kernels = copy.deepcopy(model)
     _change(of_kernels, checked=True)

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
 try:
@@ -41,7 +42,7 @@ class StreamingLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         # Called for every matrix and token: the dictionary is read directly, past nn.Module.__getattr__.
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight = self._parameters["weight"]
         if (
             weight is None
             or not _fits(input, weight)
@@ -50,45 +51,70 @@ class StreamingLinear(nn.Linear):
             or weight.stride(1) != 1
         ):
             return super().forward(input)
-        outputs, inputs = weight.shape
-        out = input.new_empty((*input.shape[:-1], outputs))
-        _decode.linear(
-            input.data_ptr(), weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            input.numel() // inputs, inputs, weight.stride(0), outputs, KINDS[input.dtype],
-        )  # fmt: skip
-        return out
+        return _multiply(self, input)
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
     """The same for integers and scales, which are read as they are."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias, scales = self._parameters["weight"], self._parameters["bias"], self.scales
-        assert weight is not None
+        _, inputs = shape_of(self)
         if (
-            scales is None
-            or self.encodings["weight"][1] is not input.dtype
+            not self.is_read
+            or data_type_of(self) is not input.dtype
             or not may_serve()
-            or input.dtype not in KINDS
-            or not 0 < input.numel() <= MOST_ROWS[input.dtype] * weight.shape[1]
-            or input.shape[-1] != weight.shape[1]
+            or not 0 < input.numel() <= MOST_ROWS[input.dtype] * inputs
+            or input.shape[-1] != inputs
             or not (input.is_cpu and input.is_contiguous())
         ):
             return super().forward(input)
-        outputs, inputs = weight.shape
-        out = input.new_empty((*input.shape[:-1], outputs))
-        _decode.linear(
-            input.data_ptr(), weight.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            out.data_ptr(), input.numel() // inputs, inputs, inputs, outputs, KINDS[input.dtype],
-        )  # fmt: skip
-        return out
+        return _multiply(self, input)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the kernel reads such integers and scales."""
+        (encoding, dtype), scales = self.encodings["weight"], self._parameters["weight" + SCALE]
+        assert scales is not None
+        if dtype not in KINDS or not matrix_of(self).is_contiguous() or not scales.is_contiguous():
+            return False
+        if encoding.kind == "int8":
+            return scales.shape[1] == 1
+        whole_groups = shape_of(self)[1] == encoding.block * scales.shape[1]
+        return encoding.kind == "int4" and whole_groups and (encoding.block in (32, 64) or encoding.block % 128 == 0)
+
+
+def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
+    outputs, inputs = shape_of(linear)
+    out = input.new_empty((*input.shape[:-1], outputs))
+    _decode.linear(
+        input.data_ptr(), *matrix_arguments(linear), out.data_ptr(), input.numel() // inputs, inputs, outputs,
+        KINDS[input.dtype],
+    )  # fmt: skip
+    return out
+
+
+def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
+    """`Matrix` of `_integers.h`: the addresses of a weight, its scales and a bias, the distance between rows, and how
+    many inputs share a scale where it is of 4 bits."""
+    weight, group = matrix_of(linear), 0
+    if isinstance(linear, QuantizedLinear) and linear.encodings["weight"][0].per_byte > 1:
+        group = linear.encodings["weight"][0].block
+    others = (linear._parameters.get(name) for name in ("weight" + SCALE, "bias"))
+    scales, bias = (0 if other is None else other.data_ptr() for other in others)
+    return weight.data_ptr(), scales, bias, weight.stride(0), group
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """The numbers of a linear layer's weight, integers where it is quantized."""
+    """The numbers of a linear layer's weight, small ones where it is quantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
+
+
+def shape_of(linear: nn.Module) -> tuple[int, ...]:
+    """`[out, in]` of a linear layer's weight."""
+    shape = tuple(matrix_of(linear).shape)
+    return linear.encodings["weight"][0].shape(shape) if isinstance(linear, QuantizedLinear) else shape
 
 
 def data_type_of(linear: nn.Module) -> torch.dtype:

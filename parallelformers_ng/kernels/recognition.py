@@ -50,6 +50,16 @@ def is_gated_feed_forward(cls: type) -> bool:
     return _same_forward(cls, llama.LlamaMLP)
 
 
+def is_computed_at_once(layer: nn.Module) -> bool:
+    """Whether a call of the kernels is all of a module: a decoder layer whose attention and feed-forward they know."""
+    cls: Any = type(layer)
+    if not is_decoder_layer(cls):
+        return False
+    attention: Any = type(layer.self_attn)
+    feed_forward: Any = type(getattr(layer, "mlp", None))
+    return normed_heads(attention) is not None and is_gated_feed_forward(feed_forward)
+
+
 def is_silu(cls: type) -> bool:
     """x · sigmoid(x)."""
     return cls in (nn.SiLU, type(llama.ACT2FN["silu"]))

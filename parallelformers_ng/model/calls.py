@@ -14,6 +14,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
 from parallelformers_ng.hooks.registry import HookRegistry
+from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.dispatch import CallOptions, Dispatcher
 from parallelformers_ng.model.random_stream import RandomStream
@@ -35,6 +36,7 @@ class Calls:
 
     Attributes:
         hooks: the caller's.
+        adapters: the model's, None where it has none.
         dispatchers: one for each replica.
     """
 
@@ -49,10 +51,11 @@ class Calls:
     ) -> None:
         self.deployment = deployment
         self.hooks = HookRegistry(model, deployment.plan)
+        self.adapters = Adapters.of(model)
         stream = RandomStream(seed)
         shared = None if batching is None else functools.partial(SharedCalls, batching, Trial(prove_at_once))
         self.dispatchers = [
-            Dispatcher(model, replica, deployment.plan, stream, self.hooks, steps, shared)
+            Dispatcher(model, replica, deployment.plan, stream, self.hooks, self.adapters, steps, shared)
             for replica in deployment.replicas
         ]
         self._in_flight = [0] * len(self.dispatchers)
@@ -77,21 +80,26 @@ class Calls:
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
     ) -> Any:
         """As `Dispatcher.call`."""
-        with self._turn(args, kwargs) as dispatcher:
+        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             return dispatcher.call(model, path, method, args, kwargs, how)
 
     def generate(
         self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """As `Dispatcher.generate`."""
-        with self._turn(args, kwargs) as dispatcher:
+        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             return dispatcher.generate(model, path, original, args, kwargs)
 
     def generating(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
         """As `Dispatcher.generating`."""
-        return self.dispatchers[0].generating(module, name, original, call, args, kwargs)
+        with self.with_adapters():
+            return self.dispatchers[0].generating(module, name, original, call, args, kwargs)
+
+    def with_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Within it this thread's calls run with the adapters that are active now."""
+        return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Dispatcher]:

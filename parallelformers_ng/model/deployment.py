@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import whole_node
+from parallelformers_ng.checkpoint.given import Given
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress, progress_bar
@@ -20,7 +21,7 @@ from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
-from parallelformers_ng.errors import GroupError, SharedMemoryError
+from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
 from parallelformers_ng.model.replica import Replica, attach, build_ranks
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
@@ -46,6 +47,7 @@ class Deployment:
         show_progress: show a bar when the weights are gathered.
         checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
             again after a restart.
+        given: what the model was given as, where it was quantized, and is again in the end.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Deployment:
         limit: RestartLimit | None = None,
         checkpoint: Checkpoint | None = None,
         show_progress: bool = True,
+        given: Given | None = None,
     ) -> None:
         self.plan = plan
         self.replicas = list(replicas)
         self.show_progress = show_progress
+        self._given = given
         self._checkpoint = checkpoint or Checkpoint({})
         keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
         self._keeps_weights = keep_weights
@@ -85,6 +89,7 @@ class Deployment:
         try:
             for replica in self.replicas:
                 replica.group.wait_until_ready()
+                self._refuse_weights_from_here(type(model).__name__, replica)
                 build_ranks(replica.group, self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             handed = self._checkpoint.of_model(self.plan)
@@ -111,6 +116,17 @@ class Deployment:
             raise
         if not self._keeps_weights:
             self._release_store()
+
+    def _refuse_weights_from_here(self, name: str, replica: Replica) -> None:
+        """Raise PlacementError where weights would have to go from this process to another host."""
+        hosts = replica.group.hosts
+        if hosts is None or hosts.are_here or (self._checkpoint.nodes and not self._checkpoint.copied):
+            return
+        why = "they would wait for their turn in this process" if self._checkpoint.copied else "it is loaded here"
+        raise PlacementError(
+            f"the weights of {name} cannot go to the hosts {', '.join(hosts.names)}: {why}. Pass a path"
+            " that all hosts see, or the name of a model on the hub, and leave out fit={'max_memory': …}"
+        )
 
     @property
     def incarnation(self) -> int:
@@ -186,9 +202,15 @@ class Deployment:
             if self._store is not None:
                 self._leave_groups()  # first, so that memory can be given back as it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
-                take_back(model, self.plan, self._read, progress=advance)
+                names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
+                take_back(model, self.plan, self._read, names, advance)
             self._leave_groups()
             self._release_store()
+
+    def restore(self) -> None:
+        """Make the model what it was given as, after `gather`, where that is more than its weights."""
+        if self._given is not None:
+            self._given.restore()
 
     def close(self) -> None:
         """Stop the workers and let the weights go. Idempotent."""

@@ -21,10 +21,12 @@ from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
+from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.edits import Edits
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.random_stream import RandomStream, Stream
 from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
@@ -63,6 +65,7 @@ class Dispatcher:
         plan: how the model is cut.
         stream: what calls without a seed follow.
         hooks: the caller's.
+        adapters: the model's, None where it has none.
         steps: how the decode steps are compiled or captured, None where they are not.
         share: makes what decodes calls of `generate` together; None where each runs alone.
 
@@ -78,17 +81,19 @@ class Dispatcher:
         plan: ShardPlan,
         stream: RandomStream,
         hooks: HookRegistry,
+        adapters: Adapters | None,
         steps: StaticSteps | None,
-        share: Callable[[Replica, Edits], SharedCalls] | None,
+        share: Callable[[Replica, Edits, Adapters | None, RowSteps], SharedCalls] | None,
     ) -> None:
         self.replica = replica
         self.edits = Edits(model)
         self._world_size = plan.world_size
         self._stream = stream
         self._hooks = hooks
+        self._adapters = adapters
         self._steps = steps
         self._said: set[tuple[str, int]] = set()
-        self.shared = None if share is None else share(replica, self.edits)
+        self.shared = None if share is None else share(replica, self.edits, adapters, RowSteps(steps, hooks))
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
@@ -144,6 +149,7 @@ class Dispatcher:
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         call.configs, call.attributes, arrived = self.edits.changes(model, incarnation)
+        call.adapters = None if self._adapters is None else self._adapters.active()
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()

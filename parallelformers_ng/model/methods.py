@@ -14,13 +14,15 @@ from typing import Any, Literal
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-Place = Literal["local", "forwarded", "generated", "refused", "saved"]
+Place = Literal["local", "forwarded", "generated", "refused", "saved", "switched"]
 
 _TRAINS = "is for training, and the workers compute without gradients"
 _CHOSEN = "changes modules that live on the workers; choose it at from_pretrained"
 _DRIVES = "drives the model's modules itself; call generate"
 _CUT = "changes the shape of weights that are cut"
 _DRAWS = "draws new weights"
+_ADDS = "adds weights that the workers do not have"
+_CHANGES = "changes weights that the workers hold"
 
 REFUSED = {
     "resize_token_embeddings": _CUT,
@@ -29,11 +31,11 @@ REFUSED = {
     "initialize_weights": _DRAWS,
     "post_init": _DRAWS,
     "load_state_dict": "writes weights that the workers hold",
-    "load_adapter": "adds weights that the workers do not have",
-    "add_adapter": "adds weights that the workers do not have",
+    "load_adapter": _ADDS,
+    "add_adapter": _ADDS,
     "delete_adapter": "removes weights that the workers hold",
     "enable_peft_hotswap": "prepares adapters, whose weights the workers do not have",
-    "dequantize": "changes weights that the workers hold",
+    "dequantize": _CHANGES,
     "to_empty": "drops weights that the workers hold",
     "compile": 'compiles modules that have no weights here; pass decode="compile" to parallelize',
     "gradient_checkpointing_enable": _TRAINS,
@@ -56,9 +58,22 @@ REFUSED = {
 }
 """Method → why it is refused while the model is parallelized. `deparallelize()` comes before all of these."""
 
+REFUSED_OF_PEFT = {
+    **dict.fromkeys(("merge", "unmerge", "merge_and_unload", "unload", "merge_adapter", "unmerge_adapter"), _CHANGES),
+    **dict.fromkeys(("update_layer", "inject_adapter", "add_weighted_adapter", "subtract_mutated_init"), _ADDS),
+}
+"""The same for methods of peft's classes alone, whose names modelling code may use for others."""
+SWITCHES = (
+    "set_adapter", "enable_adapters", "disable_adapters", "enable_adapter_layers", "disable_adapter_layers",
+    "set_scale", "scale_layer", "unscale_layer",
+)  # fmt: skip
+"""Methods that say which adapters are active, in this process, and by what they are scaled: each call tells the
+workers."""
+
 _PLACES: dict[str, Place] = {
     **dict.fromkeys((*dir(nn.Module), *dir(PreTrainedModel), *dir(GenerationMixin)), "local"),
     **dict.fromkeys(REFUSED, "refused"),
+    **dict.fromkeys(SWITCHES, "switched"),
     "forward": "forwarded",
     "generate": "generated",
     "save_pretrained": "saved",
@@ -78,7 +93,10 @@ def place_of(cls: type, name: str) -> Place:
     if name in _PLACES:
         return _PLACES[name]
     defining = next((parent for parent in cls.__mro__ if name in vars(parent)), object)
-    is_of_library = defining.__module__.partition(".")[0] in ("transformers", "torch", "builtins")
+    library = defining.__module__.partition(".")[0]
+    if library == "peft" and name in REFUSED_OF_PEFT:
+        return "refused"
+    is_of_library = library in ("transformers", "torch", "builtins", "peft")
     is_modelling_code = not is_of_library or defining.__module__.startswith("transformers.models.")
     computes = isinstance(vars(defining).get(name), types.FunctionType) and name not in _ACCESSORS
     return "forwarded" if is_modelling_code and computes else "local"

@@ -66,13 +66,16 @@ class Parallelized(RemoteModule):
         Args:
             inputs, **kwargs: as in `generate`, with its `seed=` and `timeout=`. A streamer is called in another thread.
         """
-        return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
+        with remote_of(self).calls.with_adapters():
+            return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
 
     # -- the end of it -------------------------------------------------------------------------------------------
 
     def deparallelize(self) -> Any:
         """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model."""
-        remote_tree.leave(self, lambda: deployment_of(self).gather(self))
+        deployment = deployment_of(self)
+        remote_tree.leave(self, lambda: deployment.gather(self))
+        deployment.restore()
         return self
 
     def cpu(self) -> Any:

@@ -6,6 +6,7 @@ weights and without children stays as it is and computes here: other models may 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.dispatch import CallOptions
 from parallelformers_ng.model.gradients import refuse_gradients
-from parallelformers_ng.model.methods import REFUSED, generates
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
 REMOTE = "_parallelformers_ng"
@@ -41,6 +42,7 @@ class Remote:
 
     Attributes:
         parts: of the model itself: its modules that are remote.
+        around: of the model itself: what peft has put around it.
         tables: the parameters, buffers and children that the module had, and will have again.
     """
 
@@ -49,6 +51,7 @@ class Remote:
         self.calls = calls
         self.path = path
         self.parts: list[nn.Module] = []
+        self.around: list[nn.Module] = []
         self.tables: dict[str, dict[str, Any]] = {}
 
     @property
@@ -278,6 +281,18 @@ def refused(name: str, original: Callable) -> Callable:
 
     @_in_place_of(original)
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise ParallelError(refusal(self, f"{name}()", f"it {REFUSED[name]}"))
+        raise ParallelError(refusal(self, f"{name}()", f"it {(REFUSED | REFUSED_OF_PEFT)[name]}"))
 
     return refuse
+
+
+def switched(name: str, original: Callable) -> Callable:
+    """A method that says which adapters are active: for all calls that are made once it is through."""
+
+    @_in_place_of(original)
+    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        adapters = remote_of(self).calls.adapters
+        with contextlib.nullcontext() if adapters is None else adapters.switching:
+            return original(self, *args, **kwargs)
+
+    return switch

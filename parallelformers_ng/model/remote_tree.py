@@ -14,6 +14,7 @@ from torch import nn
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
 from parallelformers_ng.model.remote_module import (
@@ -26,6 +27,7 @@ from parallelformers_ng.model.remote_module import (
     refusal,
     refused,
     remote_of,
+    switched,
     unlock,
 )
 
@@ -71,7 +73,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
             lock(module)
         raise
     remote_of(model).calls.hooks.leave()
-    for module in modules:
+    for module in (*modules, *remote_of(model).around):
         module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
         del vars(module)[REMOTE]
 
@@ -141,6 +143,10 @@ def _saved(name: str, original: Callable) -> Callable:
             raise ParallelError(
                 refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
             )
+        if getattr(self, "_hf_peft_config_loaded", False):  # as transformers does: its active adapter, in peft's files
+            names: Any = self.active_adapters
+            state = state_of_adapters(self, names())
+            return original(self, save_directory, state_dict=state, max_shard_size=max_shard_size)
         nodes = _Nodes(remote_of(self))
         write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 
@@ -165,4 +171,6 @@ class _Nodes(Mapping[str, Node]):
         return sum(1 for _ in self)
 
 
-_MAKERS = {"forwarded": forwarded, "generated": generated, "refused": refused, "saved": _saved}
+_MAKERS = {
+    "forwarded": forwarded, "generated": generated, "refused": refused, "saved": _saved, "switched": switched,
+}  # fmt: skip

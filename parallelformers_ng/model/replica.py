@@ -15,7 +15,9 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
+from parallelformers_ng.hosts.launching import hosts_of
 from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
@@ -26,8 +28,16 @@ RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
 
 
-def group_makers(num_gpus: int | None, options: WorkerOptions) -> list[functools.partial[WorkerGroup]]:
+def group_makers(
+    num_gpus: int | None, options: WorkerOptions, in_turn: bool = False
+) -> list[functools.partial[WorkerGroup]]:
     """What starts the group of each replica, at first and again.
+
+    In a torchrun job it does not return but in the process of rank 0: the others serve.
+
+    Args:
+        in_turn: of the ranks of a replica one computes at a time: each gets the threads that it would have if there
+            were no other replica, which is busy elsewhere.
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
@@ -35,7 +45,10 @@ def group_makers(num_gpus: int | None, options: WorkerOptions) -> list[functools
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
+    hosts, num_gpus = hosts_of(num_gpus, options)
     size, kind = placement(num_gpus, options.device, ids, count)
+    if hosts is not None and kind != "cpu":
+        raise PlacementError("workers on several hosts run on the CPU alone so far; pass workers={'device': 'cpu'}")
     return [
         functools.partial(
             WorkerGroup,
@@ -46,7 +59,9 @@ def group_makers(num_gpus: int | None, options: WorkerOptions) -> list[functools
             backend=options.backend,
             timeout=options.timeout,
             start_timeout=options.start_timeout,
+            threads=max(1, usable_cpus() // size) if in_turn and hosts is None else None,
             among=(index, count),
+            hosts=hosts,
         )
         for index in range(count)
     ]

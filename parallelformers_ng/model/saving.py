@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.save_pretrained import shard_checkpoint
 from parallelformers_ng.checkpoint.sharded_directory import files_of, saved_names, write_index
 from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import deployment_of
-from parallelformers_ng.options import QuantizeOptions, read_quantize
+from parallelformers_ng.options import read_quantize
+from parallelformers_ng.sharding.active_adapters import layers_with_adapters
 from parallelformers_ng.sharding.builder import build_plan
 
 
@@ -41,9 +42,15 @@ def save_sharded(
 
     Raises:
         NotParallelizedError: the model is not parallelized.
+        ParallelError: it has adapters.
         CheckpointError: `directory` holds something else, or `max_shard_size` is no size.
         OSError: the disk is full, or the directory cannot be written to.
     """
+    if layers_with_adapters(model):
+        raise ParallelError(
+            f"{type(model).__name__} has adapters, which no sharded directory holds; save_pretrained writes them, and"
+            " a merged model (merge_and_unload) can be saved as it is cut"
+        )
     deployment = deployment_of(model)
     limit = parse_size(max_shard_size)
     plan = deployment.plan
@@ -65,7 +72,7 @@ def shard(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
-    quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
+    quantize: Any = None,
     progress: bool = True,
     **options: Any,
 ) -> None:

@@ -12,8 +12,10 @@ from parallelformers_ng.batching.proof import Trial
 from parallelformers_ng.batching.queue import Queue
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.sharing import shared_call, tokens_of
+from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.edits import Edits
 from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.worker.call import Call
 
@@ -26,16 +28,28 @@ class SharedCalls:
         trial: says whether any call of the model may.
         replica: the workers.
         edits: what they do not know yet of the model's settings.
+        adapters: the model's, None where it has none.
+        steps: whether their steps become CUDA graphs.
 
     Attributes:
         queue: where they wait.
     """
 
-    def __init__(self, options: BatchingOptions, trial: Trial, replica: Replica, edits: Edits) -> None:
+    def __init__(
+        self,
+        options: BatchingOptions,
+        trial: Trial,
+        replica: Replica,
+        edits: Edits,
+        adapters: Adapters | None,
+        steps: RowSteps,
+    ) -> None:
         self.trial = trial
         self.queue = Queue(options, trial)
         self._replica = replica
         self._edits = edits
+        self._adapters = adapters
+        self._steps = steps
 
     def generate(
         self,
@@ -63,6 +77,7 @@ class SharedCalls:
         call = self.trial.why_alone(type(model), model.config) or shared_call(model, arguments, seed, draw_seed)
         if isinstance(call, str):
             return call
+        call.adapters = None if self._adapters is None else self._adapters.active()
         end = self._replica.deadline_of(timeout)
         send = functools.partial(self._decode_rows, model)
         if streamer is None:
@@ -80,8 +95,11 @@ class SharedCalls:
     def _decode_rows(self, model: Any, asked: Round) -> list[News]:
         """Have the ranks run a round, with what they do not know yet of the model's settings."""
         group, incarnation = self._replica.ready()
-        call = Call("", "decode_rows", (), {})
+        call = Call("", "decode_rows", (), {}, adapters=asked.adapters)
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
+        asked.positions = self._steps.positions(model)
         news = group.call_each("decode_rows", [(call, asked)], to_devices=True)
         arrived()
+        if news[0].uncaptured and asked.positions:
+            self._steps.give_up(news[0].uncaptured)
         return news

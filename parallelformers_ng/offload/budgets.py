@@ -20,8 +20,8 @@ class Budget:
     """Bytes of weights.
 
     Attributes:
-        devices: for each rank what it may hold, and what it is called in errors.
-        cpu: what all ranks together may have in RAM besides.
+        devices: for each rank of a replica what it may hold, on the least of its devices, and what that is called.
+        cpu: what all ranks of a replica together may have in RAM besides.
         folder: where the rest goes, None for nowhere.
         is_cuda: the ranks compute on CUDA devices, to which weights in RAM must come. CPU ranks read them there.
     """
@@ -32,12 +32,16 @@ class Budget:
     is_cuda: bool
 
 
-def budget_of(options: FitOptions, world_size: int, kind: str, device_ids: Sequence[int] | None) -> Budget | None:
+def budget_of(
+    options: FitOptions, world_size: int, kind: str, device_ids: Sequence[int] | None = None, replicas: int = 1
+) -> Budget | None:
     """The budget that the options set, None where they set none.
 
     Args:
+        world_size: ranks of a replica.
         kind: "cpu", where devices are the ranks, or "cuda".
-        device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
+        device_ids: the CUDA device of each rank, replica after replica; by default 0, 1, 2, ….
+        replicas: how many there are, all laid out alike.
 
     Raises:
         ParallelError: a device is missing or unknown, a size is none, or the folder cannot be written to.
@@ -46,13 +50,21 @@ def budget_of(options: FitOptions, world_size: int, kind: str, device_ids: Seque
         if options.offload_folder is not None:
             raise ParallelError("fit: offload_folder is for what max_memory has no room for; give max_memory as well")
         return None
-    keys = list(range(world_size)) if kind == "cpu" or device_ids is None else list(device_ids)
+    apart = 1 if kind == "cpu" else replicas  # on CPU they have their weights in the same memory
+    keys = list(range(world_size * apart) if kind == "cpu" or device_ids is None else device_ids)
     _check_keys(options.max_memory, keys)
     sizes = {key: _size(size, f"fit: max_memory[{key!r}]") for key, size in options.max_memory.items()}
     if options.offload_folder is not None:
         _check_folder(options.offload_folder)
-    cpu = sizes.get(CPU, available_memory())
-    return Budget([(f"device {key}", sizes[key]) for key in keys], cpu, options.offload_folder, kind == "cuda")
+    cpu = sizes.get(CPU, available_memory()) // apart
+    rooms = {key: sizes[key] // keys.count(key) for key in keys}  # ranks may share a device
+    least = [min(keys[rank::world_size], key=lambda key: rooms[key]) for rank in range(world_size)]
+    return Budget([(_name(key, keys), rooms[key]) for key in least], cpu, options.offload_folder, kind == "cuda")
+
+
+def _name(key: int, keys: Sequence[int]) -> str:
+    sharers = keys.count(key)
+    return f"device {key}" + (f", for each of its {sharers} ranks," if sharers > 1 else "")
 
 
 def _size(given: int | str, argument: str) -> int:

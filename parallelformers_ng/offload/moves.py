@@ -141,9 +141,12 @@ class Moves:
         self._ahead: MovedLayer | None = None
         for layer, following in zip(layers, [*layers[1:], *layers[:1]], strict=True):
             layer.next = following
-        self._hooks = [
-            layer.module.register_forward_pre_hook(functools.partial(self._before, layer)) for layer in layers
-        ]
+        self._hooks = [layer.module.register_forward_pre_hook(self._hook(layer)) for layer in layers]
+
+    def _hook(self, layer: MovedLayer) -> Any:
+        hook: Any = functools.partial(self._before, layer)
+        hook.is_blind = True
+        return hook
 
     def _before(self, layer: MovedLayer, module: nn.Module, args: Any) -> None:
         last, ahead = self._running, self._ahead

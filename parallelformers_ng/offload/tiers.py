@@ -11,7 +11,8 @@ from torch import nn
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.offload.budgets import Budget
-from parallelformers_ng.sharding.plan import ShardPlan, human_bytes
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.table import human_bytes
 from parallelformers_ng.sharding.tensors import is_within
 
 Place = Literal["device", "cpu", "disk"]
@@ -22,8 +23,9 @@ class Tiers:
     """Where the weights of each layer lie. What is in no layer (embeddings, the head, buffers) is on the devices.
 
     Attributes:
-        layers: path of each layer that may lie elsewhere → the stored names of its parameters, in the model's order.
-        places: for each rank, where each layer lies.
+        layers: path of each layer that may lie elsewhere → the names of what ranks hold of its parameters, in the
+            model's order.
+        places: for each rank, where each layer lies of which it holds anything.
         is_cuda: see `Budget`.
         folder: where the files go.
     """
@@ -36,7 +38,7 @@ class Tiers:
     def place(self, name: str, rank: int) -> Place:
         """Where a rank has a stored tensor."""
         path = self._layer_of.get(name)
-        return "device" if path is None else self.places[rank][path]
+        return "device" if path is None else self.places[rank].get(path, "device")
 
     def moved(self, rank: int) -> Iterator[tuple[str, list[str]]]:
         """The layers that come before they run and are let go afterwards: path, stored names."""
@@ -46,11 +48,11 @@ class Tiers:
 
     def bytes_in(self, place: Place, plan: ShardPlan, rank: int) -> int:
         """Of a rank's weights."""
-        return sum(tensor.bytes_on(rank) for tensor in plan.stored() if self.place(tensor.name, rank) == place)
+        return sum(tensor.bytes_on(rank) for tensor in plan.held.stored() if self.place(tensor.name, rank) == place)
 
     def bytes_moved(self, plan: ShardPlan, rank: int) -> int:
         """Each time that all layers run, a token of a decoder."""
-        return sum(_bytes(plan, names, rank) for _, names in self.moved(rank))
+        return sum(_bytes(plan.held, names, rank) for _, names in self.moved(rank))
 
     def lines(self, plan: ShardPlan) -> Iterator[str]:
         """For people."""
@@ -76,13 +78,11 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     """
     if budget is None:
         return None
-    for given, name in ((plan.quantized, "quantize="), (plan.strategy != "tensor", "strategy='pipeline'")):
-        if given:
-            raise ParallelError(f"fit: max_memory does not go with {name} so far; leave one of them out")
+    plan = plan.held
     layers = _layers(model, plan)
     places: list[dict[str, Place]] = []
     for rank, (name, room) in enumerate(budget.devices):
-        sizes = {path: _bytes(plan, names, rank) for path, names in layers.items()}
+        sizes = {path: size for path, names in layers.items() if (size := _bytes(plan, names, rank))}
         others = plan.bytes_per_rank[rank] - sum(sizes.values())
         largest = max(sizes.values(), default=0)
         if others + sum(sizes.values()) <= room:

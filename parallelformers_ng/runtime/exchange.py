@@ -14,8 +14,8 @@ import torch
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.worker_process import WorkerGoneError, WorkerProcess
+from parallelformers_ng.runtime.processes import Processes, Worker
+from parallelformers_ng.runtime.worker_process import WorkerGoneError
 from parallelformers_ng.wire.decoder import Frame
 from parallelformers_ng.wire.encoder import Encoded, Packed, pack
 from parallelformers_ng.wire.format import Flag, Kind
@@ -239,7 +239,7 @@ class Exchange:
         self.unfinished = False
         return failure
 
-    def _next(self, due: WorkerProcess, deadline: float) -> tuple[int, Frame]:
+    def _next(self, due: Worker, deadline: float) -> tuple[int, Frame]:
         """Wait for the next frame: while spinning, from `due`; asleep, from any rank. Returns its rank, and it."""
         rank = due.rank
         try:

@@ -24,10 +24,9 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
-from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.exchange import INTERRUPT_SECONDS, STRAGGLER_SECONDS, Exchange, FairLock, OnEvent
-from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.processes import Hosts, Processes
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
 from parallelformers_ng.wire.encoder import Encoded, encode
 from parallelformers_ng.wire.format import Flag
@@ -53,12 +52,14 @@ class WorkerGroup:
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
         among: which of how many groups, alike, that share the CPUs.
+        hosts: makes what starts the ranks, where they are not to be started by this process, on this machine.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
 
     Attributes:
         device, device_names: "cpu" or "cuda"; the device of each rank: "cpu:0", "cuda:3", ….
         owner: id of the process that started the group; in any other it is of no use.
+        hosts: those of the ranks, where others than this process start them.
         user: a weak reference to whom the group serves: see `in_use`.
 
     Raises:
@@ -79,22 +80,25 @@ class WorkerGroup:
         start_timeout: float = 120.0,
         threads: int | None = None,
         among: tuple[int, int] = (0, 1),
+        hosts: Callable[[], Hosts] | None = None,
         wait: bool = True,
     ) -> None:
-        self.world_size, self.device = world_size, device
+        self.world_size, self.device, self.timeout = world_size, device, timeout
         first, ranks = among[0] * world_size, among[1] * world_size
         self.device_names = [f"{device}:{index}" for index in device_ids or range(first, first + world_size)]
         if reason := why_unserved(backend, device, device_ids):
             raise PlacementError(reason)
-        self.timeout = timeout
         self.user: weakref.ref[Any] | None = None
         self._requests = FairLock()
-        self._key = secrets.token_bytes(32)
-        self._processes = Processes(startup.create_arena(world_size), self.device_names)
+        self.hosts = None if hosts is None else hosts()
+        self._key = self.hosts.key if self.hosts else secrets.token_bytes(32)
+        arena: Any = self.hosts or startup.create_arena(world_size)
+        launch = self.hosts.launch if self.hosts else functools.partial(startup.launch, arena=arena)
+        self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         weakref.finalize(self, self._processes.end_unless_busy, self._requests)
         try:
-            self._wait: Callable[[], None] | None = startup.launch(
+            self._wait: Callable[[], None] | None = launch(
                 self._processes,
                 target=target,
                 device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
@@ -102,7 +106,7 @@ class WorkerGroup:
                 backend=backend,
                 timeout=timeout,
                 start_timeout=start_timeout,
-                threads=threads or max(1, usable_cpus() // ranks),
+                threads=threads,
                 among=(first, ranks),
             )
         except BaseException:

@@ -8,9 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.errors import (
     ChannelClosedError,
     GroupClosedError,
@@ -18,17 +17,77 @@ from parallelformers_ng.errors import (
     RequestTimeoutError,
     WrongProcessError,
 )
-from parallelformers_ng.runtime.worker_process import WorkerGoneError, WorkerProcess
+from parallelformers_ng.runtime.worker_process import WorkerGoneError
 from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.transport import Channel
 
 Why = Callable[[], GroupError]
+
+
+class Worker(Protocol):
+    """A rank's process as a running group uses it: `WorkerProcess` says what is what."""
+
+    rank: int
+    channel: Channel
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def pidfd(self) -> int: ...
+
+    def has_ended(self, timeout: float = 0.0) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def exit_status(self) -> tuple[int | None, int | None]: ...
+
+    def reap(self) -> object: ...
+
+    def death(self, device_name: str) -> Why: ...
+
+    def close(self) -> None: ...
+
+
+class Steering(Protocol):
+    """What the parent can do to collectives that are under way: `Arena` says what is what."""
+
+    def abort(self, reason: str = ...) -> None: ...
+
+    def request_cancel(self, sequence: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Hosts(Steering, Protocol):
+    """What starts and steers ranks that are not started by this process.
+
+    Attributes:
+        key: signs the group's pickles and class names.
+        names: of the hosts, once the ranks are ready.
+        are_here: whether all ranks are on one host, and it is this machine.
+        launch: as `startup.launch`, without an arena.
+    """
+
+    key: bytes
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def are_here(self) -> bool: ...
+
+    @property
+    def launch(self) -> Callable[..., Callable[[], None]]: ...
 
 
 class Processes:
     """All workers of a group and the arena they share: what must be given back, however the group ends.
 
     Args:
-        arena: the collectives' shared memory.
+        arena: the collectives' shared memory, or what stands for that of several hosts.
         device_names: of each rank, for messages.
 
     Attributes:
@@ -38,8 +97,8 @@ class Processes:
         ended: no request can be sent any more.
     """
 
-    def __init__(self, arena: Arena, device_names: Sequence[str]) -> None:
-        self.workers: list[WorkerProcess] = []
+    def __init__(self, arena: Steering, device_names: Sequence[str]) -> None:
+        self.workers: list[Worker] = []
         self.why_over: Why | None = None
         self.ended = False
         self._device_names = device_names
@@ -137,9 +196,9 @@ class Processes:
         if self.rendezvous is not None:
             os.close(self.rendezvous)
             self.rendezvous = None
+        self.arena.close()  # first, as it may have a thread that tells of the ends of workers
         for worker in self.workers:
             worker.close()
-        self.arena.close()
         _live.discard(self)
 
 

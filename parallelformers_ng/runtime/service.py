@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from parallelformers_ng.runtime import failures
 from parallelformers_ng.wire.decoder import Frame
 from parallelformers_ng.wire.encoder import Encoded, pack
 from parallelformers_ng.wire.format import Flag, Kind
+from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
 _NOTHING = Encoded(b"", [], [], 0)
@@ -117,23 +120,27 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         cls = getattr(importlib.import_module(module), name)
 
         channel.send(Kind.EVENT, 0, "connecting to its peers")
-        rank, world_size, device = boot["rank"], boot["world_size"], torch.device(boot["device"])
+        span = boot["span"]  # over several hosts; None on one alone
+        counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
+        rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rendezvous = boot["rendezvous"]  # stays open: the ranks meet there again after a reset
         communicator = connect(
             boot["backend"],
-            rank=rank,
-            world_size=world_size,
+            rank=boot["rank"],
+            world_size=boot["world_size"],
             device=device,
             arena_fd=boot["arena"].fd,
             rendezvous=rendezvous and rendezvous_path(rendezvous.fd),
             timeout=boot["timeout"],
+            span=span,
         )
         boot["arena"].close()
 
         channel.send(Kind.EVENT, 0, f"building {name}")
-        emit = Emitter(channel, rank)
+        caller = _channel_to_caller(span, boot["key"]) if span else channel
+        emit = Emitter(caller, rank)
         target = cls(rank, world_size, device, communicator, emit)
     except Exception as error:  # whatever stops a worker from starting is for the caller to see
         channel.send(Kind.ERROR, 0, failures.describe(error))
@@ -148,4 +155,10 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
     channel.send(Kind.READY, 0, None)
-    return Service(channel, target, communicator, rank, emit, boot["spins"], device)
+    return Service(caller, target, communicator, rank, emit, boot["spins"], device)
+
+
+def _channel_to_caller(span: Mapping[str, Any], key: bytes) -> Channel:
+    """To a caller on another host: the process that started this one has connected them."""
+    file, *keys = span["caller"]
+    return SignedChannel(socket.socket(fileno=file.fd), Session(*keys), key, blocking=True)

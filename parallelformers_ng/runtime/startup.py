@@ -7,7 +7,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from parallelformers_ng.collectives.arena import Arena
@@ -47,6 +47,7 @@ def create_arena(world_size: int) -> Arena:
 
 def launch(
     processes: Processes,
+    arena: Arena,
     *,
     target: str,
     device_names: list[str],
@@ -54,21 +55,25 @@ def launch(
     backend: str,
     timeout: float,
     start_timeout: float,
-    threads: int,
+    threads: int | None,
     among: tuple[int, int],
+    spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Callable[[], None]:
     """Start one worker per device. The caller ends the processes if this raises.
 
     Args:
         processes: receives the workers.
+        arena: their shared memory.
         target: `"module:Class"`.
         device_names: torch device of each rank.
         key: signs pickles between this group and its parent, and nobody else's.
         backend: of the collectives.
         timeout: of the collectives, in seconds.
         start_timeout: seconds until all must be ready.
-        threads: of each worker.
+        threads: of each worker; None shares the CPUs out.
         among: the first rank's place among how many ranks that share the CPUs.
+        spans: for each of them, where there are ranks on other hosts, what it is to know of those: see `connect`, and
+            `caller`, the socket and the keys of its connection to the group's caller.
 
     Returns:
         What waits until all are ready: `await_ready` with its arguments.
@@ -79,10 +84,14 @@ def launch(
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
     first, ranks = among
+    threads = threads or max(1, cores.usable_cpus() // ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
     server, environment = forks.running(), environment_of_worker(threads)
-    for rank in range(world_size):
-        processes.workers.append(WorkerProcess(rank, environment, server))
+    before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
+    workers: list[WorkerProcess] = []
+    for index in range(world_size):
+        workers.append(WorkerProcess(before + index, environment, server))
+        processes.workers.append(workers[-1])  # one by one: it ends those that are there where the next one fails
     common: dict[str, Any] = {
         "key": key,
         "target": target,
@@ -93,34 +102,36 @@ def launch(
         "path": module_path(),
         "environment": environment,
         "rendezvous": None,
-        "arena": FileDescriptor(processes.arena.fd),
+        "arena": FileDescriptor(arena.fd),
         "stderr": FileDescriptor(2),
     }
     if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # whose ranks meet in the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
-    for worker in processes.workers:
+    for rank, worker in enumerate(workers):
         try:
-            rank = worker.rank
             own = {
                 "rank": rank,
                 "device": device_names[rank],
                 "spins": first + rank < spare_cpus,
                 "cpus": None if cpus is None else sorted(cpus[first + rank]),
+                "span": None if spans is None else spans[rank],
             }
             worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
         worker.channel.key = key
-    return functools.partial(await_ready, processes, server, deadline, start_timeout)
+    return functools.partial(await_ready, workers, server, deadline, start_timeout)
 
 
-def await_ready(processes: Processes, server: ForkServer | None, deadline: float, start_timeout: float) -> None:
+def await_ready(
+    workers: Sequence[WorkerProcess], server: ForkServer | None, deadline: float, start_timeout: float
+) -> None:
     """Wait until all workers are ready. The caller ends the processes if this raises.
 
     Args:
-        processes: the workers, as `launch` started them.
+        workers: as `launch` started them.
         server: who was to fork them.
         deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
         start_timeout: the seconds that this was, for the message.
@@ -131,14 +142,14 @@ def await_ready(processes: Processes, server: ForkServer | None, deadline: float
     deadline = max(deadline, time.monotonic() + _LATE_SECONDS)
     poll = select.poll()
     waiting: dict[int, WorkerProcess] = {}
-    for worker in processes.workers:
+    for worker in workers:
         try:
             worker.await_start(deadline)
         except RequestTimeoutError:
             raise _too_late(worker, _FIRST_PHASE, start_timeout) from None
         waiting[worker.channel.fileno()] = worker
         poll.register(worker.channel, select.POLLIN)
-    phases = dict.fromkeys(range(len(processes.workers)), _FIRST_PHASE)
+    phases = {worker.rank: _FIRST_PHASE for worker in workers}
     while waiting:
         rest = deadline - time.monotonic()
         ahead = [fd for fd, worker in waiting.items() if worker.channel.has_more]
@@ -160,7 +171,7 @@ def await_ready(processes: Processes, server: ForkServer | None, deadline: float
                 phases[worker.rank] = str(value)
             else:
                 _fail_raised(worker, value, phases[worker.rank])
-    _pass_on_logs(processes, server)
+    _pass_on_logs(workers, server)
 
 
 def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> StartupError:
@@ -200,9 +211,9 @@ def _tail(worker: WorkerProcess) -> str:
     return f"\nEnd of its standard error:\n{log}" if log else ""
 
 
-def _pass_on_logs(processes: Processes, server: ForkServer | None) -> None:
+def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -> None:
     """Show what the workers and their server wrote while starting, once where all wrote the same."""
-    logs = [worker.startup_log() for worker in processes.workers]
+    logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())
     for log in dict.fromkeys(logs):

@@ -16,7 +16,7 @@ from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
 
-_EXIT_SECONDS = 1.0  # between the end of a worker's socket and the end of the worker
+EXIT_SECONDS = 1.0  # between the end of a worker's socket, or its farewell, and the end of the worker
 
 
 class WorkerGoneError(GroupError):
@@ -123,7 +123,7 @@ class WorkerProcess:
     def exit_status(self) -> tuple[int | None, int | None]:
         """(signal, exit code) of a worker that ended: one of them None, or both where nobody can tell. One that lingers
         is killed."""
-        if not self.has_ended(_EXIT_SECONDS):
+        if not self.has_ended(EXIT_SECONDS):
             self.kill()
         code = self.reap()
         return (-code, None) if code is not None and code < 0 else (None, code)

@@ -25,6 +25,23 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
     return LLTokenizer(zlib.decompress(packed).decode(), n_vocab=words, eos_token=list(ends))
 
 
+def matcher_of(grammar: str, tokenizer: Any) -> Any:
+    """What reads an answer by a grammar; in an error state where the grammar is none, or takes too much.
+
+    Args:
+        grammar: of llguidance.
+        tokenizer: of `grammar_tokenizer`.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(max_grammar_size=_SYMBOLS))
+
+
+_SYMBOLS = 10_000
+"""Most symbols of a grammar, about 1,000 properties of an object. To read it takes 0.1 s, in which all rows wait;
+twice as many take four times as long."""
+
+
 class GrammarError(ValueError):
     """A grammar takes more than it may, or has come to where nothing goes on."""
 
@@ -60,10 +77,8 @@ class Grammar(LogitsProcessor):
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
     def _caught_up(self, tokens: list[int]) -> Any:
-        from llguidance import LLMatcher
-
         if self not in _read:
-            _read[self] = LLMatcher(grammar_tokenizer(self.packed, self.words, self.ends), self.grammar, log_level=0), 0
+            _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.words, self.ends)), 0
         matcher, read = _read[self]
         if tokens[read:]:
             matcher.consume_tokens(tokens[read:])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.options import BatchingOptions, Seconds, checked_seconds, read_options
+from parallelformers_ng.options import BatchingOptions, FitOptions, Number, Seconds, checked_seconds, read_options
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,25 @@ class ServeOptions:
     replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
     dtype: Annotated[str | None, "float32, bfloat16 or float16; by default the model's"] = None
-    quantize: Annotated[str | None, "int8: hold weights in so few bits; by default as the model has them"] = None
+    quantize: Annotated[str | None, "hold weights in int8, int4 or fp8; by default as the model has them"] = None
+    strategy: Annotated[
+        str, "tensor: a part of every layer on each rank; pipeline: some of the layers; tensor+pipeline; auto"
+    ] = "tensor"
+    tensor: Annotated[int | None, "ranks of each stage, for tensor+pipeline"] = None
+    ratio: Annotated[list[Number], "how much each rank holds beside the others: 1 3; by default alike"] = field(
+        default_factory=list
+    )
+    max_memory: Annotated[
+        list[str], "what each device may hold of weights, and the cpu of the rest: 0=10GiB 1=10GiB cpu=64GiB"
+    ] = field(default_factory=list)
+    offload_folder: Annotated[str | None, "where weights go for which there is no room in RAM either"] = None
+    cache: Annotated[str | None, "int8: keys and values in 8 bits; offload: on CUDA, in host memory"] = None
     device: Annotated[str, "auto, cpu or cuda"] = "auto"
+    launcher: Annotated[str, "local, or ray: replicas on Ray Serve, their ranks on the hosts of its cluster"] = "local"
+    ray_address: Annotated[str | None, "the Ray cluster; by default as ray.init() finds it or starts it"] = None
+    autoscaling: Annotated[
+        list[str], "with ray, in the place of replicas: Serve's settings, min_replicas=1 max_replicas=4"
+    ] = field(default_factory=list)
     served_model_name: Annotated[str | None, "name of the model in requests and answers; by default the model's"] = None
     chat_template: Annotated[str | None, "a file with a chat template, in the place of the tokenizer's own"] = None
 
@@ -60,6 +77,11 @@ class ServeOptions:
             raise ParallelError("no model is named; give a folder or a name on the hub")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ParallelError(f"device is {self.device!r}; it takes 'auto', 'cpu' or 'cuda'")
+        if self.launcher not in ("local", "ray"):
+            raise ParallelError(f"launcher is {self.launcher!r}; it takes 'local' or 'ray'")
+        for name in ("ray_address", "autoscaling"):
+            if getattr(self, name) and self.launcher != "ray":
+                raise ParallelError(f"{name} is {getattr(self, name)!r}; it acts with launcher 'ray' alone")
         if not 0 <= self.port < 1 << 16:
             raise ParallelError(f"port is {self.port}; it takes a number from 0 to 65535")
         for name in ("timeout", "client_timeout", "drain"):
@@ -68,11 +90,28 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ParallelError(f"{name} is {value}; it takes a number, at least {lowest}")
+        _ = self.fit  # it is checked
 
     @property
     def name(self) -> str:
         """What clients call the model."""
         return self.served_model_name or self.model
+
+    @property
+    def fit(self) -> FitOptions:
+        """How the model is laid over devices that are small, or unlike each other.
+
+        Raises:
+            ParallelError: a word has a value that it does not take.
+        """
+        sizes: dict[int | str, int | str] = {}
+        for word in self.max_memory:
+            device, is_there, size = word.partition("=")
+            if not is_there:
+                raise ParallelError(f"max_memory has {word!r}; it takes DEVICE=SIZE, as in 0=10GiB or cpu=64GiB")
+            sizes[int(device) if device.isdecimal() else device] = size
+        folder, cache = self.offload_folder, self.cache
+        return FitOptions(self.strategy, self.tensor, self.ratio or None, sizes or None, folder, cache)
 
     @property
     def batching(self) -> BatchingOptions:

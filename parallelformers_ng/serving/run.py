@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 import uvicorn
 from transformers import AutoTokenizer
 
@@ -109,6 +111,7 @@ def serve(options: ServeOptions) -> int:
         end = deployment_of(model).close
         try:
             server = Server(create_app(model, tokenizer, options), options, say, end)
+            warm_up(model)
             say(started(model, options, listening.getsockname()[1]))
             server.run([listening])
         finally:
@@ -118,7 +121,9 @@ def serve(options: ServeOptions) -> int:
 
 def bound(options: ServeOptions) -> socket.socket:
     """A socket that has its address, and refuses clients until the server listens."""
-    found = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # By the named protocol asyncio knows a connection that shall not wait with small packets: 40 ms of each answer.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((options.host, options.port))
@@ -136,12 +141,31 @@ def load(options: ServeOptions) -> tuple[Any, Any]:
         options.model,
         options.num_gpus,
         dtype=options.dtype,
+        fit=options.fit,
         quantize=options.quantize,
-        workers={"device": options.device, "timeout": options.timeout, "replicas": options.replicas},
+        workers={
+            "device": options.device,
+            "timeout": options.timeout,
+            "launcher": options.launcher,
+            "replicas": options.replicas if options.launcher == "local" else 1,
+        },
         batching=options.batching,
         **found,
     )
     return model, tokenizer
+
+
+def warm_up(model: Any) -> None:
+    """Answer two tokens, for the first client shall not wait for what is made once.
+
+    Afterwards the garbage collector walks only what comes: to walk all that is there takes a quarter of a second, and
+    large requests, which bring it about, would hold up all others for so long.
+    """
+    if model.can_generate():
+        prompt = torch.zeros(1, 1, dtype=torch.long)
+        model.generate(input_ids=prompt, attention_mask=prompt + 1, max_new_tokens=2, do_sample=False)
+    gc.collect()
+    gc.freeze()
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:

@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from parallelformers_ng.serving.errors import ApiError, bad_request
-from parallelformers_ng.serving.grammar import Grammar, grammar_tokenizer
+from parallelformers_ng.serving.grammar import Grammar, grammar_tokenizer, matcher_of
 
 _STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As models have seen most JSON; where white space is free, some write nothing else."""
@@ -58,6 +58,9 @@ class Schemas:
             grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_STYLE)
         except (ValueError, RecursionError) as error:
             raise bad_request(f"response_format: {error}", "response_format") from None
-        if wrong := LLMatcher.validate_grammar(grammar, grammar_tokenizer(self._packed, self._words, self._ends)):
-            raise bad_request(f"response_format: {wrong}", "response_format")
+        matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what takes too much at the first token shall not come to the ranks
+        if matcher.is_error():
+            raise bad_request(f"response_format: {matcher.get_error()}", "response_format")
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)

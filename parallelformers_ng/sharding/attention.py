@@ -110,6 +110,7 @@ class WavLMAttentionParallel(HeadParallel):
         head_indices: this rank's heads.
     """
 
+    renews = True
     head_indices: Sequence[int]
     head_dim: int
     scaling: float

@@ -20,8 +20,8 @@ from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Policy, is_block
-from parallelformers_ng.sharding.quantizing import choose_encodings
-from parallelformers_ng.sharding.tensors import dotted, is_within
+from parallelformers_ng.sharding.quantizing import border, choose_encodings
+from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
 if TYPE_CHECKING:
@@ -57,8 +57,10 @@ def build_plan(
         ParallelError: `quantize` names a layer that is not there.
     """
 
+    group = border(model, quantize)
+
     def build(shares: Sequence[float] = ()) -> ShardPlan:
-        builder = _Builder(model, world_size, parts, shares)
+        builder = _Builder(Draft(model, world_size, parts, shares, group))
         for policy in selection.policies:
             builder.apply(policy)
         if selection.vocabulary:
@@ -88,19 +90,17 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
     """Why a policy does not fit a model, or "" where it does."""
     try:
-        _Builder(model, world_size).apply(policy)
+        _Builder(Draft(model, world_size)).apply(policy)
     except PolicyError as error:
         return str(error)
     return ""
 
 
 class _Builder:
-    def __init__(
-        self, model: nn.Module, world_size: int, parts: Sequence[float] = (), shares: Sequence[float] = ()
-    ) -> None:
-        self.model = model
-        self.world_size = world_size
-        self.draft = Draft(model, world_size, parts, shares)
+    def __init__(self, draft: Draft) -> None:
+        self.model = draft.model
+        self.world_size = draft.world_size
+        self.draft = draft
         self.blocks: list[str] = []
 
     def apply(self, policy: type[Policy]) -> None:
@@ -166,9 +166,7 @@ class _Builder:
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
         cuttable = set()
         for path, module in self.draft.modules.items():
-            owned = [(name, p, False) for name, p in module._parameters.items() if p is not None]
-            owned += [(name, b, True) for name, b in module._buffers.items() if b is not None]
-            for short, tensor, is_buffer in owned:
+            for short, tensor, is_buffer in owned_tensors(module):
                 name = dotted(path, short)
                 shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
                 storage = holders.setdefault((id(tensor), shards), name)
@@ -176,6 +174,7 @@ class _Builder:
                 tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
                 if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
                     cuttable.add(name)
+        quantized, misfits = choose_encodings(self.model, quantize, tensors, self.blocks)
         return ShardPlan(
             model_class=type(self.model).__name__,
             world_size=self.world_size,
@@ -186,7 +185,8 @@ class _Builder:
             source=selection.source,
             cuttable=frozenset(cuttable),
             settings=casts.settings(),
-            quantized=choose_encodings(self.model, quantize, tensors, self.blocks),
+            quantized=quantized,
+            misfits=misfits,
         )
 
 

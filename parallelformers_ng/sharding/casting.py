@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.sharding.tensors import all_tensors
 
 log = logging.getLogger("parallelformers_ng")
@@ -86,23 +86,9 @@ class CastRule:
         return {name: made[name] for name, kind in named.items() if made.get(name, kind) != kind}
 
 
-def refuse_quantized(model: PreTrainedModel) -> None:
-    """Raise for a model whose weights are not plain numbers, of the names and shapes that its class has unquantized:
-    transformers marks a model of a GGUF file as quantized also where it unpacked the file.
-
-    Raises:
-        UnsupportedModelError: they are quantized; by what is said.
-    """
-    if not getattr(model, "is_quantized", False) or _holds_plain_weights(model):
-        return
-    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
-    raise UnsupportedModelError(
-        f"{type(model).__name__} is quantized, by {getattr(method, 'value', method) or 'an unknown method'}, and"
-        " loaded; pass the path of its checkpoint, of which each rank reads its part where that can be read"
-    )
-
-
-def _holds_plain_weights(model: PreTrainedModel) -> bool:
+def holds_plain_weights(model: PreTrainedModel) -> bool:
+    """Whether the weights of a model are plain numbers, of the names and shapes that its class has unquantized:
+    transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
     held = all_tensors(model)
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in held.values()):
         return False

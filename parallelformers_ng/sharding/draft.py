@@ -22,6 +22,7 @@ class Draft:
         world_size: number of ranks.
         parts: what part of all each rank is to have, 1 in all; none where all are to have the same.
         shares: what part each rank is to have of what is not counted in heads, as for `spread`.
+        group: how much of that is to stay together, as for `spread_columns`.
         modules: dotted path → module.
         cuts: tensor name → one shard per rank, and the rule that made them.
         layers: what the injector will do, each once.
@@ -30,11 +31,17 @@ class Draft:
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, parts: Sequence[float] = (), shares: Sequence[float] = ()
+        self,
+        model: nn.Module,
+        world_size: int,
+        parts: Sequence[float] = (),
+        shares: Sequence[float] = (),
+        group: int = 1,
     ) -> None:
         self.world_size = world_size
         self.parts = parts
         self.shares = shares
+        self.group = group
         self.model = model
         self.modules = dict(model.named_modules())
         self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
@@ -98,7 +105,7 @@ class Draft:
         try:
             if interleaved:
                 return cut_interleaved(size, units, heads, widths)
-            return cut_width(size, units, heads, self.world_size, widths, self.shares)
+            return cut_width(size, units, heads, self.world_size, widths, self.shares, self.group)
         except PolicyError as error:
             raise PolicyError(f"{self.who}: {error}") from None
 

@@ -1,9 +1,9 @@
-"""Weights in few bits: how numbers become integers and scales and back, and which of these a rank holds.
+"""Weights in few bits: how numbers become small ones and scales, and back, and which of these a rank holds.
 
-    w ≈ q · s          q: integers, s: a scale for each block of numbers along one dimension
+    w ≈ q · s          q: small numbers, s: a scale for each block of them along one dimension
 
-Symmetric, as torchao's weight-only schemes are: the integers and scales of a weight that is cut are, bit for bit, the
-slices of those that torchao makes of the whole one.
+Symmetric, as torchao's weight-only schemes are: what a cut weight is made of is, bit for bit, the slices of what
+torchao makes of the whole one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,38 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallelformers_ng.sharding.partition import Range
+
 if TYPE_CHECKING:
-    from parallelformers_ng.sharding.plan import Shard, TensorPlan
+    from parallelformers_ng.sharding.plan import TensorPlan
 
 SCALE = "_scale"
-"""What the name of a weight's scales ends with; its integers have the name of the weight."""
+"""What the name of a weight's scales ends with; its small numbers have the name of the weight."""
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
-_LEAST_SCALE = torch.finfo(torch.float32).eps
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the small numbers are.
+
+    Attributes:
+        dtype: the data type in which they are held.
+        largest: how many scales the largest number of a block is from zero.
+        per_byte: how many there are in an element of that type, the first one in its lowest bits.
+        own_scales: scales are fp32 and at least so large; None where they have the data type of the weight.
+    """
+
+    dtype: torch.dtype
+    largest: float
+    per_byte: int = 1
+    own_scales: float | None = None
+
+
+_KINDS = {
+    "int8": _Kind(torch.int8, 127.5, own_scales=torch.finfo(torch.float32).eps),
+    "int4": _Kind(torch.uint8, 7.5, per_byte=2),
+    "fp8": _Kind(torch.float8_e4m3fn, 448.0, own_scales=torch.finfo(torch.float32).tiny),
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +53,7 @@ class Encoding:
     """How one weight is held.
 
     Attributes:
-        kind: what the integers are: "int8".
+        kind: what the small numbers are: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
         dim: the dimension along which numbers share a scale, that of the inputs, counted from the last one, -1.
         block: how many of them share one. The plan cuts between blocks, or shares the only one.
     """
@@ -38,41 +62,75 @@ class Encoding:
     dim: int
     block: int
 
-    def fits(self, tensor: TensorPlan) -> bool:
-        """Whether a tensor can be held so, and cut as its plan says."""
-        size = tensor.shape[self.dim]
-        if tensor.dtype not in HIGH_PRECISION or not size or size % self.block:
-            return False
+    @property
+    def per_byte(self) -> int:
+        return _KINDS[self.kind].per_byte
+
+    def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the weight, given that of its small numbers."""
+        shape = list(numbers)
+        shape[self.dim] *= self.per_byte
+        return tuple(shape)
+
+    def misfit(self, tensor: TensorPlan) -> str:
+        """Why a tensor cannot be held so, or not be cut as its plan says; "" where it can."""
+        size, border = tensor.shape[self.dim], self.per_byte
+        if tensor.dtype not in HIGH_PRECISION or not size:
+            return f"it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        if self.block != size:
+            border = self.block
+        if size % border:
+            return f"{size} inputs are no multiple of {border}"
         cuts = [shard.ranges for shard in tensor.shards if shard.dim == self.dim % len(tensor.shape)]
-        return self.block == size or not any(end % self.block for cut in cuts for held in cut for end in held)
+        if any(end % border for cut in cuts for held in cut for end in held):
+            return f"ranks have parts of its {size} inputs that are no multiple of {border}"
+        return ""
 
     def parts(self, tensor: TensorPlan) -> tuple[TensorPlan, TensorPlan]:
-        """What ranks hold in the place of a tensor: integers and scales."""
-        shape, dim = list(tensor.shape), self.dim % len(tensor.shape)
-        shape[dim] //= self.block
-        shards = tuple(self._of_scales(shard, dim, shape[dim]) for shard in tensor.shards)
+        """What ranks hold in the place of a tensor: small numbers and scales."""
+        kind, dim = _KINDS[self.kind], self.dim % len(tensor.shape)
+        numbers = replace(_divided(tensor, dim, kind.per_byte), dtype=kind.dtype)
+        dtype = tensor.dtype if kind.own_scales is None else torch.float32
         name, storage = tensor.name + SCALE, tensor.storage + SCALE
-        scales = replace(tensor, name=name, shape=tuple(shape), dtype=torch.float32, shards=shards, storage=storage)
-        return replace(tensor, dtype=torch.int8), scales
+        scales = replace(_divided(tensor, dim, self.block), name=name, storage=storage, dtype=dtype)
+        if scales.shape[dim] == 1:  # that of a whole row, of which a rank may have a part
+            shards = (replace(s, dim=None, ranges=(), zero=False) if s.dim == dim else s for s in scales.shards)
+            scales = replace(scales, shards=tuple(shards))
+        return numbers, scales
 
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Integers and scales of a weight, which is whole along `dim`, or has whole blocks."""
+        """Small numbers and scales of a weight, which is whole along `dim`, or has whole blocks."""
         scales = self.scales(weight)
-        return self.integers(weight, scales), scales
+        return self.numbers(weight, scales), scales
 
     def scales(self, weight: Tensor) -> Tensor:
-        """The scale of each block: its largest number is 127.5 steps from zero."""
-        blocks = weight.unflatten(self.dim, (-1, self.block))
-        largest = blocks.abs().amax(self.dim)
-        return (largest / 127.5).clamp(min=_LEAST_SCALE).float()
+        """The scale of each block."""
+        kind = _KINDS[self.kind]
+        scales = weight.unflatten(self.dim, (-1, self.block)).abs().amax(self.dim) / kind.largest
+        if kind.own_scales is None:
+            return scales.clamp(min=torch.finfo(scales.dtype).smallest_normal)
+        return scales.float().clamp(min=kind.own_scales)
 
-    def integers(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """The nearest integers, ties to even."""
-        return (weight * (1.0 / self.spread(scales, weight.shape))).round().clamp(-128, 127).to(torch.int8)
+    def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """The nearest small numbers, ties to even."""
+        kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
+        if kind.dtype.is_floating_point:
+            return (weight.float() / spread).clamp(-kind.largest, kind.largest).to(kind.dtype)
+        nearest = (weight * (1.0 / spread)).round()
+        integers = nearest.clamp(-kind.largest - 0.5, kind.largest - 0.5).to(torch.int8)
+        if kind.per_byte == 1:
+            return integers
+        first, second = integers.unflatten(self.dim, (-1, 2)).unbind(self.dim)
+        return (first & 15 | second << 4).view(kind.dtype)
 
-    def decode(self, integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight, or the part of it that the integers and scales are of."""
-        return (integers * self.spread(scales, integers.shape)).to(dtype)
+    def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight, or the part of it that the numbers and scales are of."""
+        if self.per_byte == 2:
+            pairs = numbers.view(torch.int8)
+            numbers = torch.stack((pairs << 4 >> 4, pairs >> 4), self.dim).flatten(self.dim - 1, self.dim)
+        elif numbers.dtype.is_floating_point:
+            numbers = numbers.float()
+        return (numbers * self.spread(scales, numbers.shape)).to(dtype)
 
     def spread(self, scales: Tensor, shape: torch.Size) -> Tensor:
         """Scales as they are to be multiplied with numbers of `shape`, of which they are."""
@@ -80,10 +138,15 @@ class Encoding:
             return scales
         return scales.repeat_interleave(self.block, self.dim)
 
-    def _of_scales(self, shard: Shard, dim: int, blocks: int) -> Shard:
-        """Which scales go with a shard of the integers."""
-        if shard.dim != dim:
-            return shard
-        if blocks == 1:  # that of a whole row, of which the rank has a part
-            return replace(shard, dim=None, ranges=(), zero=False)
-        return replace(shard, ranges=tuple((start // self.block, stop // self.block) for start, stop in shard.ranges))
+
+def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
+    """A tensor of which one element stands for so many along a dimension, cut at the same places."""
+    shape = list(tensor.shape)
+    shape[dim] //= by
+    shards = (replace(s, ranges=divided(s.ranges, by)) if s.dim == dim else s for s in tensor.shards)
+    return replace(tensor, shape=tuple(shape), shards=tuple(shards))
+
+
+def divided(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
+    """Ranges in units of so many, of which each has whole ones."""
+    return tuple((start // by, stop // by) for start, stop in ranges)

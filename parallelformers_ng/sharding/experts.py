@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.linear import Reduced
-from parallelformers_ng.sharding.partition import HeadShare, Range, join, spread_aligned
+from parallelformers_ng.sharding.partition import HeadShare, Range, has_groups, join, spread_aligned
 from parallelformers_ng.sharding.policy import Rule
 
 
@@ -80,7 +81,10 @@ class Experts(Rule):
         if up.shape[out_dim] != width * (2 if fused else 1):
             raise PolicyError(f"{draft.who}: {up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
         # A rank without columns holds a few of zeros, as the grouped matrix products take no empty operand.
-        held = spread_aligned(width, draft.world_size, shares=draft.shares)
+        if has_groups(width, draft.world_size, draft.group):
+            held = spread_aligned(width, draft.world_size, math.lcm(draft.group, 8), draft.shares)
+        else:
+            held = spread_aligned(width, draft.world_size, shares=draft.shares)
         idle = [start == stop for start, stop in held]
         held = [held[0] if off else bounds for bounds, off in zip(held, idle, strict=True)]
         if not fused:

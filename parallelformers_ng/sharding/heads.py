@@ -59,7 +59,7 @@ class HeadParallel(ParallelLayer):
 
         if is_compiling():
             return gather()  # the compiler leaves out what nobody looks at
-        return OwnHeads(weights, dim, sum(self.head_sizes), gather)
+        return OwnHeads(weights, dim, self.head_sizes, gather)
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
         """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves

@@ -27,7 +27,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
         module: Any = model.get_submodule(layer.path)
         if layer.cls is not None:
             module.__class__ = parallel_class(layer.cls, type(module))  # type: ignore[arg-type]
-            module.communicator = communicator
+            layer.cls.connect(module, communicator, plan.stage_width)
         for name, value in layer.attributes[rank].items():
             set_attribute(module, name, value)
 

@@ -21,12 +21,23 @@ class ParallelLayer(nn.Module):
     Attributes:
         takes_part, gives_part: whether its inputs, its outputs differ from rank to rank: they are one rank's columns,
             heads or partial sums. Where they do not, all ranks have the same.
-        communicator: what this rank's layers exchange through; set by the injector.
+        renews: whether its forward stands for the layer's own, which it does not call.
+        communicator: what this rank's layers exchange through: all ranks, or those of its stage.
     """
 
     takes_part: ClassVar[bool] = True
     gives_part: ClassVar[bool] = True
+    renews: ClassVar[bool] = False
     communicator: Communicator
+
+    def connect(self, everyone: Communicator, width: int) -> None:
+        """Called by the injector.
+
+        Args:
+            everyone: what all ranks exchange through.
+            width: ranks of a stage, beside each other; all where there are no stages.
+        """
+        self.communicator = everyone.within(width)
 
     if TYPE_CHECKING:
         # It is mixed into a layer and has whatever that has: `weight`, `norms`, ….

@@ -6,7 +6,8 @@ same code, so where one reads them all do, and gather together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,24 +22,28 @@ class OwnHeads(Tensor):
 
     Attributes:
         own: what this rank has, as the attention of this rank reads it.
+        head_dim, head_sizes: the dimension of heads, and how many of them each rank has.
     """
 
     own: Tensor
+    head_dim: int
+    head_sizes: Sequence[int]
     _gather: Callable[[], Tensor] | None
     _whole: Tensor | None
 
     @staticmethod
-    def __new__(cls, own: Tensor, dim: int, heads: int, gather: Callable[[], Tensor]) -> OwnHeads:
+    def __new__(cls, own: Tensor, dim: int, sizes: Sequence[int], gather: Callable[[], Tensor]) -> OwnHeads:
         """
         Args:
             own: what this rank has.
             dim: its dimension of heads.
-            heads: how many the model has.
+            sizes: heads of each rank.
             gather: gives the tensor of all heads; a collective.
         """
-        shape = (*own.shape[:dim], heads, *own.shape[dim + 1 :])
+        shape = (*own.shape[:dim], sum(sizes), *own.shape[dim + 1 :])
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
-        self.own, self._gather, self._whole = own, gather, None
+        self.own, self.head_dim, self.head_sizes = own, dim, sizes
+        self._gather, self._whole = gather, None
         return self
 
     # All that counts comes to __torch_dispatch__.
@@ -71,3 +76,22 @@ class OwnHeads(Tensor):
 def gathered(value: Any) -> Any:
     """A tensor of all heads in the place of one of a rank's own; anything else as it is."""
     return value.whole() if type(value) is OwnHeads else value
+
+
+@dataclass(frozen=True)
+class AllHeads:
+    """An `OwnHeads` on its way to the ranks of other stages, of which each takes the heads that are its own there."""
+
+    whole: Tensor
+    dim: int
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, heads: OwnHeads) -> AllHeads:
+        """A collective of the ranks of a stage."""
+        return cls(heads.whole(), heads.head_dim, heads.head_sizes)
+
+    def own_of(self, rank: int) -> OwnHeads:
+        """What rank `rank` of a stage has; one without heads of its own computes some of a copied one."""
+        own = self.whole.narrow(self.dim, sum(self.sizes[:rank]) if self.sizes[rank] else 0, max(1, self.sizes[rank]))
+        return OwnHeads(own, self.dim, self.sizes, lambda: self.whole)

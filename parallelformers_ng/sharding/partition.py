@@ -42,12 +42,19 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
     return list(pairwise(starts))
 
 
-def spread_columns(width: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
+def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), group: int = 1) -> list[Range]:
     """Like `spread`; by shares in whole cache lines, as long as that moves no border by more than a hundredth.
+
+    Args:
+        group: where the width has whole groups of so many columns, one for each rank at least, none is cut.
 
     >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
     [(0, 192), (192, 576), (576, 960)]
+    >>> spread_columns(160, 3, group=32)
+    [(0, 64), (64, 128), (128, 160)]
     """
+    if has_groups(width, world_size, group):
+        return spread_aligned(width, world_size, group, shares)
     for granule in (16, 8, 4, 2) if shares else ():
         ranges = spread_aligned(width, world_size, granule, shares)
         wanted = (width * part for part in accumulate(shares))
@@ -61,6 +68,11 @@ def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequen
     that are not a multiple of 16 bytes, and tensor cores are slower on them."""
     granule = math.gcd(width, granule)
     return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size, shares)]
+
+
+def has_groups(width: int, world_size: int, group: int) -> bool:
+    """Whether some columns are whole groups, and enough of them for every rank to have one."""
+    return group > 1 and width % group == 0 and width // group >= world_size
 
 
 def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -> list[float]:
@@ -174,6 +186,7 @@ def cut_width(
     world_size: int,
     head_widths: Sequence[int] = (),
     shares: Sequence[float] = (),
+    group: int = 1,
 ) -> list[tuple[Range, ...]]:
     """Cut a dimension of `size`, packed from `parts`, for every rank.
 
@@ -183,6 +196,7 @@ def cut_width(
         heads: the head shares of the surrounding attention, empty where there is none.
         head_widths: columns of one head in each part; none where all heads are equally wide.
         shares: what part of the columns each rank is to have, as for `spread`.
+        group: how many columns are to stay together, as for `spread_columns`.
 
     Returns:
         For each rank the ranges it holds, in order.
@@ -207,7 +221,7 @@ def cut_width(
     offset = 0
     for part, width in zip(parts, widths, strict=True):
         if part == "column":
-            for rank, (start, stop) in enumerate(spread_columns(width, world_size, shares)):
+            for rank, (start, stop) in enumerate(spread_columns(width, world_size, shares, group)):
                 per_rank[rank].append((offset + start, offset + stop))
         else:
             if width % whole[part]:

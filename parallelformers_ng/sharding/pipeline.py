@@ -37,9 +37,9 @@ def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged
     names = {unit: list(tensors_of(model, unit)) for unit in parts}
     placed = {name for held in names.values() for name in held}
     sizes: list[Mapping[Hashable, float]] = [
-        {plan.tensors[name].storage: plan.tensors[name].bytes_whole for name in held} for held in names.values()
+        {plan.tensors[name].storage: plan.bytes_held(name) for name in held} for held in names.values()
     ]
-    everywhere = sum(tensor.bytes_whole for tensor in plan.stored() if tensor.name not in placed)
+    everywhere = sum(plan.bytes_held(tensor.name) for tensor in plan.stored() if tensor.name not in placed)
     bounds = find_stages(sizes, shares, everywhere)
     stage_of = {unit: stage for stage, (start, stop) in enumerate(bounds) for unit in parts[start:stop]}
     of_tensor = {name: stage_of[unit] for unit, held in names.items() for name in held}
@@ -64,7 +64,8 @@ def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged
         layers=[*everyone, *_layers(model, stage_of, width, stages, merged)],
         policy=plan.policy or "stages",
         blocks=list(dict.fromkeys((*plan.blocks, *stage_of))),
-        strategy="pipeline",
+        strategy="pipeline" if width == 1 else "tensor+pipeline",
+        stages=stages,
     )
 
 

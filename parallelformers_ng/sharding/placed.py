@@ -12,20 +12,22 @@ so that whatever the modelling code does between (masks, positions, norms) has i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import output_capturing
 
+from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.sharing import share
 from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,34 @@ class _Run:
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
-class Placed(ParallelLayer):
+class _OverStages(ParallelLayer):
+    """What is done by all ranks, whatever its own layers exchange within their stage.
+
+    Attributes:
+        everyone: what all ranks exchange through.
+    """
+
+    takes_part = False
+    gives_part = False
+    everyone: Communicator
+
+    def connect(self, everyone: Communicator, width: int) -> None:
+        self.everyone = everyone
+
+
+class Placed(_OverStages):
     """A module that some ranks compute and whose result every rank gets: z = f(x) there, z everywhere.
 
     Attributes:
         stop: where.
     """
 
-    takes_part = False
-    gives_part = False
     stop: Stop
 
     @property
     def is_here(self) -> bool:
         """Whether this rank computes it."""
-        return self.communicator.rank in self.stop.holders
+        return self.everyone.rank in self.stop.holders
 
     @property
     def is_merged(self) -> bool:
@@ -90,10 +105,7 @@ class Placed(ParallelLayer):
         if self.is_here and stop.ends:
             return self._shared(args, kwargs)
         if self.is_here:
-            try:
-                return super().forward(*args, **kwargs)
-            except Exception as error:  # the others wait for what the last block gives
-                return self._share(functools.partial(_reraise, error))
+            return super().forward(*args, **kwargs)
         if stop.begins:
             run.output = self._shared(args, kwargs)
         else:
@@ -119,7 +131,13 @@ class Placed(ParallelLayer):
 
     def _share(self, compute: Callable[[], Any] | None) -> Any:
         device = next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
-        return share(self.communicator, self.stop.holders[0], compute, device)
+        holders, rank = self.stop.holders, self.everyone.rank
+        if len(holders) == 1:
+            return share(self.everyone, holders[0], compute, device)
+        # Ranks of a stage have heads of their own, those at the same place in each stage the same ones.
+        every = None if compute is None else lambda: tree_map_only(OwnHeads, AllHeads.of, compute())
+        result = share(self.everyone, holders[0], every, device)
+        return tree_map_only(AllHeads, lambda heads: heads.own_of(rank % len(holders)), result)
 
     def _lengthen_caches(self, values: Sequence[Any]) -> None:
         """Have the caches say that they hold so many more tokens, as they do where the module is computed."""
@@ -130,7 +148,7 @@ class Placed(ParallelLayer):
                 _lengthen(cache, index, states)
 
 
-class Stack(ParallelLayer):
+class Stack(_OverStages):
     """A module that runs placed blocks one after another. While nobody looks at what is between them, nothing but the
     result of the last of each run crosses.
 
@@ -139,8 +157,6 @@ class Stack(ParallelLayer):
         stack_lists: the names of its lists of blocks.
     """
 
-    takes_part = False
-    gives_part = False
     stack_path: str
     stack_lists: Sequence[str]
 
@@ -162,12 +178,10 @@ _LOOKS = ("output_hidden_states", "output_attentions")
 
 
 def _has_hooks(block: nn.Module) -> bool:
+    """Whether a block has hooks that look at what it gets or gives: some have no eyes for it, and say so."""
     hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
-
-
-def _reraise(error: Exception) -> NoReturn:
-    raise error
+    known = (hook for hook in hooks if not getattr(hook, "is_blind", False))
+    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in known)
 
 
 def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range, width_of
+from parallelformers_ng.sharding.table import human_bytes, table
 
 if TYPE_CHECKING:
     from parallelformers_ng.offload.tiers import Tiers
@@ -143,7 +144,9 @@ class ShardPlan:
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
         quantized: name of a tensor that ranks hold in few bits → how.
-        strategy: how the ranks share the work: "tensor" or "pipeline".
+        misfits: name of one that was to be quantized and stays in high precision → why.
+        strategy: how the ranks share the work, as in `FitOptions`.
+        stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.
         why: why that strategy was taken, where it was left open.
         tiers: where weights lie that have no room on the devices; None where all have.
     """
@@ -159,9 +162,16 @@ class ShardPlan:
     settings: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
     quantized: dict[str, Encoding] = field(default_factory=dict)
+    misfits: dict[str, str] = field(default_factory=dict)
     strategy: str = "tensor"
+    stages: int = 1
     why: str = ""
     tiers: Tiers | None = None
+
+    @property
+    def stage_width(self) -> int:
+        """Ranks of a stage: of stage s those from s times this on."""
+        return self.world_size // self.stages
 
     @property
     def held(self) -> ShardPlan:
@@ -270,73 +280,20 @@ class ShardPlan:
             "replicated": self.replicated,
             "cache": self.cache,
             "quantized": {name: encoding.kind for name, encoding in self.quantized.items()},
+            "misfits": self.misfits,
             "places": None if self.tiers is None else self.tiers.places,
             "tensors": tensors,
         }
 
     def table(self) -> str:
-        """The plan for people: one line per kind of tensor; layers that differ only in their number share a line."""
-        rows: dict[tuple[str, ...], list[TensorPlan]] = {}
-        for tensor in self.held.stored():
-            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
-            rows.setdefault((pattern, str(tensor.shape), tensor.rule), []).append(tensor)
-        lines = [("tensor", "count", "whole", "rule", "each rank")]
-        for (pattern, shape, rule), tensors in rows.items():
-            shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
-            held = (str(shape) if math.prod(shape) else "–" for shape in shapes)
-            ranks = "whole" if tensors[0].is_replicated else " ".join(held)
-            lines.append(
-                (pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks)
-            )
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        body = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + "  " + line[4]
-            for line in lines
-        ]
-        body.insert(1, "-" * max(len(line) for line in body))
-        per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
-        whole_everywhere = sum(self.replicated.values())
-        kept = "".join(f"{line}\n" for line in self.tiers.lines(self)) if self.tiers else ""
-        kept += f"keys and values: {self.cache}\n" if self.cache else ""
-        head = (
-            f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})\n"
-            f"whole: {human_bytes(self.bytes_whole)}  {per_rank}\n"
-            f"cut: {self.cut_share:.1%} of the cuttable bytes, {1 - self.whole_share:.1%} of all"
-            f"  replicated: {human_bytes(whole_everywhere)}\n"
-            + (f"strategy: {self.strategy}, {self.why}\n" if self.why else "")
-            + kept
-            + self._quantization()
-            + (f"warning: {self.warning}\n" if self.warning else "")
-        )
-        return head + "\n".join(body)
-
-    def _quantization(self) -> str:
-        """A line about what is quantized and what of the cuttable is not; "" where nothing is."""
-        if not self.quantized:
-            return ""
-        kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()}))
-        size = sum(self.bytes_held(tensor.name) for tensor in self.stored() if tensor.name in self.quantized)
-        patterns: dict[str, int] = {}
-        for name, count in self.high_precision.items():
-            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-            patterns[pattern] = patterns.get(pattern, 0) + count
-        left = ", ".join(f"{pattern} ({human_bytes(count)})" for pattern, count in patterns.items())
-        return f"{kinds}: {human_bytes(size)}  in high precision: {left or 'none'}\n"
+        """The plan for people."""
+        return table(self)
 
     def __str__(self) -> str:
         return self.table()
 
     def __repr__(self) -> str:
         return f"ShardPlan({self.model_class}, world_size={self.world_size}, {self.policy!r}, source={self.source!r})"
-
-
-def human_bytes(count: float) -> str:
-    """Bytes as a short text in decimal units, as disks and Parallelformers' tables count: `2.72 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -36,8 +36,8 @@ class Quantized(nn.Module):
 class Stack:
     """The weights of many experts, put together one by one as they are asked for."""
 
-    def __init__(self, integers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._parts = integers, scales
+    def __init__(self, numbers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._parts = numbers, scales
         self._encoding = encoding
         self._dtype = dtype
 
@@ -45,8 +45,8 @@ class Stack:
         return self._encoding.decode(*self._parts, self._dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
-        integers, scales = (part[index] for part in self._parts)
-        return self._encoding.decode(integers, scales, self._dtype)
+        numbers, scales = (part[index] for part in self._parts)
+        return self._encoding.decode(numbers, scales, self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole(), name)
@@ -54,12 +54,6 @@ class Stack:
 
 class QuantizedLinear(Quantized, nn.Linear):
     """A linear layer, with no more of its weight in high precision at a time than it takes."""
-
-    @property
-    def scales(self) -> Tensor | None:
-        """One scale for each output; None where numbers of an output have several."""
-        held: Any = self._parameters["weight" + SCALE]
-        return held if held.shape[1] == 1 else None
 
 
 class QuantizedEmbedding(Quantized):
@@ -75,12 +69,12 @@ def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
     """Make the modules of a rank, still without weights, such as hold what the plan says."""
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
-        integers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))
-        hold(model.get_submodule(path), short, encoding, integers, scales, plan.tensors[name].dtype)
+        numbers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))
+        hold(model.get_submodule(path), short, encoding, numbers, scales, plan.tensors[name].dtype)
 
 
-def hold(module: Any, name: str, encoding: Encoding, integers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    """Have a module hold one of its parameters as integers and scales.
+def hold(module: Any, name: str, encoding: Encoding, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    """Have a module hold one of its parameters as small numbers and scales.
 
     Args:
         dtype: the data type that it has for those who read it.
@@ -92,7 +86,7 @@ def hold(module: Any, name: str, encoding: Encoding, integers: Tensor, scales: T
         if takes_experts_one_by_one(module):  # the only way to compute experts that asks for one after another
             set_attribute(module, "config._experts_implementation", "eager")
     module.encodings = {**module.encodings, name: (encoding, dtype)}
-    for part, values in ((name, integers), (name + SCALE, scales)):
+    for part, values in ((name, numbers), (name + SCALE, scales)):
         module._parameters[part] = nn.Parameter(values, requires_grad=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +21,9 @@ from parallelformers_ng.sharding.vocabulary import vocabulary_modules
 
 def choose_encodings(
     model: nn.Module, options: QuantizeOptions | None, tensors: Mapping[str, TensorPlan], blocks: Sequence[str]
-) -> dict[str, Encoding]:
-    """How each weight that is to be quantized is held, by name.
+) -> tuple[dict[str, Encoding], dict[str, str]]:
+    """How each weight that is to be quantized is held, by name; and those that stay in high precision all the same,
+    with the reason.
 
     Linear layers are, `Conv1D`, and experts that are stacked; embeddings and the head where they are asked for. One
     that several modules share is only if it is for each of them. Without options, what is stored quantized stays so.
@@ -33,8 +35,7 @@ def choose_encodings(
     Raises:
         ParallelError: `skip` names no layer of the model, or the model is quantized already.
     """
-    known = {id(parameter): getattr(parameter, "encoding", None) for parameter in model.parameters()}
-    stored = {number: encoding for number, encoding in known.items() if encoding is not None}
+    stored = _stored(model)
     if options is not None and options.scheme is None:
         options = None
     if stored and options is not None:
@@ -42,6 +43,7 @@ def choose_encodings(
         raise ParallelError(f"quantize: the weights of {type(model).__name__} are {kinds} already; leave quantize out")
     asked = _Asked(model, options, blocks) if options is not None else None
     found: dict[int, dict[str, Encoding | None]] = {}
+    misfits: dict[str, str] = {}
     for path, module in model.named_modules():
         for short, parameter in module._parameters.items():
             if parameter is None:
@@ -50,15 +52,36 @@ def choose_encodings(
             encoding: Encoding | None = (
                 stored.get(id(parameter)) if asked is None else asked.encoding(path, parameter, dim)
             )
-            fits = encoding is not None and encoding.dim == dim and encoding.fits(tensors[name])
-            found.setdefault(id(parameter), {})[name] = encoding if fits else None
-    return {
+            why = "" if encoding is None else encoding.misfit(tensors[name])
+            if encoding is not None and encoding.dim != dim:
+                why = "its module is none that computes with it"
+            if why:
+                misfits[name] = why
+            found.setdefault(id(parameter), {})[name] = None if why else encoding
+    chosen = {
         name: encoding
         for names in found.values()
         if len(set(names.values())) == 1
         for name, encoding in names.items()
         if encoding is not None
     }
+    return chosen, misfits
+
+
+def border(model: nn.Module, options: QuantizeOptions | None) -> int:
+    """Of how many inputs a rank is to have whole multiples, so that those that share a scale stay together."""
+    stored = _stored(model)
+    held = [(stored[id(p)].block, p.shape[stored[id(p)].dim]) for p in model.parameters() if id(p) in stored]
+    groups = {block for block, size in held if block < size}
+    if options is not None and options.block:
+        groups.add(options.block)
+    return math.lcm(*groups)
+
+
+def _stored(model: nn.Module) -> dict[int, Encoding]:
+    """How those parameters are held that are stored quantized, by their ids."""
+    known = {id(parameter): getattr(parameter, "encoding", None) for parameter in model.parameters()}
+    return {number: encoding for number, encoding in known.items() if encoding is not None}
 
 
 class _Asked:
@@ -70,11 +93,13 @@ class _Asked:
         vocabulary = {paths[number] for number in named if number in paths}
         self._left = _skipped(options.skip, list(paths.values()), blocks)
         self._left |= set() if options.embeddings else vocabulary | _embeddings(model)
-        self._scheme = str(options.scheme)
+        self._scheme, self._block = str(options.scheme), options.block
 
     def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
         """How a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
-        return None if dim is None or path in self._left else Encoding(self._scheme, dim, parameter.shape[dim])
+        if dim is None or path in self._left:
+            return None
+        return Encoding(self._scheme, dim, self._block or parameter.shape[dim])
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, under each of its names."""
     buffers = model.named_buffers(remove_duplicate=False)
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
+
+
+def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """A module's own parameters and buffers: name, tensor, whether it is a buffer."""
+    for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield name, tensor, is_buffer
 
 
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters
+
 
 @dataclass
 class Call:
@@ -30,6 +32,7 @@ class Call:
         returns_state: the arguments hold objects of the caller's whose state is wanted back.
         hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None where there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
+        adapters: those that the call runs with; None where the model has none.
     """
 
     path: str
@@ -48,6 +51,7 @@ class Call:
     returns_state: bool = False
     captured: bool = False
     hooks: Any = None
+    adapters: ActiveAdapters | None = None
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -34,6 +35,7 @@ from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
 from parallelformers_ng.kernels.operators import install_attention
 from parallelformers_ng.sharding import look_ups
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 from parallelformers_ng.sharding.attributes import set_config
 from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
@@ -52,7 +54,7 @@ class ModelRunner(RankWeights):
         super().__init__(rank, device, emit)
         self.world_size = world_size
         self.communicator = communicator
-        self.captured: CapturedSteps | None = None
+        self._captured: dict[str, CapturedSteps] = {}  # those of single calls, and of calls that are decoded together
         if device.type == "cpu":
             install_attention()
             append_in_place()
@@ -70,6 +72,7 @@ class ModelRunner(RankWeights):
         self.hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
         self.batch: RankBatch | None = None
+        self.adapters: ActiveAdapters | None = None
 
     def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here.
@@ -149,7 +152,7 @@ class ModelRunner(RankWeights):
         """
         self._prepare(call)
         if self.batch is None:
-            self.batch = RankBatch(self.model, self.communicator)
+            self.batch = RankBatch(self.model, self.communicator, functools.partial(self._captured_steps, "rows"))
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
             return self.batch.run(asked)
 
@@ -182,20 +185,26 @@ class ModelRunner(RankWeights):
         if not asked:
             yield str
             return
-        if self.captured is None:
-            recorder = self.recorder()
-            if isinstance(recorder, str):
-                yield lambda: recorder
-                return
-            self.captured = CapturedSteps(recorder, self.communicator)
-        captured = self.captured
+        captured = self._captured_steps("call")
+        if isinstance(captured, str):
+            yield lambda: captured
+            return
         with captured.capturing(module):
             yield lambda: captured.reason
 
+    def _captured_steps(self, of: str) -> CapturedSteps | str:
+        """Those of a kind of calls; why there can be none."""
+        if of not in self._captured:
+            recorder = self.recorder()
+            if isinstance(recorder, str):
+                return recorder
+            self._captured[of] = CapturedSteps(recorder, self.communicator)
+        return self._captured[of]
+
     def forget_steps(self) -> None:
         """Let go of captured steps, and of the memory of their caches."""
-        if self.captured is not None:
-            self.captured.forget()
+        for captured in self._captured.values():
+            captured.forget()
 
     def cache(
         self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
@@ -225,6 +234,10 @@ class ModelRunner(RankWeights):
             self.hooks = None if call.hooks is None else self.hooks
         if call.attributes or call.configs:
             self._take_changes(call.attributes, call.configs)
+        if call.adapters is not None and call.adapters != self.adapters:
+            call.adapters.activate(layers_with_adapters(self.model))
+            self.adapters = call.adapters
+            self.forget_steps()
 
     def _take_cache(self, handle: Handle, used: set[int]) -> Cache:
         if handle.kind == "new cache":
@@ -252,8 +265,8 @@ class ModelRunner(RankWeights):
         if attributes:
             installation.forget(self.model)
         names = [*(name for _, name in attributes), *configs]
-        if self.captured is not None and not all("generation_config" in name for name in names):
-            self.captured.forget()  # what was recorded went by what has changed
+        if not all("generation_config" in name for name in names):
+            self.forget_steps()  # what was recorded went by what has changed
 
     def ping(self) -> list[int]:
         """Exchange ranks with the others, as a step does. Returns those that answered."""

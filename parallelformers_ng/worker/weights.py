@@ -14,7 +14,7 @@ from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded_directory import write_rank
 from parallelformers_ng.checkpoint.staging import Staging
-from parallelformers_ng.checkpoint.store import map_shards
+from parallelformers_ng.checkpoint.store import TRIM_EVERY, give_back_freed, map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
@@ -82,23 +82,26 @@ class RankWeights:
         """Take some stored tensors out of the checkpoint's files: mapped where they lie as this rank holds them, else
         only this rank's part is copied."""
         assert self.plan is not None
+        pending = 0
         for stored in names:
             node = self.checkpoint.nodes[stored]
             aliases = self.aliases[stored]
             part = self._read(stored, node, self.plan.tensors[stored].shards[self.rank])
             for name in aliases:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
+            pending += part.nbytes
+            if pending >= TRIM_EVERY:
+                pending = give_back_freed()
 
     def loaded(self) -> None:
         """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
-        if self.device.type != "cpu":  # there they would no longer lie in what they are mapped from
-            if self.plan is not None and self.plan.tiers is None:
-                lay_side_by_side(self.model)
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu" and self.plan is not None and self.plan.tiers is None:
+            lay_side_by_side(self.model)  # on CPU they would no longer lie in what they are mapped from
         self._move_layers()
         gc.collect()
+        give_back_freed()
 
     def _move_layers(self) -> None:
         """From now on layers that lie elsewhere come before they run."""

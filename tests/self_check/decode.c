@@ -97,6 +97,43 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
                     check_##NAME("linear " #NAME, y.given, y.wide, rows * out, 1);                                  \
                 }                                                                                                   \
     }                                                                                                               \
+    /* Integers of 8 bits, or of 4 in groups, by way of what the processor multiplies and of what any can widen. */ \
+    static void integers_of_##NAME(size_t rows, size_t in, size_t out, size_t group)                                \
+    {                                                                                                               \
+        const size_t bytes = group ? in / 2 : in, groups = group ? in / group : 1;                                  \
+        int8_t *q = calloc(out * bytes + 1, 1);                                                                     \
+        double *weight = calloc(out * in, sizeof(double));                                                          \
+        float *scales = calloc(out * groups, sizeof(float)), *wide = calloc(rows * in, sizeof(float));              \
+        Array_##NAME own = random_##NAME(out * groups), bias = random_##NAME(out), x = random_##NAME(rows * in);    \
+        Array_##NAME y = random_##NAME(rows * out);                                                                 \
+        for (size_t i = 0; i < out * groups; i++) scales[i] = (float)own.wide[i];                                   \
+        for (size_t i = 0; i < out * bytes; i++) q[i] = (int8_t)(next_random() * 128);                              \
+        for (size_t i = 0; i < out * in; i++) {                                                                     \
+            int number = group ? (int8_t)((uint8_t)q[i / 2] << (i % 2 ? 0 : 4)) >> 4 : q[i];                        \
+            weight[i] = number * own.wide[i / (in / groups)];                                                       \
+        }                                                                                                           \
+        for (size_t i = 0; i < rows * in; i++) wide[i] = load_##NAME(x.given[i]);                                   \
+        const void *given = group ? (const void *)own.given : scales;                                               \
+        const Matrix m = {.w = q, .scale = given, .bias = bias.given, .stride = bytes, .group = group};             \
+        plain_linear(x.wide, weight, bias.wide, y.wide, rows, in, out);                                             \
+        integers_##NAME(wide, &m, y.given, rows, in, out, malloc(integers_work_bytes(rows, in, out)));              \
+        check_##NAME("integers " #NAME, y.given, y.wide, rows * out, 1);                                            \
+        float *products = calloc(rows * out, sizeof(float)), *laid = malloc(integers_work_bytes(rows, in, out));    \
+        widened(wide, &m, products, rows, in, out, KIND, laid);                                                     \
+        for (size_t i = 0; i < rows * out; i++) y.given[i] = store_##NAME(products[i] + (float)bias.wide[i % out]); \
+        check_##NAME("widened " #NAME, y.given, y.wide, rows * out, 1);                                             \
+    }                                                                                                               \
+    static void all_integers_##NAME(void)                                                                           \
+    {                                                                                                               \
+        static const size_t widths[] = {1, 15, 33, 64, 129, 2100}, groups[] = {32, 64, 128, 384}, many[] = {1, 3, 7, 18}; \
+        for (size_t m = 0; m < 4; m++)                                                                              \
+            for (size_t out = 1; out < 19; out += 8) {                                                              \
+                for (size_t w = 0; w < 6; w++) integers_of_##NAME(many[m], widths[w], out, 0);                      \
+                for (size_t g = 0; g < 4; g++)                                                                      \
+                    for (size_t count = 1; count < 12; count += 5)                                                  \
+                        integers_of_##NAME(many[m], count * groups[g], out, groups[g]);                             \
+            }                                                                                                       \
+    }                                                                                                               \
     static void norms_##NAME(void)                                                                                  \
     {                                                                                                               \
         for (size_t width = 1; width < 200; width += 33) {                                                          \
@@ -146,8 +183,9 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         Array_##NAME keys = random_##NAME(ROWS_ * KEPT), values = random_##NAME(ROWS_ * KEPT);                      \
         AttentionHalf half = {                                                                                      \
             .weights = {                                                                                            \
-                .wq = wq.given, .wk = wk.given, .wv = wv.given, .wo = wo.given, .norm = norm.given,                 \
-                .q_stride = HIDDEN, .k_stride = HIDDEN, .v_stride = HIDDEN, .o_stride = Q * WIDTH,                  \
+                .q = {.w = wq.given, .stride = HIDDEN}, .k = {.w = wk.given, .stride = HIDDEN},                     \
+                .v = {.w = wv.given, .stride = HIDDEN}, .o = {.w = wo.given, .stride = Q * WIDTH},                  \
+                .norm = norm.given,                                                                                 \
                 .hidden = HIDDEN, .heads = Q, .kv_heads = KV, .width = WIDTH,                                       \
             },                                                                                                      \
             .cached = {                                                                                             \
@@ -187,8 +225,8 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         Array_##NAME r = random_##NAME(ROWS_ * HIDDEN);                                                             \
         FeedHalf feeding = {                                                                                        \
             .weights = {                                                                                            \
-                .wg = wg.given, .wu = wu.given, .wd = wd.given, .norm = norm.given, .g_stride = HIDDEN,             \
-                .u_stride = HIDDEN, .d_stride = INNER, .hidden = HIDDEN, .inner = INNER,                            \
+                .gate = {.w = wg.given, .stride = HIDDEN}, .up = {.w = wu.given, .stride = HIDDEN},                 \
+                .down = {.w = wd.given, .stride = INNER}, .norm = norm.given, .hidden = HIDDEN, .inner = INNER,     \
             },                                                                                                      \
             .x = x.given, .a = a.given, .r = r.given, .y = y.given, .rows = ROWS_, .kind = KIND,                    \
         };                                                                                                          \
@@ -205,7 +243,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
     }                                                                                                               \
     static void all_##NAME(void)                                                                                    \
     {                                                                                                               \
-        linears_##NAME(), norms_##NAME(), halves_##NAME();                                                          \
+        linears_##NAME(), all_integers_##NAME(), norms_##NAME(), halves_##NAME();                                   \
         for (size_t mask_kind = 0; mask_kind < 3; mask_kind++)                                                      \
             for (size_t kv_heads = 1; kv_heads < 4; kv_heads++)                                                     \
                 for (size_t shared = 1; shared < 8; shared++)                                                       \

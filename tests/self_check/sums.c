@@ -66,11 +66,11 @@ static void check_gathers(Kernel *k, size_t count)
     }
 }
 
-static void run_rank(Header *header, int rank)
+static void run_rank(Header *header, int first, int rank)
 {
     static const size_t counts[] = {0, 1, 31, 33, 400, LARGEST};
-    Kernel k = {.header = header, .rank = rank, .world_size = (int)header->world_size, .slot_bytes = SLOT_BYTES,
-                .one_shot_bytes = ONE_SHOT_BYTES, .spins = 50, .timeout_ns = UINT64_C(120000000000)};
+    Kernel k = {.header = header, .rank = rank, .first = first, .world_size = (int)header->world_size,
+                .slot_bytes = SLOT_BYTES, .one_shot_bytes = ONE_SHOT_BYTES, .spins = 50, .timeout_ns = UINT64_C(120000000000)};
     for (int repetition = 0; repetition < REPETITIONS; repetition++)
         for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
             for (size_t code = 0; code < SUM_KIND_COUNT; code++) check_sums(&k, counts[c], code);
@@ -81,13 +81,15 @@ static void run_rank(Header *header, int rank)
 int main(void)
 {
     for (size_t world_size = 2; world_size <= 4; world_size++) {
-        size_t bytes = slots_offset(world_size) + 2 * world_size * SLOT_BYTES;
+        const Header sizes = {.world_size = world_size};
+        size_t bytes = slots_offset(&sizes) + 2 * places(&sizes) * SLOT_BYTES;
         Header *header = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         if (header == MAP_FAILED) return perror("mmap"), 1;
         header->world_size = world_size;
         for (size_t rank = 0; rank < world_size; rank++)
             if (fork() == 0) {
-                run_rank(header, (int)rank);
+                run_rank(header, 0, (int)rank);
+                run_rank(header, (int)world_size, (int)rank);
                 _exit(0);
             }
         for (size_t rank = 0; rank < world_size; rank++) {

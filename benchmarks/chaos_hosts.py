@@ -1,0 +1,82 @@
+"""Nodes of a Ray cluster that are killed in the middle of requests."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.chaos_figures import Figure
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import WorkerDiedError
+from parallelformers_ng.model.parallelized import deployment_of
+from tests.patience import is_running
+from tests.ray_cluster import add_node, ray_cluster
+from tests.saved_model import save_tiny_model
+
+_NODES, _EACH = 2, 2
+_LEFT_SECONDS = 5.0
+_RESTART_SECONDS = 120.0
+
+
+class _Strike:
+    """A streamer that has something happen at a token."""
+
+    def __init__(self, at: int, what: Any) -> None:
+        self._rest, self._what = at, what
+
+    def put(self, _: torch.Tensor) -> None:
+        self._rest -= 1
+        if not self._rest:
+            threading.Thread(target=self._what).start()
+
+    def end(self) -> None:
+        pass
+
+
+def nodes(count: int, seed: int) -> list[Figure]:
+    """Kill one of two nodes of two ranks, at a random token of an answer, `count` times. Another takes its place."""
+    draw = random.Random(seed)
+    told, recovered, untold, wrong, left = [], [], 0, 0, 0
+    ids = torch.arange(1, 8)[None]
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(_NODES, _EACH) as cluster:
+        path = save_tiny_model(Path(folder))
+        due = AutoModelForCausalLM.from_pretrained(path).eval().generate(ids, max_new_tokens=20)
+        workers = {"launcher": "ray", "device": "cpu", "max_restarts": count + 1, "start_timeout": _RESTART_SECONDS}
+        with parallelize(path, _NODES * _EACH, workers=workers, progress=False) as model:
+            for _ in range(count):
+                group = deployment_of(model).replicas[0].ready(time.monotonic() + _RESTART_SECONDS)[0]
+                pids, name = group.pids, draw.choice(group.hosts.names)
+                node = next(each for each in cluster.list_all_nodes() if each.node_id[:8] in name)
+                struck: list[float] = []
+
+                def strike(node: Any = node, struck: list[float] = struck) -> None:
+                    struck.append(time.monotonic())
+                    cluster.remove_node(node, allow_graceful=False)
+
+                try:
+                    model.generate(ids, max_new_tokens=1900, streamer=_Strike(draw.randrange(2, 60), strike))
+                    untold += 1
+                except WorkerDiedError as error:
+                    told.append(time.monotonic() - struck[0])
+                    untold += error.host != name
+                begun = time.monotonic()
+                add_node(cluster, _EACH)
+                wrong += not torch.equal(model.generate(ids, max_new_tokens=20, timeout=_RESTART_SECONDS), due)
+                recovered.append(time.monotonic() - begun)
+                while any(map(is_running, pids)) and time.monotonic() < begun + _LEFT_SECONDS:
+                    time.sleep(0.05)
+                left += sum(map(is_running, pids))
+    return [
+        Figure("seconds from the end of a node to the error", "max", 5.0, told),
+        Figure("errors that do not name the host, or none", "sum", 0, [untold]),
+        Figure("wrong answers afterwards", "sum", 0, [wrong]),
+        Figure("ranks that are left after 5 s", "sum", 0, [left]),
+        Figure("seconds until an answer, the new node's start among them", "max", _RESTART_SECONDS, recovered),
+    ]

@@ -1,0 +1,194 @@
+"""Groups over several hosts: what a sum costs, what a start on a Ray cluster does, and whether answers are equal.
+
+    python -m benchmarks.hosts sums                     two hosts of two ranks over loopback, against a flat gloo ring
+    python -m benchmarks.hosts start [--count 5]        a cluster of two Ray nodes with two ranks each
+    python -m benchmarks.hosts replicas                 two replicas of a rank with one thread, against one
+    python -m benchmarks.hosts equal --nodes 4 --each 4    forward, generate, batches, caches and saving on Ray nodes
+
+The last three need Ray. Each prints its figure beside its bar, and the program fails where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from benchmarks.measure import machine
+from parallelformers_ng import parallelize, save_sharded
+from parallelformers_ng.hosts.hosts import Hosts
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.serving.options import ServeOptions
+from tests.ray_cluster import ray_cluster
+from tests.saved_model import save_tiny_model
+from tests.simulated_hosts import SimulatedHosts
+
+SUM_BYTES, SUM_BAR = 64 << 10, 0.7
+START_BAR = 10.0
+REQUESTS, REPLICAS_BAR = 16, 1.6
+
+
+class Sums:
+    """What the ranks of `sums` run."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Any, emit: Any) -> None:
+        self.rank, self.world_size, self.communicator = rank, world_size, communicator
+
+    def connect(self, path: str) -> None:
+        """Join a gloo group of all ranks, over loopback, as torch makes it."""
+        store = dist.FileStore(path, self.world_size)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        self.gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
+
+    def measure(self, count: int) -> tuple[float, float]:
+        """Seconds of a sum in two stages, and of a ring of gloo's: medians of one round."""
+        tensor = torch.zeros(SUM_BYTES // 4)
+        return self._median(lambda: self.communicator.all_reduce(tensor), count), self._median(
+            lambda: self.gloo.allreduce([tensor], dist.AllreduceOptions()).wait(), count
+        )
+
+    def _median(self, action: Any, count: int) -> float:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[count // 10 :])
+
+
+def _apart() -> Hosts:
+    return Hosts(SimulatedHosts(2, 2, apart=True))
+
+
+def sums(options: argparse.Namespace) -> bool:
+    """The sum of 64 KB over two hosts with two ranks each: the ratio to the ring, round by round."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        WorkerGroup(4, target="benchmarks.hosts:Sums", threads=1, hosts=_apart) as group,
+    ):
+        group.call("connect", f"{folder}/store")
+        found = [group.call("measure", 200) for _ in range(options.count + 1)][1:]
+    staged, ring = (statistics.median(times) * 1e6 for times in zip(*found, strict=True))
+    ratio = statistics.median(one / other for one, other in found)
+    print(f"two stages {staged:.0f} µs, gloo's ring {ring:.0f} µs: {ratio:.2f} of it; at most {SUM_BAR}")
+    return ratio <= SUM_BAR
+
+
+def start(options: argparse.Namespace) -> bool:
+    """Seconds from `parallelize` to a model on a running cluster, everything imported here, and on the hosts once."""
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=2, cpus=2):
+        path = save_tiny_model(Path(folder))
+        times = []
+        for _ in range(options.count):
+            begun = time.perf_counter()
+            with parallelize(path, 4, workers={"launcher": "ray", "device": "cpu"}, progress=False):
+                times.append(time.perf_counter() - begun)
+    print(
+        f"start: {', '.join(f'{each:.1f}' for each in times)} s; at most {START_BAR:g} s, imports on the hosts among it"
+    )
+    return statistics.median(times) <= START_BAR
+
+
+def replicas(options: argparse.Namespace) -> bool:
+    """How much sooner two replicas have served 16 requests that come together."""
+    from parallelformers_ng.serving.on_ray import deployed
+
+    body = {"prompt": "And it came to pass", "max_tokens": 128, "temperature": 0, "model": "model"}
+    seconds: dict[int, float] = {}
+    with ray_cluster(nodes=2, cpus=1):
+        for count in (1, 2):
+            served = ServeOptions(
+                "examples/demo_model", 1, count, device="cpu", launcher="ray", port=8123, served_model_name="model"
+            )
+
+            def ask(url: str) -> float:
+                begun = time.perf_counter()
+                with ThreadPoolExecutor(REQUESTS) as pool:
+                    sent = [
+                        pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=600)
+                        for _ in range(REQUESTS)
+                    ]
+                    assert all(each.result().status_code == 200 for each in sent)
+                return time.perf_counter() - begun
+
+            with deployed(served) as url:
+                ask(url)
+                seconds[count] = statistics.median(ask(url) for _ in range(options.count))
+    ratio = seconds[1] / seconds[2]
+    print(f"one replica {seconds[1]:.1f} s, two {seconds[2]:.1f} s: {ratio:.2f} times; at least {REPLICAS_BAR}")
+    return ratio >= REPLICAS_BAR
+
+
+def equal(options: argparse.Namespace) -> bool:
+    """What a model on Ray nodes gives, beside the whole one."""
+    ranks = options.nodes * options.each
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=options.nodes, cpus=options.each):
+        path = save_tiny_model(Path(folder) / "model")
+        whole = AutoModelForCausalLM.from_pretrained(path).eval()
+        workers = {"launcher": "ray", "device": "cpu", "start_timeout": 600}
+        with parallelize(path, ranks, workers=workers, progress=False) as model:
+            checks = compare(model, whole, Path(folder))
+    print(f"{ranks} ranks on {options.nodes} nodes:", ", ".join(f"{name} {held}" for name, held in checks.items()))
+    return all(checks.values())
+
+
+def compare(model: Any, whole: Any, folder: Path) -> dict[str, bool]:
+    """Whether a model over hosts gives what the whole one gives, by subject."""
+    ids = torch.randint(1, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    found: dict[str, bool] = {}
+    found["forward"] = torch.allclose(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    for name, how in {"greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True}}.items():
+        torch.manual_seed(3)
+        tokens = model.generate(ids, max_new_tokens=8, pad_token_id=0, **how)
+        torch.manual_seed(3)
+        found[name] = torch.equal(tokens, whole.generate(ids, max_new_tokens=8, pad_token_id=0, **how))
+    prompts = [ids[:1, :length] for length in range(2, 8)]
+    answers: dict[int, torch.Tensor] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = model.generate(prompts[number], max_new_tokens=12)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    due = [whole.generate(prompt, max_new_tokens=12) for prompt in prompts]
+    found["batches"] = all(torch.equal(answers[number], each) for number, each in enumerate(due))
+    cached = [each(ids, use_cache=True).past_key_values for each in (model, whole)]
+    more = [each(ids[:, :1], past_key_values=cache).logits for each, cache in zip((model, whole), cached, strict=True)]
+    found["caches"] = torch.allclose(*more, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(folder / "whole")
+    save_sharded(model, folder / "cut")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "whole").state_dict()
+    found["saving"] = all(torch.equal(tensor, saved[name]) for name, tensor in whole.state_dict().items())
+    with parallelize(folder / "cut", 2, workers={"device": "cpu", "launcher": "local"}, progress=False) as again:
+        found["saved cut"] = torch.allclose(again(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sums", "start", "replicas", "equal"))
+    parser.add_argument("--count", type=int, default=5, help="rounds")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--each", type=int, default=2, help="ranks of each node")
+    options = parser.parse_args()
+    print(machine(), flush=True)
+    sys.exit(not {"sums": sums, "start": start, "replicas": replicas, "equal": equal}[options.what](options))
+
+
+if __name__ == "__main__":
+    main()

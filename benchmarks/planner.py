@@ -1,0 +1,157 @@
+"""What `forecast` says of CPU ranks of this machine, against what they do: decode steps and memory.
+
+    python -m benchmarks.planner [--shapes 135M 600M gpt2] [--ranks 1 2 4] [--rounds 5] [--json OUT]
+    python -m benchmarks.planner --simulate
+
+In each round the ranks are probed, as `--device here` does, and then each shape is decoded, so that a machine that is
+slow for a while is so for both. Memory is that of the fullest rank's process: what it has more with a model and its
+caches than without. `--simulate` starts nothing: it lets hosts up to 1,000 fail and come back, and ranks wait for the
+slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
+
+from benchmarks import measure
+from benchmarks.decode import SHAPES
+from parallelformers_ng import forecast, plan, start_group
+from parallelformers_ng.planner.arrangement import Memory, arrangement, memory_of
+from parallelformers_ng.planner.here import Probe, as_cluster, probe, running, step_seconds
+from parallelformers_ng.planner.observation import Observation, observe
+from parallelformers_ng.runtime.group import WorkerGroup
+
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+_CONFIGS: dict[str, PreTrainedConfig] = {
+    name: LlamaConfig(max_position_embeddings=2048, tie_word_embeddings=True, **sizes)
+    for name, sizes in {**SHAPES, "tiny": _TINY}.items()
+} | {"gpt2": GPT2Config()}
+_ANY = Memory(0, 0, 0, 0)
+_BAR = 0.2
+_BATCH, _LENGTH = 4, 512
+"""Of the measurement of memory."""
+_PROMPT, _TOKENS = 8, 32
+"""Of the measurement of decode steps."""
+
+
+def expected(config: PreTrainedConfig, ranks: int) -> tuple[Observation, float]:
+    """What a rank does while it decodes, and the bytes that the fullest one has at the end of a long batch."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    made = plan(model, ranks)
+    fullest = max(range(ranks), key=made.bytes_per_rank.__getitem__)
+    long = memory_of(model, made, observe(model, made, fullest, _BATCH, _LENGTH), 1, 0.0)
+    return observe(model, made, fullest, 1, _PROMPT + _TOKENS), long.used
+
+
+def measured(group: WorkerGroup, config: PreTrainedConfig) -> tuple[float, float]:
+    """Seconds of a decode step, and bytes that the fullest rank's process has more than before."""
+    before = [measure.memory(pid)["Rss"] for pid in group.pids]
+    with running(group, config, torch.float32) as model:
+        seconds = step_seconds(model, _PROMPT, _TOKENS)
+        ids = torch.ones(_BATCH, _LENGTH - 1, dtype=torch.long)
+        asked = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **asked)
+        after = [measure.memory(pid)["Rss"] for pid in group.pids]
+        del output  # and with it the caches
+    return seconds, max(high - low for high, low in zip(after, before, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=_CONFIGS, default=["135M", "600M", "gpt2"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--simulate", action="store_true", help="hosts up to 1,000, on paper")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.simulate:
+        return simulate(options.json)
+    print(measure.machine())
+    figures: dict[str, dict[str, list[float]]] = {}
+    for ranks in options.ranks:
+        seen = {shape: expected(_CONFIGS[shape], ranks) for shape in options.shapes}
+        with start_group(1, device="cpu") as single, start_group(ranks, device="cpu") as group:
+            for _ in range(options.rounds):
+                alone, found = probe(single, torch.float32), probe(group, torch.float32)
+                for shape in options.shapes:
+                    row = figures.setdefault(f"{shape}, {ranks} ranks", {})
+                    _add(row, seen[shape], measured(group, _CONFIGS[shape]), found, alone, ranks)
+    for name, row in figures.items():
+        _show(name, row)
+    measure.save(options.json, "planner", figures)
+
+
+def _add(
+    row: dict[str, list[float]],
+    seen: tuple[Observation, float],
+    real: tuple[float, float],
+    found: Probe,
+    alone: Probe,
+    ranks: int,
+) -> None:
+    cluster = as_cluster(found, alone, ranks, torch.float32)
+    observation, size = seen
+    step = arrangement(cluster, observation, _ANY, torch.float32, "eager", (ranks, 1, 1), 1).step_seconds
+    for name, value in (("step", step), ("step measured", real[0]), ("bytes", size), ("bytes measured", real[1])):
+        row.setdefault(name, []).append(value)
+
+
+def _show(name: str, row: dict[str, list[float]]) -> None:
+    words = []
+    for what, unit, scale in (("step", "ms", 1e3), ("bytes", "MB", 1e-6)):
+        said, real = (statistics.median(row[key]) * scale for key in (what, f"{what} measured"))
+        ratio = statistics.median(a / b for a, b in zip(row[what], row[f"{what} measured"], strict=True))
+        verdict = "met" if abs(ratio - 1) <= _BAR else "missed"
+        words.append(f"{said:8.1f} {unit} forecast, {real:8.1f} measured, {ratio:.2f} x ({verdict})")
+    print(f"{name:<18} {'; '.join(words)}")
+
+
+_LLAMA_405B = {
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+_JITTER = 0.02
+"""Mean of what a rank takes longer than the quickest, of an exponential distribution: a part of a step."""
+_FAILURES_PER_SECOND = 419 / (54 * 86400 * 16384)
+"""Of one device: 419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3, arXiv:2407.21783, section 3.3.4)."""
+_RESTART_SECONDS = 300
+_DAYS = 30
+
+
+def simulate(json: str | None) -> None:
+    """Llama 3.1 405B on hosts of 8 H100, 8 sequences a host: what comes of the forecast for two hosts, and of as many
+    replicas of it as more hosts have, where ranks wait for the slowest of them, devices fail, and a replica that lost
+    one starts again."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**_LLAMA_405B), dtype=torch.bfloat16).eval()
+    best = forecast(model, device="h100", hosts=2, batch=16, length=4096).best
+    ranks = best.tensor * best.pipeline
+    print(f"two hosts: {best}; {'hosts':>5}  {'forecast':>9}  {'simulated':>9}  tokens/s, worst minute")
+    draw, figures = np.random.default_rng(0), {}
+    waits = 1 + draw.exponential(_JITTER, (20_000, ranks)).max(axis=1).mean()  # all of them meet in each sum
+    for hosts in (2, 10, 100, 1000):
+        replicas, minutes = best.replicas * hosts // 2, _DAYS * 24 * 60
+        fail = _FAILURES_PER_SECOND * ranks * 60
+        started = draw.binomial(replicas, fail, minutes)  # how many replicas lose a device in each minute
+        down = np.convolve(started, np.ones(_RESTART_SECONDS // 60))[:minutes].clip(max=replicas)
+        speeds = best.tokens_per_second / best.replicas / waits * (replicas - down)
+        said = best.tokens_per_second * hosts / 2
+        figures[hosts] = {"forecast": [said], "simulated": [float(speeds.mean())], "worst": [float(speeds.min())]}
+        print(f"{hosts:>5}  {said:>9.0f}  {speeds.mean():>9.0f}  {speeds.min():>9.0f}", flush=True)
+    measure.save(json, "hosts", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What bitsandbytes writes: 8-bit integers with the largest number of each row, and 4-bit codes with that of each block
+of numbers, whose blocks take no notice of rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from parallelformers_ng.checkpoint.encoded import Decoded
+from parallelformers_ng.checkpoint.formats.numbers import Flat, Scaled, Unpacked
+from parallelformers_ng.checkpoint.formats.stored import FLOATS, Stored
+from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.nodes import Node
+from parallelformers_ng.checkpoint.reading import read
+from parallelformers_ng.sharding.encoding import Encoding
+
+_STATE = ".quant_state.bitsandbytes__"
+_STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+"""Data types that 4-bit codes are stored as, whatever they mean."""
+
+
+def bitsandbytes(stored: Stored) -> dict[str, Node]:
+    """`weight` with `SCB`, or `weight` with `weight.absmax` and what says how it is to be read."""
+    weights: dict[str, Node] = {}
+    for path in stored.ending_with(".SCB"):
+        weights[f"{path}.weight"] = _in_8_bits(stored, path)
+    for kind in ("nf4", "fp4"):
+        for name in stored.ending_with(_STATE + kind):
+            weights[name] = _in_4_bits(stored, name, kind)
+    stored.refuse_without_scales((torch.int8, torch.uint8), "SCB or .absmax")
+    stored.refuse_left([".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".weight_format"])
+    return weights
+
+
+def _in_8_bits(stored: Stored, path: str) -> Node:
+    name = f"{path}.weight"
+    values = stored.take(name, f"{path}.SCB", (torch.int8,), (None, None))
+    largest: Any = LazyTensor(stored.take(f"{path}.SCB", name, FLOATS, values.shape[:1]))
+    layout = stored.maybe(f"{path}.weight_format", (torch.uint8,), ())
+    if layout is not None and (number := int(read(layout, {}))) != 0:
+        raise stored.unread(f"has {name} in the order of a GPU's kernels ({number})")
+    scales = largest.to(torch.float32).unsqueeze(1) / 127
+    if name not in stored.transposed:
+        return Decoded(values.shape, stored.dtype, Encoding("int8", -1, values.shape[1]), (values, scales.node))
+    turned: Any = LazyTensor(values).transpose(0, 1)
+    encoding = Encoding("int8", -2, values.shape[1])
+    return Decoded(tuple(turned.shape), stored.dtype, encoding, (turned.node, scales.transpose(0, 1).node))
+
+
+def _in_4_bits(stored: Stored, name: str, kind: str) -> Node:
+    said = _state(stored, f"{name}{_STATE}{kind}", name)
+    try:
+        shape, block = tuple(map(int, said["shape"])), int(said["blocksize"])
+        nested = (int(said["nested_blocksize"]), float(said["nested_offset"])) if "nested_blocksize" in said else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise stored.damaged(f"{name}{_STATE}{kind} is {said}, without a {error}") from error
+    if len(shape) != 2 or block < 1 or said.get("quant_type") != kind or (nested and nested[0] < 1):
+        raise stored.damaged(f"{name}{_STATE}{kind} says {said}")
+    count = shape[0] * shape[1]
+    packed: Any = LazyTensor(stored.take(name, f"{name}{_STATE}{kind}", _STORAGE, (None, 1)))
+    words = packed.flatten() if packed.dtype is torch.uint8 else packed.flatten().view(torch.uint8)
+    if words.shape[0] != -(-count // 2):
+        raise stored.damaged(f"{name} has {words.shape[0]} bytes, and {list(shape)} in 4 bits needs {-(-count // 2)}")
+    blocks = -(-count // block)
+    if nested is None:
+        scales = stored.take(f"{name}.absmax", name, FLOATS, (blocks,))
+    else:
+        codes = stored.take(f"{name}.absmax", name, (torch.uint8,), (blocks,))
+        table = _table(stored, f"{name}.nested_quant_map", name, 256)
+        large = stored.take(f"{name}.nested_absmax", name, FLOATS, (-(-blocks // nested[0]),))
+        levels = Unpacked((blocks,), torch.float32, codes, 8, 0, (0,), table)
+        scales = Scaled((blocks,), torch.float32, levels, large, (nested[0],), offset=nested[1])
+    table = _table(stored, f"{name}.quant_map", name, 16)
+    numbers = Unpacked((count,), torch.float32, words.node, 4, 0, (1, 0), table)
+    weight = Flat(shape, stored.dtype, Scaled((count,), torch.float32, numbers, scales, (block,)))
+    turned: Any = LazyTensor(weight)
+    return turned.transpose(0, 1).node if name in stored.transposed else weight
+
+
+def _state(stored: Stored, key: str, name: str) -> dict[str, Any]:
+    text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise stored.damaged(f"{key} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise stored.damaged(f"{key} is {said}; it takes a table")
+    return said
+
+
+def _table(stored: Stored, key: str, name: str, size: int) -> torch.Tensor:
+    """What each code stands for."""
+    return read(stored.take(key, name, FLOATS, (size,)), {}).float().clone()

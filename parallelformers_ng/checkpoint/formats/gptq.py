@@ -1,0 +1,98 @@
+"""GPTQ and AWQ: `qweight`, `qzeros` and `scales` of a layer, inputs first, integers packed in words of 32 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parallelformers_ng.checkpoint.formats.numbers import Blocks, Unpacked, in_order
+from parallelformers_ng.checkpoint.formats.stored import FLOATS, INTEGERS, Stored
+from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.nodes import Node
+
+_WORDS = (torch.int32,)
+_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of eight outputs of AWQ."""
+
+
+def gptq(stored: Stored) -> dict[str, Node]:
+    """Integers are packed along inputs, zero points along outputs, and `g_idx` has the group of each input.
+
+    A zero point is stored less 1, but for `checkpoint_format` gptq_v2 (github.com/ModelCloud/GPTQModel).
+    """
+    said = stored.quantization
+    kind = said.get("checkpoint_format") or said.get("format") or "gptq"
+    if kind not in ("gptq", "gptq_v2") or said.get("is_marlin_format") or said.get("pack_dtype", "int32") != "int32":
+        raise stored.unread(f"is in GPTQ's format {kind}, and gptq and gptq_v2 in words of 32 bits can be read; it")
+    if said.get("dynamic"):
+        raise stored.unread("says other bits for some layers (dynamic)")
+    bits = _bits(stored, (2, 4, 8))
+    table = (torch.arange(1 << bits) + (kind == "gptq")) & ((1 << bits) - 1)
+    places, weights = in_order(torch.int32, bits), {}
+    for path in stored.ending_with(".qweight"):
+        name, words, zeros, scales = _parts(stored, path)
+        shape = (words.shape[0] * len(places), words.shape[1])
+        stored.check(f"{path}.scales", scales, (None, shape[1]))
+        stored.check(f"{path}.qzeros", zeros, (scales.shape[0], -(-shape[1] // len(places))))
+        order = stored.maybe(f"{path}.g_idx", INTEGERS, shape[:1])
+        blocks = _group(stored, shape[0])
+        if order is not None:
+            groups = stored.groups_of(f"{path}.g_idx", order, scales.shape[0])
+            if not torch.equal(groups, torch.arange(shape[0]) // blocks):
+                blocks = groups
+        numbers = Unpacked(shape, torch.int16, words, bits, 0, places)
+        points = Unpacked(scales.shape, torch.int16, zeros, bits, 1, places, table.to(torch.int16))
+        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, (blocks, 1), points))
+    stored.refuse_left([".qzeros", ".scales", ".g_idx"])
+    return weights
+
+
+def awq(stored: Stored) -> dict[str, Node]:
+    """Integers and zero points are packed along outputs, eight in a word, in an order of their own (AutoAWQ's gemm)."""
+    kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
+    if kind != "gemm":
+        raise stored.unread(f"is in AWQ's format {kind}, and gemm can be read; it")
+    bits, weights = _bits(stored, (4,)), {}
+    for path in stored.ending_with(".qweight"):
+        name, words, zeros, scales = _parts(stored, path)
+        shape = (words.shape[0], words.shape[1] * len(_TURNS))
+        stored.check(f"{path}.scales", scales, (None, shape[1]))
+        stored.check(f"{path}.qzeros", zeros, (scales.shape[0], words.shape[1]))
+        numbers = Unpacked(shape, torch.int16, words, bits, 1, _TURNS)
+        points = Unpacked(scales.shape, torch.int16, zeros, bits, 1, _TURNS)
+        blocks = (_group(stored, shape[0]), 1)
+        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, blocks, points))
+    stored.refuse_left([".qzeros", ".scales"])
+    return weights
+
+
+def _bits(stored: Stored, known: tuple[int, ...]) -> int:
+    bits = stored.quantization.get("bits", stored.quantization.get("w_bit"))
+    if bits not in known:
+        raise stored.unread(f"says bits={bits}, and {', '.join(map(str, known))} can be read; it")
+    return bits
+
+
+def _group(stored: Stored, inputs: int) -> Blocks:
+    """How many inputs share a scale; -1 stands for all."""
+    size = stored.quantization.get("group_size", stored.quantization.get("q_group_size", 128))
+    if not isinstance(size, int) or size < -1 or size == 0:
+        raise stored.damaged(f"its configuration says group_size is {size}; it takes a number, or -1 for all inputs")
+    return inputs if size == -1 else size
+
+
+def _parts(stored: Stored, path: str) -> tuple[str, Node, Node, Node]:
+    """The name of a weight, its words, the words of its zero points, and its scales."""
+    name = f"{path}.weight"
+    if name in stored.state:
+        raise stored.damaged(f"it has both {name} and {path}.qweight")
+    words = stored.take(f"{path}.qweight", name, _WORDS, (None, None))
+    zeros = stored.take(f"{path}.qzeros", name, _WORDS, (None, None))
+    return name, words, zeros, stored.take(f"{path}.scales", name, FLOATS, (None, None))
+
+
+def _turned(stored: Stored, name: str, node: Node) -> Node:
+    """Outputs first, as linear layers have them."""
+    weight: Any = LazyTensor(node)
+    return node if name in stored.transposed else weight.transpose(0, 1).node

@@ -1,0 +1,161 @@
+"""Weights as libraries store them, in high precision again: each part of one from the parts that it takes.
+
+w = (q − z) · s + c        q: numbers of a few bits, z and s: one for each block of them, c: a constant
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelformers_ng.checkpoint.nodes import Computed, Node
+from parallelformers_ng.checkpoint.operations import Cut
+from parallelformers_ng.checkpoint.reading import read
+from parallelformers_ng.sharding.partition import Range, width_of
+
+_NUMBERS = 1 << 21
+"""Numbers of a weight that are computed at a time."""
+
+Blocks = int | Tensor
+"""Which block numbers along one dimension belong to: so many in a row to each, or of each number the block."""
+
+
+@dataclass(eq=False)
+class InHighPrecision(Computed):
+    """A weight that nothing here computes with as it is stored, put in high precision some lines at a time."""
+
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
+        shape = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(self.shape)]
+        out = torch.empty(shape, dtype=self.dtype)
+        lines = max(1, _NUMBERS * shape[0] // max(1, math.prod(shape)))
+        offset = 0
+        for start, stop in _pieces(cut.get(0, ((0, self.shape[0]),)), lines):
+            out.narrow(0, offset, stop - start).copy_(self.lines({**cut, 0: ((start, stop),)}, rank))
+            offset += stop - start
+        return out
+
+    @abstractmethod
+    def lines(self, cut: Cut, rank: int | None) -> Tensor:
+        """A part that has one range along the first dimension, in float32."""
+
+
+@dataclass(eq=False)
+class Scaled(InHighPrecision):
+    """Numbers in blocks.
+
+    Attributes:
+        values: q.
+        scales: s, as many along each dimension as there are blocks.
+        blocks: for each dimension.
+        zeros: z, as many as scales; None for 0.
+        offset: c.
+    """
+
+    values: Node
+    scales: Node
+    blocks: tuple[Blocks, ...]
+    zeros: Node | None = None
+    offset: float = 0.0
+
+    @property
+    def sources(self) -> Sequence[Node]:
+        return (self.values, self.scales, *([] if self.zeros is None else [self.zeros]))
+
+    def lines(self, cut: Cut, rank: int | None) -> Tensor:
+        numbers = read(self.values, cut, rank).float()
+        if self.zeros is not None:
+            numbers = numbers - self._spread(self.zeros, cut, rank)
+        numbers = numbers * self._spread(self.scales, cut, rank)
+        return numbers + self.offset if self.offset else numbers
+
+    def _spread(self, node: Node, cut: Cut, rank: int | None) -> Tensor:
+        """What numbers share, for each of those that a cut takes; one where they share one."""
+        below: Cut = {}
+        taken: list[tuple[int, Tensor]] = []
+        for dim, (size, block) in enumerate(zip(self.shape, self.blocks, strict=True)):
+            ranges = cut.get(dim, ((0, size),))
+            if isinstance(block, int) and block == 1:
+                below[dim] = ranges
+            elif node.shape[dim] > 1 and width_of(ranges):
+                numbers = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+                held = numbers // block if isinstance(block, int) else block[numbers]
+                first = int(held.min())
+                below[dim] = ((first, int(held.max()) + 1),)
+                taken.append((dim, held - first))
+        part = read(node, below, rank).float()
+        for dim, index in taken:
+            part = part.index_select(dim, index)
+        return part
+
+
+@dataclass(eq=False)
+class Flat(InHighPrecision):
+    """A matrix whose numbers lie one after another, row by row.
+
+    Attributes:
+        numbers: them, in one dimension.
+    """
+
+    numbers: Node
+
+    @property
+    def sources(self) -> Sequence[Node]:
+        return (self.numbers,)
+
+    def lines(self, cut: Cut, rank: int | None) -> Tensor:
+        ((start, stop),) = cut[0]
+        width = self.shape[1]
+        rows = read(self.numbers, {0: ((start * width, stop * width),)}, rank).unflatten(0, (stop - start, width))
+        return rows if 1 not in cut else torch.cat([rows[:, first:last] for first, last in cut[1]], 1)
+
+
+@dataclass(eq=False)
+class Unpacked(Computed):
+    """Numbers that lie in words, several in each, side by side along one dimension.
+
+    Attributes:
+        words: what is stored.
+        bits: of a number.
+        dim: along which words hold several.
+        places: of each number of a word how many lie in lower bits than it.
+        table: what each stands for; None for itself.
+    """
+
+    words: Node
+    bits: int
+    dim: int
+    places: tuple[int, ...]
+    table: Tensor | None = None
+
+    @property
+    def sources(self) -> Sequence[Node]:
+        return (self.words,)
+
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
+        each, pieces = len(self.places), []
+        shifts = torch.tensor(self.places) * self.bits
+        for start, stop in cut.get(self.dim, ((0, self.shape[self.dim]),)):
+            first = start // each
+            words = read(self.words, {**cut, self.dim: ((first, -(-stop // each)),)}, rank).int()
+            numbers = torch.stack([words >> int(shift) for shift in shifts], self.dim + 1).flatten(
+                self.dim, self.dim + 1
+            )
+            pieces.append(numbers.narrow(self.dim, start - first * each, stop - start))
+        numbers = torch.cat(pieces, self.dim) & ((1 << self.bits) - 1)
+        return numbers.to(self.dtype) if self.table is None else self.table[numbers]
+
+
+def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
+    """The places of numbers of which the first has the lowest bits."""
+    return tuple(range(words.itemsize * 8 // bits))
+
+
+def _pieces(ranges: Sequence[Range], most: int) -> Iterator[Range]:
+    for start, stop in ranges:
+        for first in range(start, stop, most):
+            yield first, min(stop, first + most)

@@ -1,0 +1,183 @@
+"""What a quantized checkpoint holds, taken away as it is understood; what does not belong together is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.checkpoint.encoded import Decoded
+from parallelformers_ng.checkpoint.files import FileLeaf
+from parallelformers_ng.checkpoint.formats.numbers import Blocks, Scaled
+from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.nodes import Node, leaves
+from parallelformers_ng.checkpoint.reading import read
+from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
+from parallelformers_ng.sharding.encoding import Encoding
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+
+
+class Stored:
+    """What is stored, by name.
+
+    Args:
+        state: all of it.
+        quantization: what the configuration says of how weights are quantized.
+        where: the checkpoint, for errors.
+        dtype: the data type of weights in high precision.
+        plain: builds the model that the weights are for, on `meta`, or has it.
+        header: what is said of tensors besides, name → text; None is what the files say.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, LazyTensor],
+        quantization: Mapping[str, Any],
+        where: object,
+        dtype: torch.dtype,
+        plain: Callable[[], PreTrainedModel],
+        header: Mapping[str, str] | None = None,
+    ) -> None:
+        self.state = dict(state)
+        self.quantization = quantization
+        self.where = where
+        self.dtype = dtype
+        self._plain = plain
+        self._header = header
+
+    @functools.cached_property
+    def transposed(self) -> frozenset[str]:
+        """Names of weights that the model multiplies from the other side, and of which libraries store the transpose:
+        those of `Conv1D`. They may be saved with or without the name of the part that has no head."""
+        model = self._plain()
+        prefix = f"{model.base_model_prefix}."
+        kinds = {path: getattr(module, "source_cls", type(module)) for path, module in model.named_modules()}
+        names = {f"{path}.weight" for path, kind in kinds.items() if issubclass(kind, Conv1D)}
+        return frozenset(names | {name.removeprefix(prefix) for name in names} | {prefix + name for name in names})
+
+    def ending_with(self, ending: str) -> list[str]:
+        """The names with that ending, without it."""
+        return [name.removesuffix(ending) for name in self.state if name.endswith(ending)]
+
+    def take(
+        self, name: str, of: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
+    ) -> Node:
+        """What is stored under a name, without which the weight `of` cannot be read.
+
+        Args:
+            dtypes: data types that it may have.
+            shape: what it must have, None for any number.
+
+        Raises:
+            CheckpointError: it is not there, or is something else.
+        """
+        if name not in self.state:
+            raise self.damaged(f"{name} is missing, without which {of} cannot be read")
+        node = self.state.pop(name).node
+        if node.dtype not in dtypes:
+            raise self.damaged(f"{name} is {node.dtype}; it takes {' or '.join(map(str, dtypes))}")
+        if shape is not None:
+            self.check(name, node, shape)
+        return node
+
+    def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
+        """`take` of what need not be there."""
+        return self.take(name, name, dtypes, shape) if name in self.state else None
+
+    def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
+        """Raise for another shape."""
+        if len(node.shape) != len(shape) or any(s not in (None, n) for n, s in zip(node.shape, shape, strict=True)):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise self.damaged(f"{name} is {list(node.shape)}, and what it belongs to needs [{wanted}]")
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.state.pop(name, None)
+
+    def damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where} is damaged: {what}")
+
+    def unread(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.where} {what}, which cannot be read")
+
+    def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
+        """Raise for numbers of these types that had no scales."""
+        for name, tensor in self.state.items():
+            if tensor.dtype in kinds and tensor.ndim > 1:
+                raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
+
+    def refuse_left(self, endings: Iterable[str]) -> None:
+        """Raise for what belongs to a weight that is not there."""
+        for name in self.state:
+            if name.endswith(tuple(endings)):
+                raise self.damaged(f"{name} belongs to no weight that is quantized so")
+
+    def scaled(
+        self,
+        name: str,
+        values: Node,
+        scales: Node,
+        blocks: Sequence[Blocks] | None = None,
+        zeros: Node | None = None,
+    ) -> Node:
+        """A weight of which numbers share scales and zero points.
+
+        Args:
+            values: the numbers, in the shape of the weight.
+            scales: as many along each dimension as there are blocks, or one.
+            blocks: for each dimension; None as the number of scales says: one for all, or one for each.
+            zeros: as many as scales.
+
+        Raises:
+            CheckpointError: there are not as many scales as that makes.
+        """
+        shape = values.shape
+        if len(scales.shape) != len(shape) and max(scales.shape, default=1) == 1:
+            one: Any = LazyTensor(scales)
+            scales = one.reshape((1,) * len(shape)).node
+        if blocks is None:
+            blocks = [1 if count == size else size for count, size in zip(scales.shape, shape, strict=False)]
+        counts = [
+            -(-size // block) if isinstance(block, int) else count
+            for size, block, count in zip(shape, blocks, scales.shape, strict=False)
+        ]
+        if scales.shape != tuple(counts) or len(blocks) != len(shape):
+            raise self.damaged(
+                f"the scales of {name} {list(shape)} are {list(scales.shape)}, and its blocks need {counts}"
+            )
+        if zeros is not None and zeros.shape != scales.shape:
+            raise self.damaged(
+                f"the zero points of {name} are {list(zeros.shape)}, and its scales {list(scales.shape)}"
+            )
+        held = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
+        if values.dtype is torch.int8 and zeros is None and held == (1, *shape[1:]) and len(shape) == 2:
+            # widened: scales in 16 bits are exact in 32
+            wide: Any = LazyTensor(scales).to(torch.float32)
+            return Decoded(shape, self.dtype, Encoding("int8", -1, shape[1]), (values, wide.node))
+        return Scaled(shape, self.dtype, values, scales, held, zeros)
+
+    def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
+        """The group of each input, of which there are so many."""
+        groups = read(order, {}).long()
+        if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
+            raise self.damaged(f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}")
+        return groups
+
+    def without_zeros(self, zeros: Node | None) -> Node | None:
+        """Zero points, None where all of them are 0."""
+        return None if zeros is None or not bool(read(zeros, {}).any()) else zeros
+
+    def header(self) -> dict[str, str]:
+        """What is said of tensors besides."""
+        if self._header is not None:
+            return dict(self._header)
+        stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))
+        files = dict.fromkeys(leaf.file for leaf in stored if isinstance(leaf, FileLeaf))
+        return {key: value for file in files for key, value in file.metadata.items()}

@@ -1,0 +1,56 @@
+"""What torchao writes: the parts of each tensor under names of their own, and what they are in the file's header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from parallelformers_ng.checkpoint.formats.stored import FLOATS, FP8, Stored
+from parallelformers_ng.checkpoint.nodes import Node
+
+_PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
+"""Tensors that can be read, and the data types of their numbers."""
+
+
+def torchao(stored: Stored) -> dict[str, Node]:
+    """`_weight_qdata` with `_weight_scale`, and for some `_weight_zero_point`."""
+    weights = {}
+    for name, said in _described(stored).items():
+        kind, data = said["_type"], said.get("_data")
+        if kind == "Tensor":
+            continue
+        path, _, short = name.rpartition(".")
+        start = f"{path}._{short}_"
+        if kind not in _PARTS:
+            raise stored.unread(f"holds {name} as torchao's {kind}, and {', '.join(_PARTS)} can be read; it")
+        if f"{start}act_pre_scale" in stored.state:
+            raise stored.unread(f"has {start}act_pre_scale, a scale of activations")
+        values = stored.take(f"{start}qdata", name, _PARTS[kind])
+        scales = stored.take(f"{start}scale", name, FLOATS)
+        has_zeros = "zero_point" in said.get("_tensor_data_names", ())
+        zeros = stored.take(f"{start}zero_point", name, (torch.int8, *FLOATS), scales.shape) if has_zeros else None
+        blocks = data.get("block_size") if isinstance(data, Mapping) else None
+        sizes = [size for size in blocks or () if isinstance(size, int) and size > 0]
+        if len(sizes) != len(values.shape) or len(sizes) != len(blocks or ()):
+            raise stored.damaged(f"it says that the blocks of {name} {list(values.shape)} are {blocks}")
+        weights[name] = stored.scaled(name, values, scales, sizes, stored.without_zeros(zeros))
+        stored.drop(f"{start}act_quant_scale", f"{start}act_quant_zero_point")
+    stored.refuse_without_scales((*FP8, torch.int8), "_scale")
+    stored.refuse_left(["_scale", "_zero_point"])
+    return weights
+
+
+def _described(stored: Stored) -> dict[str, Any]:
+    """What each tensor is, by its name."""
+    header = stored.header()
+    return {name: _read(stored, header, name) for name in _read(stored, header, "tensor_names")}
+
+
+def _read(stored: Stored, header: Mapping[str, str], key: str) -> Any:
+    try:
+        return json.loads(header[key])
+    except (KeyError, ValueError) as error:
+        raise stored.damaged(f"its header does not say what {key} is: {error!r}") from error

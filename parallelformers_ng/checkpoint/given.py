@@ -1,0 +1,130 @@
+"""A model that is given with its weights quantized in memory: plain while it is parallelized, then again what it was.
+
+Its state is read as a checkpoint of its library is, into a plain model whose weights are unread. Each quantized layer
+becomes what that one has in its place, and keeps its hooks, until its own parts come back. The caller holds these
+meanwhile, in few bits as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from parallelformers_ng.checkpoint.formats.stored import Stored
+from parallelformers_ng.checkpoint.formats.unpacking import unpacked
+from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.loading import model_of
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.active_adapters import layers_with_adapters
+from parallelformers_ng.sharding.casting import holds_plain_weights
+from parallelformers_ng.sharding.tensors import dotted
+
+_MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
+"""Attributes by which transformers knows a quantized model; they would keep it from being saved and moved."""
+
+
+def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
+    """A plain model like a quantized one, whose weights are unread; None for one that is plain.
+
+    Args:
+        dtype: of weights in high precision; None is that of the model.
+        dequantize: as in `open_source`.
+
+    Raises:
+        UnsupportedModelError: it is quantized in a way that cannot be read, or not without high precision.
+    """
+    described = {name: tensor for name, tensor in model.named_parameters() if hasattr(tensor, "tensor_data_names")}
+    if not described and (not getattr(model, "is_quantized", False) or holds_plain_weights(model)):
+        return None
+    if layers_with_adapters(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is given with adapters over quantized weights; pass the directory of the adapter,"
+            " whose base each rank reads in part"
+        )
+    config = copy.deepcopy(model.config)
+    said = vars(config).pop("quantization_config", None)
+    said = said.to_dict() if hasattr(said, "to_dict") else said
+    if described:
+        said = {"quant_method": "torchao"}
+    where, dtype = f"the {type(model).__name__} given", dtype or model.dtype
+    if said is None:
+        raise UnsupportedModelError(
+            f"{where} is quantized, and its configuration does not say by what; pass the path of its checkpoint, of"
+            " which each rank reads its part where that can be read"
+        )
+    state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(model.state_dict())}
+    header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
+    stored = Stored(state, said, where, dtype, lambda: model, {**header, "tensor_names": json.dumps(list(header))})
+    return model_of(type(model), config, where, dtype, {}, unpacked(stored, dequantize))
+
+
+class Given:
+    """A quantized model in whose layers a plain one's parts are.
+
+    Args:
+        model: the model, which changes in place.
+        plain: what `open_given` made of it.
+    """
+
+    def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:
+        self._model = model
+        self._marks = {name: vars(model).pop(name) for name in _MARKS if name in vars(model)}
+        self._quantization = vars(model.config).pop("quantization_config", None)
+        self._layers: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+        self.names: set[str] = set()
+        for path, module in plain.named_modules():
+            held = [name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor)]
+            if any(not isinstance(module.get_parameter(name).node, FetchedLeaf) for name in held):
+                self._enter(model.get_submodule(path), module)
+                self.names |= {dotted(path, name) for name in held}
+
+    def _enter(self, layer: nn.Module, plain: nn.Module) -> None:
+        self._layers.append((layer, type(layer), dict(vars(layer))))
+        kept = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
+        parts = {**vars(plain), **{name: vars(layer)[name] for name in kept}}
+        vars(layer).clear()
+        layer.__class__ = type(plain)
+        vars(layer).update(parts)
+
+    def restore(self) -> None:
+        """Make the model what it was. Idempotent."""
+        while self._layers:
+            layer, cls, parts = self._layers.pop()
+            vars(layer).clear()
+            layer.__class__ = cls
+            vars(layer).update(parts)
+        vars(self._model).update(self._marks)
+        if self._quantization is not None:
+            self._model.config.quantization_config = self._quantization
+
+
+def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint of the model would hold."""
+    for name, tensor in state.items():
+        if hasattr(tensor, "tensor_data_names"):
+            path, _, short = name.rpartition(".")
+            yield from ((f"{path}._{short}_{part}", getattr(tensor, part)) for part in _names_of_parts(tensor))
+        else:
+            yield name, tensor
+
+
+def _names_of_parts(tensor: Any) -> list[str]:
+    names = (*tensor.tensor_data_names, *getattr(tensor, "optional_tensor_data_names", ()))
+    return [name for name in names if getattr(tensor, name) is not None]
+
+
+def _description(tensor: Any) -> dict[str, Any]:
+    """What the header of torchao's files says of a tensor."""
+    data = {"block_size": list(getattr(tensor, "block_size", ()))}
+    return {"_type": type(tensor).__name__, "_data": data, "_tensor_data_names": _names_of_parts(tensor)}
+
+
+def _leaf(name: str, tensor: torch.Tensor) -> FetchedLeaf:
+    return FetchedLeaf(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach().cpu(), name)

@@ -1,0 +1,307 @@
+"""The hosts of a group: started, steered and given back from here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
+from parallelformers_ng.hosts.agent import VERSIONS, group_key, machine, purpose
+from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.spawn import is_readable
+from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.meeting import Listener
+from parallelformers_ng.wire.signed import Session, SignedChannel
+
+_CHECK_SECONDS = 0.2  # between two looks at whether those who are waited for can still come
+
+
+class Launcher(Protocol):
+    """Starts an agent on each host of one group.
+
+    Attributes:
+        key: what the agents know.
+        threads: of each rank; None shares out what each host has.
+    """
+
+    key: bytes
+
+    @property
+    def threads(self) -> int | None: ...
+
+    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+        """Start them. Called in a thread of the group's.
+
+        Args:
+            world_size: ranks in all.
+            deadline: when they must have been started, on the clock of `time.monotonic`.
+            check: raises where it is in vain; to be called a few times each second.
+
+        Returns:
+            Where they call, and how many ranks each is to start.
+
+        Raises:
+            StartupError: it cannot be done, or was not before the deadline.
+        """
+
+    def check(self) -> None:
+        """Raise StartupError where an agent that was started will not call any more."""
+
+    def close(self, patient: bool) -> None:
+        """Give back what was taken for the group, which is over. Idempotent.
+
+        Args:
+            patient: all agents have heard it, and may end by themselves.
+        """
+
+
+class Hosts:
+    """The hosts of one group: started together, steered together, given back together. To `Processes` it is the arena,
+    of which each host has one.
+
+    Args:
+        launcher: starts the agents.
+
+    Attributes:
+        key: signs the group's pickles and class names.
+        names: of the hosts, once they are ready.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._token = secrets.token_bytes(8)
+        self.key = group_key(launcher.key, self._token)
+        self._hosts: list[Host] = []
+        self._workers: list[RemoteWorker] = []
+        self._resets = threading.Semaphore(0)
+        self._generation = 0  # how often the arenas were reset
+        self._steering = threading.Lock()  # of two words to several hosts, each hears the same first
+        self._started = threading.Event()
+        self._failure: Exception | None = None
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.owner = os.getpid()
+
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self._hosts]
+
+    @property
+    def are_here(self) -> bool:
+        """Whether all ranks are on one host, and it is this machine."""
+        return [host.machine for host in self._hosts] == [machine()]
+
+    def launch(
+        self,
+        processes: Processes,
+        *,
+        device_names: list[str],
+        key: bytes,
+        among: tuple[int, int],
+        start_timeout: float,
+        **order: Any,
+    ) -> Callable[[], None]:
+        """As `startup.launch`. Each host shares its CPUs among its own ranks."""
+        order |= {"start_timeout": start_timeout, "device": device_names[0]}
+        order["threads"] = order["threads"] or self._launcher.threads
+        deadline = time.monotonic() + start_timeout
+        arguments = (len(device_names), order, deadline)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="parallelformers_ng-hosts", daemon=True)
+        self._thread.start()
+
+        def wait() -> None:
+            self._started.wait()
+            if self._failure is not None:
+                raise self._failure
+            processes.workers.extend(self._workers)
+
+        return wait
+
+    def abort(self, reason: str = "the group is ending") -> None:
+        """End the collectives of all ranks."""
+        for host in self._hosts:
+            host.say("abort", reason)
+
+    def request_cancel(self, sequence: int) -> None:
+        """Have the request with this number cancelled."""
+        for host in self._hosts:
+            host.say("cancel", sequence)
+
+    def reset(self) -> None:
+        """As `Arena.reset`, on every host; it returns once all have done it. A host that is lost is noticed later."""
+        with self._steering:
+            self._generation += 1
+            for host in self._hosts:
+                host.say("reset")
+        end = time.monotonic() + STEER_SECONDS
+        for _ in self._hosts:
+            self._resets.acquire(timeout=max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Hang up, which ends what is left of the ranks. In a forked child it closes what is open, and ends nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() == self.owner:
+            os.eventfd_write(self._wakeup, 1)
+            if self._thread is not None and threading.current_thread() is not self._thread:
+                self._thread.join()
+        for host in self._hosts:
+            host.control.close()
+        os.close(self._wakeup)
+        if os.getpid() == self.owner:
+            self._launcher.close(patient=not any(host.is_lost for host in self._hosts))
+
+    # -- in the thread of the group ------------------------------------------------------------------------------
+
+    def _run(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
+        try:
+            self._start(world_size, order, deadline)
+        except RequestTimeoutError as error:
+            self._failure = StartupError(f"{error}; start_timeout is {order['start_timeout']:g} s")
+        except (ParallelError, OSError) as error:
+            self._failure = error if isinstance(error, StartupError) else StartupError(str(error))
+        except BaseException as error:
+            self._failure = StartupError(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._started.set()
+        if self._failure is None:
+            self._watch()
+
+    def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
+        listener, counts = self._launcher.start(world_size, deadline, self._check)
+        called = self._calls(listener, {b"host %d" % number: number for number in range(len(counts))}, deadline)
+        with contextlib.ExitStack() as unmet:  # who has called and is not wanted shall know it
+            for connection, _ in called.values():
+                unmet.callback(connection.close)
+            self._hosts = [_met(*called[number], deadline) for number in range(len(counts))]
+            unmet.pop_all()
+        order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
+        for host in self._hosts:
+            host.control.send(Kind.REQUEST, 0, order, deadline)
+        ranks = self._calls(
+            listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
+        )
+        channels = [SignedChannel(*ranks[rank], self.key) for rank in range(world_size)]
+        for host in self._hosts:
+            while not self._is_ready(host, deadline):
+                self._check()
+            for pid in host.pids:
+                rank = len(self._workers)
+                self._workers.append(RemoteWorker(rank, host, channels[rank], pid))
+
+    def _calls(
+        self, listener: Listener, due: Mapping[bytes, int], deadline: float
+    ) -> dict[int, tuple[socket.socket, Session]]:
+        """The connections of those who are to call, by the number that belongs to their purpose."""
+        found: dict[int, tuple[socket.socket, Session]] = {}
+        while len(found) < len(due):
+            try:
+                said, made = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
+            except RequestTimeoutError:
+                if time.monotonic() >= deadline:
+                    missing = [" ".join(said.decode().split()[:2]) for said in due if due[said] not in found]
+                    raise RequestTimeoutError(f"{', '.join(missing)} did not call in time") from None
+                self._check()
+                continue
+            if said in due and due[said] not in found:
+                found[due[said]] = made
+            else:
+                made[0].close()
+        return found
+
+    def _check(self) -> None:
+        """Raise StartupError where it is in vain to wait any longer."""
+        if self._closed:
+            raise StartupError("the group was closed while it started")
+        self._launcher.check()
+        for host in self._hosts:
+            if is_readable(host.control.fileno(), 0.0) or host.control.has_more:
+                self._is_ready(host, time.monotonic() + STEER_SECONDS)
+
+    def _is_ready(self, host: Host, deadline: float) -> bool:
+        """Whether a host's ranks are ready, waiting a little."""
+        if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), _CHECK_SECONDS)):
+            if time.monotonic() >= deadline:
+                raise RequestTimeoutError(f"the ranks of host {host.name} were not ready in time")
+            return bool(host.pids)
+        try:
+            kind, _, value = host.control.recv(deadline)
+        except ChannelClosedError:
+            raise StartupError(f"host {host.name} was lost while its ranks started") from None
+        if kind is not Kind.READY:
+            raise StartupError(f"host {host.name}: {value}")
+        host.pids = value
+        return True
+
+    def _watch(self) -> None:
+        """Hear what the agents tell, until the group is over."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        hosts = {host.control.fileno(): host for host in self._hosts}
+        for fd in hosts:
+            poll.register(fd, select.POLLIN)
+        ready: list[int] = []
+        while self._wakeup not in ready:
+            ready = [fd for fd, _ in poll.poll()]
+            for fd in set(ready) & hosts.keys():
+                try:
+                    self._hear(hosts[fd])
+                except GroupError as error:
+                    poll.unregister(fd)
+                    self._lose(hosts[fd], error)
+
+    def _hear(self, host: Host) -> None:
+        while True:
+            _, _, (word, *values) = host.control.recv(time.monotonic() + STEER_SECONDS)
+            if word == "ended":
+                rank, number, code = values
+                self._workers[rank].note_end(number, code)
+            elif word == "aborted":
+                self._abort_others(host, *values)
+            elif word == "reset":
+                self._resets.release()
+            if not host.control.has_more:
+                return
+
+    def _lose(self, host: Host, error: GroupError) -> None:
+        host.is_lost = True
+        for worker in self._workers:
+            if worker.host is host:
+                worker.note_end()
+        self._abort_others(host, self._generation, f"host {host.name} is lost: {error}")
+        self._resets.release()
+
+    def _abort_others(self, host: Host, generation: int, reason: str) -> None:
+        """Tell the other hosts of an abort, unless the arenas were reset since."""
+        with self._steering:
+            for other in self._hosts if generation == self._generation else ():
+                if other is not host:
+                    other.say("abort", reason)
+
+
+def _met(connection: socket.socket, session: Session, deadline: float) -> Host:
+    """The host whose agent has called.
+
+    Raises:
+        StartupError: its libraries are others than those here.
+    """
+    control = SignedChannel(connection, session)
+    _, _, hello = control.recv(deadline)
+    for library, version in VERSIONS.items():
+        if hello["versions"].get(library) != version:
+            raise StartupError(
+                f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process {version};"
+                " install the same on all hosts, for modules cross pickled"
+            )
+    return Host(hello["name"], control, hello["machine"], hello["listens"])

@@ -1,0 +1,176 @@
+"""Ranks on the hosts of a Ray cluster, in a placement group: on as few hosts as have room, a bundle for each rank.
+
+On each host an actor in the first of its bundles is the agent, whose children the ranks are. The other bundles have no
+actor: what Ray reserves in them the ranks take, and they end with the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from parallelformers_ng.errors import ParallelError, StartupError
+from parallelformers_ng.hosts import agent
+from parallelformers_ng.options import RayOptions
+from parallelformers_ng.wire.meeting import Address, Listener, call
+
+_WAIT_SECONDS = 0.2
+_GOODBYE_SECONDS = 5.0
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise ParallelError(
+            "launcher is 'ray', and Ray is not installed; pip install 'parallelformers-ng[ray]', on all hosts"
+        ) from None
+    return ray
+
+
+class Connection:
+    """This process's connection to a cluster. One that was there is used; one that is made for a launcher ends with the
+    last that uses it.
+
+    Args:
+        options: which cluster.
+
+    Raises:
+        ParallelError: Ray is not installed, or this process is connected to another cluster.
+        StartupError: there is no such cluster.
+    """
+
+    _lock = threading.Lock()
+    _users = 0
+    _is_ours = False
+
+    def __init__(self, options: RayOptions) -> None:
+        ray = _ray()
+        with Connection._lock:
+            if ray.is_initialized():
+                at = ray.get_runtime_context().gcs_address
+                if options.address not in (None, "auto", "local", at):
+                    raise ParallelError(
+                        f"ray: address is {options.address!r}, and this process is connected to {at}; leave it out, or"
+                        " call ray.shutdown() first"
+                    )
+            else:
+                try:
+                    ray.init(address=options.address, logging_level=logging.WARNING)
+                except (ConnectionError, ValueError, RuntimeError) as error:
+                    raise StartupError(f"ray: there is no cluster at {options.address!r}: {error}") from error
+                Connection._is_ours = True
+            Connection._users += 1
+        self._is_open = True
+
+    def close(self) -> None:
+        """Leave it. Idempotent."""
+        with Connection._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            Connection._users -= 1
+            if not Connection._users and Connection._is_ours:
+                Connection._is_ours = False
+                _ray().shutdown()
+
+
+class _Agent:
+    """An actor: the agent of its host, for one group."""
+
+    def serve(self, address: Address, key: bytes, number: int, name: str, seconds: float) -> None:
+        made = call(address, key, b"host %d" % number, time.monotonic() + seconds)
+        agent.serve(made, address, key, number, name)
+
+
+class RayHosts:
+    """A `Launcher`: a placement group, and an agent on each of its hosts.
+
+    Args:
+        options: of the user.
+    """
+
+    def __init__(self, options: RayOptions) -> None:
+        self.key = secrets.token_bytes(32)
+        self.threads = max(1, int(options.cpus))
+        self._options = options
+        self._connection = Connection(options)
+        self._listener: Listener | None = None
+        self._placed: Any = None
+        self._serving: dict[Any, str] = {}  # what an agent's call will return → the name of its host
+        self._agents: list[Any] = []
+
+    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+        ray = _ray()
+        bundles_on: dict[str, list[int]] = {}
+        for index, node in self._place(world_size, deadline, check).items():
+            bundles_on.setdefault(node, []).append(index)
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        self._listener = Listener(ray.util.get_node_ip_address(), self.key)
+        for number, (node, bundles) in enumerate(bundles_on.items()):
+            name = f"{nodes[node]['NodeManagerAddress']} (Ray node {node[:8]})"
+            made = self._agent_at(bundles[0])
+            seconds = deadline - time.monotonic()
+            self._agents.append(made)
+            self._serving[made.serve.remote(self._listener.address, self.key, number, name, seconds)] = name
+        return self._listener, [len(bundles) for bundles in bundles_on.values()]
+
+    def _place(self, world_size: int, deadline: float, check: Callable[[], None]) -> dict[int, str]:
+        """Reserve what the ranks take. Returns the node of each bundle."""
+        ray = _ray()
+        bundle = {"CPU": self._options.cpus, **self._options.resources}
+        self._placed = ray.util.placement_group([bundle] * world_size, strategy="PACK")
+        while not self._placed.wait(_WAIT_SECONDS):
+            check()
+            if time.monotonic() >= deadline:
+                raise StartupError(
+                    f"the Ray cluster had no room in time for {world_size} ranks of {bundle}: of"
+                    f" {ray.cluster_resources()} it has {ray.available_resources()} left. Ask for fewer ranks, or"
+                    " allow more time with start_timeout="
+                )
+        return ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
+
+    def _agent_at(self, bundle: int) -> Any:
+        ray = _ray()
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
+        return (
+            ray.remote(_Agent)
+            .options(
+                num_cpus=self._options.cpus,
+                resources=self._options.resources,
+                runtime_env=self._options.runtime_env,
+                scheduling_strategy=place,
+            )
+            .remote()
+        )
+
+    def check(self) -> None:
+        ray = _ray()
+        if not self._serving:
+            return
+        for ended in ray.wait(list(self._serving), timeout=0)[0]:
+            try:
+                ray.get(ended)
+            except Exception as error:  # of its process, its environment, its host
+                raise StartupError(f"the agent on {self._serving[ended]} ended: {error}") from error
+
+    def close(self, patient: bool) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        if self._placed is not None and _ray().is_initialized():  # at the end of the interpreter Ray may have ended
+            if patient:
+                self._await_agents()
+            _ray().util.remove_placement_group(self._placed)
+            self._placed = None
+        self._connection.close()
+
+    def _await_agents(self) -> None:
+        """Let the agents end, which have heard that the group is over: an actor that is ended says so in the log."""
+        serving, self._serving = list(self._serving), {}
+        if serving:
+            _ray().wait(serving, num_returns=len(serving), timeout=_GOODBYE_SECONDS)

@@ -1,0 +1,108 @@
+"""Ranks on other hosts as the caller sees them, where those of this one are processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, WorkerDiedError
+from parallelformers_ng.runtime.spawn import REAP_SECONDS, is_readable
+from parallelformers_ng.runtime.worker_process import EXIT_SECONDS, manner_of_end
+from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.meeting import LOST_SECONDS
+from parallelformers_ng.wire.signed import SignedChannel
+from parallelformers_ng.wire.transport import Channel
+
+STEER_SECONDS = 10.0  # for a word to an agent, which reads nothing else
+
+
+@dataclass(eq=False)
+class Host:
+    """A host of the group.
+
+    Attributes:
+        name: for errors.
+        control: to its agent.
+        machine: which one it is.
+        listens: where its agent does.
+        pids: of its ranks, once they are ready.
+        is_lost: its agent hung up, or cannot be reached.
+    """
+
+    name: str
+    control: SignedChannel
+    machine: str
+    listens: list[Any]
+    pids: list[int] = field(default_factory=list)
+    is_lost: bool = False
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def say(self, *words: Any) -> None:
+        """Tell the agent to do something. One that is gone has done it all."""
+        with self.sending, contextlib.suppress(ChannelClosedError, RequestTimeoutError):
+            if not self.is_lost:
+                self.control.send(Kind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
+
+
+class RemoteWorker:
+    """A rank on another host, with the attributes and methods of `WorkerProcess` that a running group uses.
+
+    Attributes:
+        pidfd: readable once the rank has ended, or its host is lost.
+    """
+
+    def __init__(self, rank: int, host: Host, channel: Channel, pid: int) -> None:
+        self.rank = rank
+        self.host = host
+        self.channel = channel
+        self.pid = pid
+        self.pidfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._status: tuple[int | None, int | None] = (None, None)
+
+    def note_end(self, number: int | None = None, code: int | None = None) -> None:
+        """It has ended, by a signal or with an exit code; with neither, its host is lost."""
+        if not self.has_ended():
+            self._status = number, code
+            os.eventfd_write(self.pidfd, 1)
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        pidfd = self.pidfd  # read once: another thread may be closing it
+        return pidfd < 0 or is_readable(pidfd, timeout)
+
+    def kill(self) -> None:
+        self.host.say("kill")
+
+    def reap(self) -> None:
+        """Wait until it has ended."""
+        self.has_ended(REAP_SECONDS)
+
+    def exit_status(self) -> tuple[int | None, int | None]:
+        if not self.has_ended(EXIT_SECONDS):
+            self.kill()
+            self.reap()
+        return self._status
+
+    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
+        number, code = self.exit_status()
+        host = self.host.name
+        if number is None and code is None:
+            manner = f"the host is gone, or its agent, or was silent for {LOST_SECONDS} s"
+        else:
+            manner = manner_of_end(number, code)
+        text = (
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) on host {host} died: {manner};"
+            " the ranks of a group live and die together, so its group has ended"
+        )
+        return functools.partial(WorkerDiedError, text, self.rank, number, code, host)
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1

@@ -1,0 +1,171 @@
+"""Ranks on the nodes of a `torchrun` job. The process of rank 0 is the caller and goes on with the program; the others
+come to the same line of it, start no model, and end there when the caller has ended.
+
+The first process of each other node is the agent of its node; that of the caller's node is a thread of the caller.
+Ranks are children of the agents, as they are the caller's on one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
+from parallelformers_ng.hosts import agent
+from parallelformers_ng.wire.meeting import Address, Listener, call
+
+log = logging.getLogger("parallelformers_ng")
+
+KEY = "PARALLELFORMERS_NG_KEY"
+"""The environment variable with what only the nodes of a job know."""
+
+INTERFACE = "PARALLELFORMERS_NG_ADDRESS"
+"""The environment variable with the address at which the caller's node is reached, where that is not MASTER_ADDR."""
+
+_KEY_LENGTH = 32
+_POLL_SECONDS = 60.0
+_WHERE = "parallelformers_ng/address"
+
+
+def is_running() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
+
+
+def world_size(asked: int | None) -> int:
+    """How many ranks there are: one for each process that torchrun has started.
+
+    Raises:
+        PlacementError: another number was asked for, or this is no torchrun job.
+    """
+    if not is_running():
+        raise PlacementError("launcher is 'torchrun', and torchrun has not started this process")
+    nodes, each, processes = (_number(name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if nodes * each != processes:
+        raise PlacementError(f"torchrun has started {processes} processes on {nodes} nodes; start equally many on each")
+    if asked not in (None, processes):
+        raise PlacementError(
+            f"num_gpus is {asked}, and torchrun has started {processes} processes, a rank each; leave num_gpus out, or"
+            " pass workers={'launcher': 'local'} for workers of each process alone"
+        )
+    return processes
+
+
+def serve_unless_caller() -> None:
+    """On the process of rank 0 it returns at once. On any other it serves, and ends the process with the caller's."""
+    if _number("RANK") == 0:
+        return
+    if _number("GROUP_RANK") == 0 or _number("LOCAL_RANK"):
+        sys.exit(0)  # the agent of this node has its rank
+    _serve()
+
+
+def _serve() -> NoReturn:
+    key, node = _key(), _number("GROUP_RANK")
+    address = _announced()
+    groups: list[threading.Thread] = []
+    try:
+        while True:  # one connection waits until the caller starts a group, and again
+            made = call(address, key, b"host %d" % node, float("inf"))
+            groups.append(threading.Thread(target=agent.serve, args=(made, address, key, node), daemon=True))
+            groups[-1].start()
+    except ChannelClosedError:
+        for group in groups:
+            group.join()
+    except ProtocolError as error:
+        raise StartupError(f"{error}; set {KEY} to the same text on all nodes") from None
+    sys.exit(0)
+
+
+def _announced() -> Address:
+    """Where the caller listens, once it does."""
+    store = _store()
+    while True:
+        with contextlib.suppress(dist.DistStoreError):  # not yet
+            store.wait([_WHERE], timedelta(seconds=_POLL_SECONDS))
+            host, _, port = store.get(_WHERE).decode().rpartition(" ")
+            return host, int(port)
+
+
+def _store() -> dist.Store:
+    """That in which the processes of the job find each other, which torchrun itself has opened. Anybody who reaches it
+    can read it and write to it, so that nothing secret goes through it, and what it says is trusted with nothing."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    made = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", made)
+
+
+def _key() -> bytes:
+    """What all nodes know; with one node, what nobody else needs to."""
+    if _number("GROUP_WORLD_SIZE") == 1:
+        return secrets.token_bytes(_KEY_LENGTH)
+    text = os.environ.get(KEY, "")
+    if len(text) < _KEY_LENGTH:
+        raise StartupError(
+            f"{KEY} has {len(text)} characters; set it to the same {_KEY_LENGTH} or more, which nobody else knows, on"
+            f" all nodes: export {KEY}=$(openssl rand -hex 32), once, in the script that starts the job"
+        )
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _number(name: str) -> int:
+    return int(os.environ[name])
+
+
+class Torchrun:
+    """A `Launcher`: the agents of a job are there, and each waits for the next group."""
+
+    threads = None
+    _meeting: tuple[bytes, Listener] | None = None  # of this process, for all its groups
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        with Torchrun._lock:
+            if Torchrun._meeting is None:
+                Torchrun._meeting = _open()
+        self.key, self._listener = Torchrun._meeting
+
+    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+        def serve_here() -> None:
+            with contextlib.suppress(ChannelClosedError):
+                made = call(self._listener.address, self.key, b"host 0", deadline)
+                agent.serve(made, self._listener.address, self.key, 0)
+
+        threading.Thread(target=serve_here, name="parallelformers_ng-agent", daemon=True).start()
+        nodes = _number("GROUP_WORLD_SIZE")
+        return self._listener, [world_size // nodes] * nodes
+
+    def check(self) -> None:
+        """The agents end with this process; where one dies, torchrun ends the job."""
+
+    def close(self, patient: bool) -> None:
+        """The agents wait for the next group."""
+
+
+def _open() -> tuple[bytes, Listener]:
+    key = _key()
+    if _number("GROUP_WORLD_SIZE") == 1:
+        return key, Listener("127.0.0.1", key)
+    name = os.environ.get(INTERFACE) or os.environ["MASTER_ADDR"]
+    try:
+        listener = Listener(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]), key)
+    except OSError as error:
+        raise StartupError(
+            f"{name} is no address of this machine ({error.strerror}); set {INTERFACE} to that at which the other nodes"
+            " reach it"
+        ) from None
+    host, port = listener.address
+    _store().set(_WHERE, f"{host} {port}")
+    return key, listener

@@ -1,0 +1,162 @@
+"""What peft puts around a model, while that is parallelized: these objects stay what they are, in the caller. What they
+ask of the model within goes to the workers; what they would do to its weights is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.lazy import values
+from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
+from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of
+
+_KINDS = ("LORA", "IA3")
+_NO_ADAPTER = "__base__"  # peft's name for none
+
+
+def within(model: Any) -> tuple[Any, list[nn.Module]]:
+    """The model that peft's object adapts, and the objects around it; a model of another kind, and none.
+
+    Raises:
+        UnsupportedModelError: it does more than to have adapters in the model, or the kind of these is not cut.
+    """
+    if not hasattr(type(model), "get_base_model"):
+        return model, []
+    for name, config in model.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind not in _KINDS:
+            raise UnsupportedModelError(
+                f"the adapter {name!r} of {type(model).__name__} is of the kind {kind}, and {' and '.join(_KINDS)} are"
+                " cut so far; pass the model without it, or what merge_and_unload() returns"
+            )
+    return model.get_base_model(), [model, model.base_model]
+
+
+def with_adapter(model: Any, directory: str) -> Any:
+    """peft's model around one, with the adapter that a directory holds.
+
+    Raises:
+        ParallelError: peft is not installed.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ParallelError(
+            f"{directory} holds an adapter, and what reads it is not installed: pip install peft"
+        ) from error
+    return PeftModel.from_pretrained(model, directory, low_cpu_mem_usage=True)
+
+
+def surround(around: list[nn.Module], model: nn.Module) -> None:
+    """Have the objects around a model know that it is parallelized, until its `remote_tree.leave`."""
+    remote = remote_of(model)
+    remote.around = around
+    for each in around:
+        vars(each)[REMOTE] = remote
+        cls: Any = type(each)
+        each.__class__ = _surrounding(cls)
+
+
+@functools.cache
+def _surrounding(cls: Any) -> Any:
+    """A subclass of `cls` with its name, for objects around a parallelized model."""
+    members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"__enter__": lambda self: self, "__exit__": lambda self, *_: self.deparallelize(), "_whole_class": cls}
+    for name, why in {**REFUSED, **REFUSED_OF_PEFT}.items():
+        if hasattr(cls, name) and not hasattr(nn.Module, name):
+            members[name] = _refusing(getattr(cls, name), why)
+    for name in SWITCHES:
+        if hasattr(cls, name):
+            members[name] = _switching(getattr(cls, name))
+    if hasattr(cls, "_enable_peft_forward_hooks") and hasattr(cls, "get_base_model"):
+        members |= {"_enable_peft_forward_hooks": _with_names, "agenerate": _agenerate}
+    if hasattr(cls, "save_pretrained"):
+        members["save_pretrained"] = _saving(cls.save_pretrained)
+    return type(cls.__name__, (cls,), members)
+
+
+def _adapters(around: nn.Module) -> Adapters:
+    adapters = remote_of(around).calls.adapters
+    assert adapters is not None, "peft gives no model without a layer that has adapters"
+    return adapters
+
+
+def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise ParallelError(refusal(self, f"{original.__name__}()", f"it {why}"))
+
+    return refuse
+
+
+def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _adapters(self).switching:
+            return original(self, *args, **kwargs)
+
+    return switch
+
+
+@contextlib.contextmanager
+def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__: Any) -> Iterator[None]:
+    """What peft does around a forward and a `generate` for `adapter_names`: here, have the call run with the one named.
+
+    Raises:
+        ParallelError: there are several.
+        ValueError: there is none of that name, as in peft.
+    """
+    if adapter_names is None:
+        yield
+        return
+    names = sorted(set(adapter_names))
+    if strange := set(names) - {*self.peft_config, _NO_ADAPTER}:
+        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(strange))}")
+    if len(names) > 1:
+        what = f"adapter_names={names}"
+        raise ParallelError(refusal(self, what, "the rows of a batch run with the same adapters; call once for each"))
+    adapters = _adapters(self)
+    with adapters.of_call(adapters.active().with_one(None if names == [_NO_ADAPTER] else names[0])):
+        yield
+
+
+async def _agenerate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own, with `adapter_names`."""
+    with self._enable_peft_forward_hooks(adapter_names=kwargs.pop("adapter_names", None)):
+        return await remote_of(self).model.agenerate(*args, **kwargs)
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """peft's own `save_pretrained`."""
+
+    @functools.wraps(original)
+    def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        names = kwargs.get("selected_adapters") or list(self.peft_config)
+        kwargs["state_dict"] = state_of_adapters(self, names, kwargs.get("save_embedding_layers", "auto"))
+        return original(self, save_directory, *args, **kwargs)
+
+    return save
+
+
+def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
+    """A state dict in which those tensors are gathered that peft writes of some adapters; the others stay where they
+    are.
+
+    Args:
+        embeddings: whether those of the model are written too; "auto" as peft chooses.
+    """
+    from peft import get_peft_model_state_dict  # who has adapters has peft
+
+    state = model.state_dict(keep_vars=True)
+    written = set[int]()
+    for name in names:
+        chosen = get_peft_model_state_dict(model, state, name, save_embedding_layers=embeddings)
+        written.update(map(id, chosen.values()))
+    return {name: values(tensor).detach() if id(tensor) in written else tensor for name, tensor in state.items()}

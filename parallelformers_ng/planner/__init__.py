@@ -1,0 +1,1 @@
+"""What a model would need and give on devices that may not be here."""

@@ -1,0 +1,257 @@
+"""Adapters: small matrices that peft adds to layers of a model, cut with the layers that they are added to.
+
+    z = x Wᵀ + s · (x Aᵀ) Bᵀ      (LoRA, arXiv:2106.09685)
+
+An adapter layer stands in the place of a layer and holds it. How the model is cut is worked out as if there were no
+adapters; each adapter layer then takes its layer's place in the plan. A is cut where the inputs of W are, B where its
+outputs are, and what ranks exchange for the layer they exchange for the sum, once. A module that has trained copies
+(`modules_to_save`) is cut as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.sharding.calls import reads_parameters
+from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerPlan, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.stored import StoredInParts
+from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
+
+_COUNTS: dict[str, tuple[str, ...]] = {
+    "lora_A": ("", "inputs"), "lora_B": ("outputs", ""), "ia3_l": ("outputs", "inputs"),
+    "lora_embedding_A": ("", "inputs"), "lora_embedding_B": ("outputs", ""), "lora_magnitude_vector": ("outputs",),
+}  # fmt: skip
+"""Which dimensions of an adapter's tensors are those of its layer; a single number stands for all."""
+_VARIANTS = frozenset({"DoraLinearVariant"})
+_MERGE = "merge it into the weights first (merge_and_unload)"
+_Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made them
+
+
+class NormOverRanks(ParallelLayer):
+    """DoRA's norm of each output's weights, over the inputs of all ranks (arXiv:2402.09353, §4): ‖w‖² = Σᵣ ‖wᵣ‖²."""
+
+    def get_weight_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        norm = super().get_weight_norm(*args, **kwargs)  # type: ignore[misc]
+        return self.communicator.all_reduce(norm.float().square()).sqrt().to(norm.dtype)
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model as it is without adapters, of the same tensors; itself where it has none.
+
+    Raises:
+        UnsupportedModelError: it has adapters that cannot be cut.
+    """
+    places = list(_places(model))
+    if not places:
+        return model
+    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    plain = copy.deepcopy(model, tensors)
+    for place in places:
+        plain.set_submodule(place.path, plain.get_submodule(place.layers[0]))
+    return plain
+
+
+def with_adapters(plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None) -> ShardPlan:
+    """The plan of a model, made of that of the same without its adapters.
+
+    Args:
+        plain: the model without.
+        dtype: data type that floating-point tensors are cast to; None leaves them.
+
+    Raises:
+        UnsupportedModelError: a layer is cut in a way in which its adapter cannot be.
+    """
+    places = {place.path: place for place in _places(model)}
+
+    def place_of(name: str) -> _Place | None:
+        while name and name not in places:
+            name = name.rpartition(".")[0]
+        return places.get(name)
+
+    def moved(name: str) -> list[str]:
+        place = place_of(name)
+        return [name] if place is None else place.moved(name)
+
+    cuts: dict[str, _Cut] = {}
+    for name, tensor in plan.tensors.items():
+        cuts.update(dict.fromkeys(moved(name), (tensor.shards, tensor.rule)))
+    stored = {layer.path for layer in plan.layers if layer.cls is StoredInParts}
+    with_cuts = {place_of(name) for name, tensor in plan.tensors.items() if not tensor.is_replicated}
+    renewed = {layer.path for layer in plan.layers if layer.cls is not None and layer.cls.renews}
+    for path, place in places.items():
+        if path.rpartition(".")[0] in renewed and reads_parameters(plain, path):
+            raise UnsupportedModelError(
+                f"{path} has an adapter, past which one process reads its weight, and ranks would not; {_MERGE}"
+            )
+        cuts.update(place.cuts(plan, place in with_cuts and path not in stored))
+    types = {moved(name)[0]: tensor.dtype for name, tensor in plan.tensors.items()}
+
+    tensors: dict[str, TensorPlan] = {}
+    holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
+    for path, module in model.named_modules():
+        for short, held, is_buffer in owned_tensors(module):
+            name = dotted(path, short)
+            shards, rule = cuts[name]
+            cast = dtype if dtype is not None and held.is_floating_point() else held.dtype
+            storage = holders.setdefault((id(held), shards), name)
+            tensors[name] = TensorPlan(name, tuple(held.shape), types.get(name, cast), shards, storage, is_buffer, rule)
+    added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
+    misfits = plan.misfits | dict.fromkeys(added_to, "an adapter adds to its numbers")
+    layers = [new for layer in plan.layers for new in _moved_layer(layer, places.get(layer.path), moved)]
+    norms = (path for place in places.values() for path in place.norms(cuts))
+    return replace(
+        plan,
+        tensors=tensors,
+        layers=[*layers, *(LayerPlan(path, NormOverRanks, ({},) * plan.world_size) for path in norms)],
+        blocks=[new for block in plan.blocks for new in moved(block)],
+        cuttable=frozenset(moved(name)[0] for name in plan.cuttable),
+        settings={new: value for name, value in plan.settings.items() for new in moved(name)},
+        quantized={moved(name)[0]: how for name, how in plan.quantized.items() if name not in added_to},
+        misfits={moved(name)[0]: why for name, why in misfits.items()},
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A place in a model where a layer has adapters, or copies.
+
+    Attributes:
+        path: of the place.
+        layers: paths of the layer itself and of its copies.
+        layer: the layer itself.
+        adapters: the adapter layers by path; several lie within each other, each for a parameter of the layer.
+    """
+
+    path: str
+    layers: tuple[str, ...]
+    layer: Any
+    adapters: dict[str, Any]
+
+    def moved(self, name: str) -> list[str]:
+        """Where what has that name without adapters lies with them: of the layer itself, then of its copies."""
+        return [layer + name.removeprefix(self.path) for layer in self.layers]
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the layer's parameters whose numbers adapters add to; others add to what the layer gives."""
+        found = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
+        return [f"{self.path}.{name}" for name in found if name]
+
+    def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
+        """How the tensors of the adapters are cut, by name.
+
+        Args:
+            plan: of the model without adapters.
+            is_cut: whether ranks compute with parts of the layer.
+        """
+        found: dict[str, _Cut] = {}
+        for path, adapter in self.adapters.items():
+            weight = plan.tensors.get(f"{self.path}.{getattr(adapter, 'parameter_name', 'weight')}")
+            counted = self._counted(weight, hasattr(adapter, "parameter_name")) if is_cut else ""
+            for name, tensor in adapter.named_parameters(remove_duplicate=False):
+                if (counts := _COUNTS.get(name.partition(".")[0])) is not None:
+                    found[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
+        return found
+
+    def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
+        """Paths of the modules that take norms of the layer's outputs over inputs of which each rank has some."""
+        for path, adapter in self.adapters.items():
+            for name in adapter.lora_magnitude_vector.keys() if hasattr(adapter, "lora_magnitude_vector") else ():
+                if any(shard.dim is not None for shard in cuts[f"{path}.lora_A.{name}.weight"][0]):
+                    yield f"{path}.lora_magnitude_vector.{name}"
+
+    def _counted(self, weight: TensorPlan | None, stacked: bool) -> str:
+        """What the dimension counts in which the layer's weight is cut, "" where it is whole.
+
+        Args:
+            stacked: it may be that of several layers, which lies as transformers' interface of experts says.
+        """
+        if weight is not None and weight.is_replicated:
+            return ""
+        counts: tuple[str, ...] = ()
+        if isinstance(self.layer, (Conv1D, nn.Embedding)):
+            counts = ("inputs", "outputs")
+        elif isinstance(self.layer, nn.Linear) or stacked:
+            counts = ("outputs", "inputs")
+            if weight is not None and len(weight.shape) == 3:
+                counts = ("", *(reversed(counts) if getattr(self.layer, "is_transposed", False) else counts))
+        dim = None if weight is None else weight.shards[0].dim
+        if dim is None or dim >= len(counts):
+            raise UnsupportedModelError(
+                f"{self.path} is a {type(self.layer).__name__} with an adapter, which is cut in no known way; {_MERGE}"
+            )
+        return counts[dim]
+
+
+def _cut(
+    name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
+) -> _Cut:
+    """How one of an adapter's tensors is cut.
+
+    Args:
+        counts: which of the layer's dimensions its own are.
+        weight: of the layer.
+        counted: which of those is cut.
+    """
+    if weight is None or not counted:
+        return (WHOLE,) * ranks, ""
+    if name.endswith(".bias") and counted == "inputs":  # it is added to a sum over the ranks
+        return (WHOLE, *[ZERO] * (ranks - 1)), weight.rule
+    if counted not in counts or tensor.shape[counts.index(counted)] == 1:
+        return (WHOLE,) * ranks, ""
+    return tuple(replace(shard, dim=counts.index(counted)) for shard in weight.shards), weight.rule
+
+
+def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:
+    """What becomes of what the injector does to a layer: where adapters add to what it gives, the sum is exchanged."""
+    if place is None or not place.adapters or layer.cls is StoredInParts:
+        return [replace(layer, path=path) for path in moved(layer.path)]
+    inner = place.layers[0].removeprefix(f"{place.path}.")
+    attributes = tuple(own | {f"{inner}.{name}": value for name, value in own.items()} for own in layer.attributes)
+    return [replace(layer, attributes=attributes)]
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Where adapters are.
+
+    Raises:
+        UnsupportedModelError: one is of a kind that cannot be cut.
+    """
+    latest: _Place | None = None
+    for path, module in model.named_modules():
+        if "_active_adapter" not in vars(module) or (latest is not None and path in latest.adapters):
+            continue
+        if latest is not None and is_within(path, latest.path):
+            raise UnsupportedModelError(f"{path} has an adapter, and lies in {latest.path}, which has one; {_MERGE}")
+        latest = _place(path, module)
+        yield latest
+
+
+def _place(path: str, module: Any) -> _Place:
+    if {"original_module", "modules_to_save"} <= module._modules.keys():
+        copies = (f"{path}.modules_to_save.{name}" for name in module.modules_to_save._modules)
+        return _Place(path, (f"{path}.original_module", *copies), module.original_module, {})
+    adapters: dict[str, Any] = {}
+    inner, layer = path, module
+    while "_active_adapter" in vars(layer) and "base_layer" in layer._modules:
+        if layer.merged_adapters:
+            raise UnsupportedModelError(f"the adapter of {path} is merged; call unmerge_adapter() before parallelize")
+        held = (*layer.named_parameters(), *layer.named_buffers())
+        variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
+        if {name.partition(".")[0] for name, _ in held} - {"base_layer", *_COUNTS} or variants - _VARIANTS:
+            break
+        adapters[inner], inner, layer = layer, f"{inner}.base_layer", layer.base_layer
+    if "_active_adapter" in vars(layer):
+        kinds = "".join(f" with {type(each).__name__}" for each in getattr(layer, "lora_variant", {}).values())
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}{kinds}"
+        raise UnsupportedModelError(f"{path} is a {name}, and LoRA, DoRA and IA3 are cut so far; {_MERGE}")
+    return _Place(path, (inner,), layer, adapters)

@@ -1,0 +1,167 @@
+"""Frames between hosts, over TCP, in signed records: nothing is looked at before its signature was checked.
+
+A record:
+
+    size of the body | signature | body | signature
+
+Both signatures count what went before, in this direction, under keys that hold for one connection (`meeting.py`): a
+record that was changed, repeated, left out, cut short, or sent back to its sender ends the connection. Records are not
+encrypted.
+
+The body is a frame as on one host (`format.py`), followed by what its files hold, and their sizes: a descriptor does
+not cross, its file's bytes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallelformers_ng.errors import ProtocolError
+from parallelformers_ng.wire.decoder import Frame, read_fixed_part
+from parallelformers_ng.wire.encoder import Packed
+from parallelformers_ng.wire.format import FIXED_PART, MAX_HEADER_BYTES, MAX_TENSOR_BYTES, Flag
+from parallelformers_ng.wire.transport import Channel
+
+SIZE = struct.Struct("<Q")
+SIGNATURE_BYTES = 32
+HEAD_BYTES = SIZE.size + SIGNATURE_BYTES
+_LARGEST = MAX_HEADER_BYTES + MAX_TENSOR_BYTES
+
+
+@dataclass(frozen=True)
+class Session:
+    """The keys of one connection, as one of its ends uses them."""
+
+    sending: bytes
+    receiving: bytes
+
+
+class Signer:
+    """Signs, or checks, what goes one way over a connection.
+
+    Args:
+        key: that of the direction.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def sign(self, *parts: bytes | bytearray | memoryview) -> bytes:
+        """The signature of what comes next: HMAC-SHA256 of its number and its parts."""
+        made = hmac.new(self._key, SIZE.pack(self._count), "sha256")
+        for part in parts:
+            made.update(part)
+        self._count += 1
+        return made.digest()
+
+    def check(self, signature: bytes | bytearray | memoryview, *parts: bytes | bytearray | memoryview) -> None:
+        """Raise ProtocolError unless `signature` is that of what was due next."""
+        if not hmac.compare_digest(self.sign(*parts), bytes(signature)):
+            raise ProtocolError("what came over the network is not what the other host sent; it was not read")
+
+
+class SignedChannel(Channel):
+    """A control channel between hosts.
+
+    Args:
+        connection: a TCP socket whose other end knows the session's keys.
+        session: see above.
+        key, blocking: as in `Channel`.
+    """
+
+    def __init__(
+        self, connection: socket.socket, session: Session, key: bytes | None = None, blocking: bool = False
+    ) -> None:
+        super().__init__(connection, key, blocking)
+        self._sending, self._receiving = Signer(session.sending), Signer(session.receiving)
+        self._due = -1  # bytes of the record whose size was checked and that was not taken yet
+
+    def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
+        if self._unsent is None:  # else it was signed, and sent in part
+            self._unsent = self._record(packed)
+        super().send_packed(packed, deadline)
+
+    def receive(self, deadline: float = math.inf) -> Frame:
+        if self._due < 0:
+            self._fill(HEAD_BYTES, deadline)
+            head = self._free[self._begin : self._begin + HEAD_BYTES]
+            self._receiving.check(head[SIZE.size :], head[: SIZE.size])
+            self._begin += HEAD_BYTES
+            (self._due,) = SIZE.unpack(head[: SIZE.size])
+        if not FIXED_PART.size <= self._due <= _LARGEST:
+            raise ProtocolError(f"a record announces {self._due} bytes, beyond the limits")
+        self._fill(self._due + SIGNATURE_BYTES, deadline)
+        end = self._begin + self._due
+        body = self._free[self._begin : end]
+        self._receiving.check(self._free[end : end + SIGNATURE_BYTES], body)
+        self._begin, self._due = end + SIGNATURE_BYTES, -1
+        return _frame(body)
+
+    def _record(self, packed: Packed) -> bytes:
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(_content(fd)) for fd in packed.fds]
+            sizes = [SIZE.pack(len(file)) for file in files]
+            body = b"".join([packed.data, *files, *sizes])
+        size = SIZE.pack(len(body))
+        return b"".join([size, self._sending.sign(size), body, self._sending.sign(body)])
+
+
+@contextlib.contextmanager
+def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
+    """What a file holds."""
+    if not os.fstat(fd).st_size:
+        yield b""
+        return
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapping:
+        yield mapping
+
+
+def _frame(body: memoryview) -> Frame:
+    """The frame that a checked record holds, with files of this process."""
+    count = FIXED_PART.unpack_from(body)[-1]
+    sizes_at = len(body) - count * SIZE.size
+    if sizes_at < FIXED_PART.size:
+        raise ProtocolError(f"a record announces {count} files, and has {len(body)} bytes")
+    sizes = [size for (size,) in SIZE.iter_unpack(body[sizes_at:])]
+    kind, flags, sequence, header_size, tensor_size, _ = read_fixed_part(bytes(body[: FIXED_PART.size]), 0, count)
+    header_end = FIXED_PART.size + header_size
+    begin = header_end + (0 if flags & Flag.MEMFD else tensor_size)
+    if begin + sum(sizes) != sizes_at or (flags & Flag.MEMFD and tensor_size > sizes[-1]):
+        raise ProtocolError(f"a record of {len(body)} bytes announces others")
+    tensors = body[header_end:begin]
+    files: list[memoryview] = []
+    for size in sizes:
+        files.append(body[begin : begin + size])
+        begin += size
+    if flags & Flag.MEMFD:
+        tensors = files.pop()[:tensor_size]
+    blob = torch.empty(tensor_size, dtype=torch.uint8, device="cpu")  # aligned, and the receiver's own
+    memoryview(blob.numpy())[:] = tensors
+    header = bytes(body[FIXED_PART.size : header_end])
+    return Frame(kind, flags, sequence, header, blob, _as_descriptors(files))
+
+
+def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:
+    """A file in memory for each of these."""
+    made: list[int] = []
+    try:
+        for content in contents:
+            made.append(os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC))
+            while content:
+                content = content[os.write(made[-1], content) :]
+    except BaseException:
+        for fd in made:
+            os.close(fd)
+        raise
+    return made

@@ -1,0 +1,48 @@
+"""Hosts on this machine: an agent each, as a thread of the tests, reached over loopback."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+
+from parallelformers_ng.hosts import agent
+from parallelformers_ng.wire.meeting import Listener, call
+
+
+class SimulatedHosts:
+    """A `Launcher` of hosts.
+
+    Args:
+        *counts: ranks of each.
+        apart: whether each host has CPUs of its own, as far as there are some. It then has a fork server, too.
+    """
+
+    threads = None
+
+    def __init__(self, *counts: int, apart: bool = False) -> None:
+        self.counts = list(counts)
+        self._apart = apart
+        self.key = secrets.token_bytes(32)
+        self.threads: list[threading.Thread] = []
+        self._listener = Listener("127.0.0.1", self.key)
+
+    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+        for number in range(len(self.counts)):
+            self.threads.append(threading.Thread(target=self._serve, args=(number, deadline), daemon=True))
+            self.threads[-1].start()
+        return self._listener, self.counts
+
+    def _serve(self, number: int, deadline: float) -> None:
+        if self._apart:
+            cpus = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, cpus[number % len(cpus) :: len(self.counts)])  # of this thread
+        made = call(self._listener.address, self.key, b"host %d" % number, deadline)
+        agent.serve(made, self._listener.address, self.key, number, f"host-{number}")
+
+    def check(self) -> None:
+        pass
+
+    def close(self, patient: bool) -> None:
+        self._listener.close()

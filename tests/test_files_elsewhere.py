@@ -1,0 +1,58 @@
+"""Files of checkpoints on hosts that did not find them."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from parallelformers_ng.checkpoint import files
+from parallelformers_ng.checkpoint.files import CheckpointFile, SafetensorsFile
+from parallelformers_ng.errors import CheckpointError
+
+
+def from_elsewhere(file: CheckpointFile) -> CheckpointFile:
+    """A file as a process of another host gets it."""
+    file._seen_from = ("another machine", file._seen_from[1])
+    return pickle.loads(pickle.dumps(file))
+
+
+def test_a_file_is_found_on_another_host_under_its_name_or_in_the_cache(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    place = "models--org--name/snapshots/0123abc/model.safetensors"
+    (there / place).parent.mkdir(parents=True)
+    save_file({"weight": torch.arange(6.0)}, there / place)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(there))
+    file = SafetensorsFile(there / place)
+    assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here))
+    shutil.move(there / place, tmp_path / "moved")
+    fetched = []
+
+    def fetch(repository, name, revision):
+        fetched.append((repository, name, revision))
+        (here / place).parent.mkdir(parents=True)
+        shutil.move(tmp_path / "moved", here / place)
+
+    monkeypatch.setattr(files, "hf_hub_download", fetch)
+    assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
+    assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
+    assert fetched == [("org/name", "model.safetensors", "0123abc")]
+
+
+@pytest.mark.parametrize("change", ["gone", "longer", "of the same length"])
+def test_another_file_on_another_host_is_refused(tmp_path, change):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6.0)}, path)
+    file = SafetensorsFile(path)
+    path.unlink()
+    if change != "gone":
+        save_file(
+            {"weight" if change == "longer" else "wejght": torch.arange(6.0 if change != "longer" else 8.0)}, path
+        )
+    with pytest.raises(CheckpointError, match=rf"{path} is not on host .* give a path that all hosts see"):
+        from_elsewhere(file).tensor("weight")

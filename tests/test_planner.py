@@ -1,0 +1,324 @@
+"""Forecasts against figures that others published, and observations against models that run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    Mamba2Config,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from parallelformers_ng import ParallelError, UnsupportedModelError, forecast, plan
+from parallelformers_ng.cli import commands as cli
+from parallelformers_ng.planner import forecast as forecasting
+from parallelformers_ng.planner import here
+from parallelformers_ng.planner.devices import DEVICES, LINKS, Cluster, Device
+from parallelformers_ng.planner.observation import Observation, observe, tensors_in
+from parallelformers_ng.runtime.group import WorkerGroup
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+LLAMA_2_7B: dict[str, Any] = {}  # the defaults of transformers
+LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA_2_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+PUBLISHED = {
+    "Llama-2-7B": (LLAMA_2_7B, {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}),
+    "Llama-3.1-8B": (LLAMA_3_8B, {1: 93.83, 2: 149.1, 4: 217.21, 8: 276.01}),
+    "Llama-2-70B": (LLAMA_2_70B, {2: 21.32, 4: 38.01, 8: 62.5}),
+}
+"""Tokens per second of gpt-fast in bf16, by its README: number of A100-80GB → figure, one sequence, a short prompt."""
+
+
+def on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def seen(config: PreTrainedConfig, ranks: int = 1, batch: int = 2, length: int = 64) -> Observation:
+    model = on_meta(config)
+    return observe(model, plan(model, ranks), 0, batch, length)
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama-2-7B", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Llama-3.1-8B", "Llama-2-70B"))]
+)
+def test_decoding_is_as_fast_as_gpt_fast_measured(name: str) -> None:
+    sizes, figures = PUBLISHED[name]
+    model = on_meta(LlamaConfig(**sizes))
+    found = forecast(model, device="a100", gpus_per_host=8, length=205, decode="compile")
+    speeds = {each.tensor: each.tokens_per_second for each in found.arrangements if each.pipeline == 1}
+    assert {count: speeds[count] for count in figures} == pytest.approx(figures, rel=0.1)
+
+
+def test_weights_and_caches_are_those_of_llama_2_7b() -> None:
+    """6,738,415,616 parameters, by its model card; of a token 32 layers × 2 × 4096 numbers."""
+    found = forecast(on_meta(LlamaConfig()), device="h100", gpus_per_host=1, batch=2, length=128)
+    memory = found.arrangements[0].memory
+    assert memory.weights == pytest.approx(2 * 6_738_415_616, rel=1e-6)
+    assert memory.caches == 2 * 128 * 32 * 2 * 4096 * 2
+
+
+def test_a_step_of_megatron_sums_twice_a_layer() -> None:
+    """And once for the embedding, and gathers the logits."""
+    assert seen(LlamaConfig(**SMALL), ranks=2).step.exchanges == 2 * 2 + 2
+
+
+def test_heads_beyond_their_count_are_cached_more_than_once() -> None:
+    config = LlamaConfig(**SMALL, num_key_value_heads=2)
+    whole, two, four = (sum(seen(config, ranks).caches.values()) for ranks in (1, 2, 4))
+    assert (two, four) == (whole / 2, whole / 2)
+
+
+def test_caches_are_as_long_as_a_window_is_wide() -> None:
+    short, long = (
+        seen(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=16), length=length) for length in (64, 128)
+    )
+    assert sum(short.caches.values()) == sum(long.caches.values()) > 0
+
+
+def test_latent_attention_caches_576_numbers_a_token_and_layer() -> None:
+    """512 of the latent and 64 of the rotary key: DeepSeek-V3, arXiv:2412.19437, section 4.2."""
+    config = DeepseekV3Config(num_hidden_layers=2, n_routed_experts=8, n_group=2, topk_group=1, vocab_size=512)
+    assert sum(seen(config, batch=1, length=32).caches.values()) == 2 * 32 * 576 * 2
+
+
+def test_states_do_not_grow_with_the_text() -> None:
+    config = Mamba2Config(hidden_size=64, num_heads=8, head_dim=16, state_size=16, num_hidden_layers=2, vocab_size=96)
+    short, long = (sum(seen(config, length=length).caches.values()) for length in (32, 64))
+    assert short == long > 0
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SMALL), GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96)])
+def test_what_is_observed_is_what_a_model_does(config: PreTrainedConfig) -> None:
+    observed = seen(config, length=32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    ids = torch.ones(2, 31, dtype=torch.long)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        caches = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        first = counter.get_total_flops()
+        caches = model(ids[:, :1], past_key_values=caches).past_key_values
+    assert sum(work.flops for work in observed.step.work) == counter.get_total_flops() - first
+    causal = 0.5 * 2 * 2 * 2 * (2 * 4 * 31 * 31 * 16)  # half of the scores of a prompt are not asked for
+    assert sum(work.flops for work in observed.prompt.work) == first - causal
+    assert sum(observed.caches.values()) == sum(tensor.nbytes for tensor in tensors_in(caches))
+
+
+def test_of_experts_a_step_reads_those_that_it_meets() -> None:
+    """One token meets as many as it chooses, and a thousand meet all."""
+
+    def read(chosen: int, batch: int) -> float:
+        sizes = SMALL | {"num_local_experts": 8, "num_experts_per_tok": chosen, "num_key_value_heads": 2}
+        return sum(work.moved for work in seen(MixtralConfig(**sizes), batch=batch).step.work)
+
+    experts = 2 * 3 * 64 * 128 * 2  # one in each layer
+    assert read(2, 1) - read(1, 1) == pytest.approx(experts, rel=0.02)
+    assert read(4, 1) - read(1, 1) == pytest.approx(3 * experts, rel=0.02)
+    assert read(1, 1000) > 8 * experts
+
+
+def test_an_encoder_and_a_decoder_are_observed() -> None:
+    model = T5ForConditionalGeneration(
+        T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=96)
+    )
+    found = observe(model, plan(model, 2), 1, 2, 16)
+    assert sum(found.caches.values()) == 2 * 2 * (16 + 15) * 2 * 2 * 16 * 4  # 2 layers: own and crossed, half the heads
+
+
+def test_a_model_that_is_loaded_stays_as_it_is() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    forecast(model, gpus_per_host=2, length=16)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {type(module).__module__.partition(".")[0] for module in model.modules()} <= {"transformers", "torch"}
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with room for little more than half of a small model."""
+    monkeypatch.setitem(
+        DEVICES, "small", Device(5e5, 1e9, {torch.bfloat16: 1e12, torch.float32: 1e12}, "pcie4", "none")
+    )
+
+
+def test_what_is_missing_is_enough_where_it_is_there(small_device: None) -> None:
+    model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
+    tight = forecast(model, device="small", gpus_per_host=1, batch=1, length=16)
+    assert tight.best is None
+    (line,) = [note for note in tight.notes if "devices, which is" in note]
+    devices = int(line.split()[2])
+    assert forecast(model, device="small", gpus_per_host=devices, batch=1, length=16).best is not None
+    fewer = forecast(model, device="small", gpus_per_host=devices - 1, batch=1, length=16).arrangements
+    assert not next(each for each in fewer if each.tensor == 1).memory.fits
+
+
+def test_stages_are_taken_where_a_layer_has_no_room_whole(small_device: None) -> None:
+    model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
+    found = forecast(model, device="small", hosts=8, gpus_per_host=1, length=16, network="ethernet-10g").arrangements
+    staged = next(each for each in found if each.tensor == 1)
+    assert staged.memory.fits
+    assert staged.pipeline > 1
+    assert staged.memory.weights < sum(plan(model, 1).bytes_per_rank)
+    one = next(each for each in forecast(model, gpus_per_host=1, length=16).arrangements)
+    assert staged.exchanges == staged.pipeline
+    assert one.exchanges == 0
+
+
+def test_a_batch_that_has_no_room_says_how_many_would(small_device: None) -> None:
+    model = on_meta(LlamaConfig(**SMALL))
+    full = forecast(model, device="small", gpus_per_host=1, batch=500, length=64)
+    (line,) = [note for note in full.notes if "sequences at a time" in note]
+    count = int(line.split()[2])
+    assert forecast(model, device="small", gpus_per_host=1, batch=count, length=64).best is not None
+    assert forecast(model, device="small", gpus_per_host=1, batch=count + 1, length=64).best is None
+
+
+def test_replicas_are_no_more_than_sequences() -> None:
+    found = forecast(on_meta(LlamaConfig(**SMALL)), gpus_per_host=4, batch=3, length=16)
+    assert {(each.tensor, each.replicas) for each in found.arrangements} == {(1, 3), (2, 2), (4, 1)}
+    assert found.best is not None
+    assert found.best.tokens_per_second == pytest.approx(3 / found.best.step_seconds)
+    if found.best.replicas == 3:
+        assert any("1 of 4 devices are left over" in note for note in found.notes)
+
+
+def test_a_slower_network_makes_the_same_sums_dearer() -> None:
+    model = on_meta(LlamaConfig(**SMALL))
+    fast, slow = (
+        forecast(model, hosts=4, gpus_per_host=1, length=16, network=network).arrangements
+        for network in ("infiniband-ndr", "ethernet-10g")
+    )
+    shares = [next(each.exchange_share for each in found if each.tensor == 4) for found in (fast, slow)]
+    assert shares[0] < shares[1] < 1
+
+
+def test_a_sum_takes_what_its_link_takes() -> None:
+    one = Cluster(DEVICES["h100"], 4, 8, LINKS["nvlink4"], LINKS["infiniband-ndr"])
+    assert one.exchange_seconds(1, 1e9, gathers=False) == 0
+    assert one.exchange_seconds(8, 0, gathers=False) == pytest.approx(6.8e-6 + 2 * 7 * 0.6e-6)
+    assert one.exchange_seconds(8, 450e9, gathers=True) == pytest.approx(7 / 8, rel=1e-3)
+    across = one.exchange_seconds(32, 50e9, gathers=False) - one.exchange_seconds(8, 50e9, gathers=False)
+    assert across == pytest.approx(2 * 3 / 4, rel=1e-3)
+
+
+def test_int8_halves_the_weights_and_takes_no_stages(small_device: None) -> None:
+    model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8}))
+    found = forecast(model, device="small", hosts=2, gpus_per_host=1, length=16, quantize="int8").arrangements
+    assert {each.pipeline for each in found} == {1}
+    plain = forecast(model, gpus_per_host=1, length=16).arrangements[0].memory.weights
+    assert next(each for each in found if each.tensor == 1).memory.weights < 0.7 * plain
+
+
+PROBE = here.Probe(step=1e-3, layer=5e-3, operator=2e-3, bandwidth=1e9, flops=1e10)
+
+
+def test_a_step_here_takes_its_layers_its_operators_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = {1: PROBE, 2: replace(PROBE, layer=7e-3)}
+    monkeypatch.setattr(forecasting, "probe_here", lambda ranks, dtype: probes[ranks])
+
+    def steps(config: PreTrainedConfig) -> dict[int, float]:
+        found = forecast(on_meta(config), device="here", gpus_per_host=2, length=8).arrangements
+        return {each.tensor: each.step_seconds for each in found}
+
+    wide = SMALL | {"hidden_size": 2048, "intermediate_size": 4096}
+    few, many = (steps(LlamaConfig(**wide | {"num_hidden_layers": count})) for count in (2, 4))
+    for ranks, sums in ((1, 0.0), (2, 2 * 2 * 1e-3)):
+        size = 2 * (4 * 2048**2 + 3 * 2048 * 4096) * 2 / ranks  # of two layers, in bfloat16
+        assert many[ranks] - few[ranks] == pytest.approx(2 * 5e-3 + sums + size / 1e9, rel=0.02)
+    few, many = (steps(GPT2Config(n_layer=count)) for count in (1, 2))
+    works = [seen(GPT2Config(n_layer=count), batch=1, length=8).step for count in (1, 2)]
+    operators = [len(each.work) - each.exchanges for each in works]
+    takes = (operators[1] - operators[0]) * 2e-3 + 12 * 768**2 * 2 / 1e9
+    assert many[1] - few[1] == pytest.approx(takes, rel=0.02)
+
+
+@pytest.mark.slow
+def test_ranks_of_this_machine_are_probed(
+    groups: Callable[[int], WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_WIDE_BYTES", 68e6), ("_ROUNDS", 1), ("_TOKENS", 1)):
+        monkeypatch.setattr(here, name, value)
+    found = here.probe(groups(2), torch.float32)
+    assert all(0 < value < float("inf") for value in vars(found).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "her"}, "did you mean 'here'"),
+        ({"device": "here", "hosts": 2}, "which is one host"),
+        ({"device": "h10"}, "did you mean 'h100'"),
+        ({"device": "abacus"}, "it takes v100, a100-40gb"),
+        ({"network": "ethernet-100"}, "did you mean 'ethernet-100g'"),
+        ({"hosts": 0}, "hosts is 0; it takes a number, at least 1"),
+        ({"length": 1}, "length is 1; it takes a number, at least 2"),
+        ({"decode": "fast"}, "decode is 'fast'"),
+        ({"device": "v100"}, "of a v100 the figures of float16, float32 are known"),
+    ],
+)
+def test_what_is_not_known_is_refused_in_words(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelError, match=message):
+        forecast(on_meta(LlamaConfig(**SMALL)), **options)
+
+
+def test_models_without_tokens_are_refused_in_words() -> None:
+    config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=96)
+    with pytest.raises(UnsupportedModelError, match="does not generate"):
+        forecast(BertForMaskedLM(config), gpus_per_host=1, length=16)
+    with pytest.raises(UnsupportedModelError, match="keeps nothing from token to token"):
+        forecast(BertLMHeadModel(config), gpus_per_host=1, length=16)
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    command = ["plan", str(tmp_path), "--device", "h100", "--hosts", "2", "--gpus-per-host", "2", "--length", "16"]
+    command += ["--batch", "4", "--dtype", "bfloat16"]
+    assert cli.main(command) == 0
+    text = capsys.readouterr().out
+    assert "LlamaForCausalLM in bfloat16 on 2 hosts with 2 h100 each: 4 sequences of 16 tokens" in text
+    assert "Take 1 × 1 × 4" in text
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["arrangements"][0]["replicas"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hosts", "2"], "--hosts is for a forecast; say which devices"),
+        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan of given ranks"),
+        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan of given ranks"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "llama", *flags]) == 2
+    assert message in capsys.readouterr().err

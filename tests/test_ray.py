@@ -1,0 +1,153 @@
+"""Ranks on the nodes of a Ray cluster, here all of them on this machine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.hosts import compare
+from parallelformers_ng import parallelize, start_group
+from parallelformers_ng.errors import ParallelError, StartupError, WorkerDiedError
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.serving.options import ServeOptions
+from tests.patience import await_end, await_incarnation
+from tests.ray_cluster import add_node, ray_cluster
+from tests.saved_model import save_tiny_model
+from tests.serving import save_served_model
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'parallelformers-ng[ray]'")
+serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'parallelformers-ng[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WORKERS = {"launcher": "ray", "device": "cpu", "start_timeout": 600}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(nodes=2, cpus=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_two_nodes_of_two_ranks_give_what_one_process_gives(cluster, path, tmp_path):
+    whole = AutoModelForCausalLM.from_pretrained(path).eval()
+    with parallelize(path, 4, workers=WORKERS, progress=False) as model:
+        group = deployment_of(model).replicas[0].group
+        assert len(group.hosts.names) == 2
+        assert ray.available_resources().get("CPU", 0) == 0
+        assert all(compare(model, whole, tmp_path).values())
+        pids = group.pids
+    await_end(*pids)
+    assert not [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
+
+
+def test_ranks_go_to_as_few_nodes_as_have_room_with_the_users_environment(cluster):
+    options = {"runtime_env": {"env_vars": {"TEST_WORD": "said"}}}
+    with start_group(2, **WORKERS, ray=options) as group:
+        assert len(group.hosts.names) == 1
+        found = [psutil.Process(pid).environ().get("TEST_WORD") for pid in group.pids]
+    assert found == ["said", "said"]
+
+
+def test_a_node_that_is_killed_in_a_request_is_named_and_the_group_recovers(cluster, path):
+    ids = torch.arange(1, 8)[None]
+    whole = AutoModelForCausalLM.from_pretrained(path).eval()
+    spare = add_node(cluster, 2)
+    with parallelize(path, 4, workers=WORKERS, progress=False) as model:
+        group = deployment_of(model).replicas[0].group
+        old = group.pids
+        name = group.hosts.names[1]
+        node = next(each for each in cluster.list_all_nodes() if each.node_id[:8] in name)
+
+        class Streamer:
+            def __init__(self) -> None:
+                self.tokens = 0
+
+            def put(self, _: torch.Tensor) -> None:
+                self.tokens += 1
+                if self.tokens == 3:
+                    threading.Thread(target=cluster.remove_node, args=(node, False)).start()
+
+            def end(self) -> None:
+                pass
+
+        with pytest.raises(WorkerDiedError) as raised:
+            model.generate(ids, max_new_tokens=1900, streamer=Streamer())
+        assert raised.value.rank in (2, 3)
+        assert raised.value.host == name
+        await_end(*old)
+        await_incarnation(model, 1)
+        assert torch.allclose(model(ids).logits, whole(ids).logits, atol=1e-4)
+        assert not set(old) & set(deployment_of(model).pids)
+    cluster.remove_node(spare)
+    add_node(cluster, 2)
+
+
+def test_more_ranks_than_have_room_are_refused_with_what_there_is(cluster):
+    with pytest.raises(StartupError, match=r"no room in time for 64 ranks of \{'CPU': 1\}"):
+        start_group(64, launcher="ray", device="cpu", start_timeout=3)
+
+
+def test_a_cluster_that_this_process_is_not_connected_to_is_refused(cluster):
+    with pytest.raises(ParallelError, match=r"address is '10\.1\.1\.1:6379', and this process is connected to"):
+        start_group(2, launcher="ray", device="cpu", ray={"address": "10.1.1.1:6379"})
+
+
+def test_the_server_on_ray_serve(cluster, tmp_path):
+    """Two replicas of a rank each behind one route, healthy as `/ready` says, gone afterwards."""
+    from parallelformers_ng.serving.on_ray import deployed
+
+    folder = save_served_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ServeOptions(str(folder), num_gpus=1, replicas=2, device="cpu", launcher="ray", port=port, api_key="k")
+    body = {"prompt": "And", "max_tokens": 8, "temperature": 0}
+    headers = {"Authorization": "Bearer k"}
+    with deployed(options) as url, httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False) as client:
+        (application,) = serve.status().applications.values()
+        (found,) = application.deployments.values()
+        assert found.replica_states == {"RUNNING": 2}
+        assert client.get("/ready").status_code == 200
+        assert client.get("/ready", headers={"Authorization": "Bearer other"}).status_code == 401
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: client.post("/v1/completions", json=body), range(16)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+    assert ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"client_timeout": 3.0}, "client_timeout does not act"),
+        ({"port": 0}, "port is 0"),
+        ({"replicas": 2, "autoscaling": ["max_replicas=2"]}, "replicas is 2, and autoscaling says how many"),
+        ({"autoscaling": ["max_replicas=two"]}, "autoscaling has 'max_replicas=two'; it takes NAME=NUMBER"),
+        (
+            {"autoscaling": ["max_replica=2"]},
+            r"'max_replica', which Ray Serve does not take \(did you mean 'max_replicas'",
+        ),
+        ({"autoscaling": ["min_replicas=3", "max_replicas=2"]}, "which Ray Serve does not take: .*max_replicas"),
+    ],
+)
+def test_what_does_not_act_on_ray_serve_is_refused(options, message):
+    from parallelformers_ng.serving.on_ray import deployed
+
+    with (
+        pytest.raises(ParallelError, match=f"(?s){message}"),
+        deployed(ServeOptions("model", launcher="ray", **options)),
+    ):
+        pass
