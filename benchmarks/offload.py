@@ -2,12 +2,13 @@
 
 python -m benchmarks.offload [--layers 24] [--tokens 8] [--rounds 3] [--folder DIR]
 
-A checkpoint of random weights (a Llama shape in float32, 1.2 GB with 24 layers) is made in a temporary directory and
-removed afterwards. Both contenders have the same bytes for weights, a third of the checkpoint, and leave the rest to
-the disk, on which they write what they need; they have the same cores. Each runs in a control group of memory of its
-own, without swap, in which the system counts the file pages, too. Its limit is what the contender's processes take
-before they load, and those bytes, and one layer. That needs the right to make control groups; without it they run
-without limits, and the report says so. They run in turn; the first token is not counted.
+A checkpoint of random weights (a Llama shape in float32, 1.3 GB with 24 layers) is made in a temporary directory and
+removed afterwards. Each contender runs in a control group of memory, without swap, in which the system counts the file
+pages, too, and both groups have the same limit: what our processes take before they load, a third of the checkpoint,
+one layer, and something to spare. What accelerate's one process takes less than our three is more room for its weights.
+What has no room lies on the disk, on which they write what they need; they have the same cores. Without the right to
+make control groups they run without limits, with a third of the checkpoint in memory each, and the report says so. They
+run in turn; the first token is not counted.
 
     ours        parallelize("directory", 2, fit={"max_memory": …, "offload_folder": …})
     accelerate  from_pretrained("directory", device_map="auto", max_memory=…, offload_folder=…), one process, all cores
@@ -23,17 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from benchmarks import measure
+from benchmarks.control_groups import Group, control_group
 
 WAYS = ("ours", "accelerate")
 RANKS = 2
 SPARE = 64 << 20  # for what is neither weights nor there before: activations, the modules of the model, its tables
-_ROOTS = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}  # versions 1 and 2
-_USED = {"memory.limit_in_bytes": "memory.usage_in_bytes", "memory.max": "memory.current"}
-_PEAK = {"memory.limit_in_bytes": "memory.max_usage_in_bytes", "memory.max": "memory.peak"}
 
 
 def tiny() -> Any:
@@ -70,48 +69,10 @@ def drop_from_cache(directory: Path) -> None:
         os.close(descriptor)
 
 
-class Group:
-    """A control group of memory that a contender puts itself into; None of it where the system forbids it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path) if path else None
-        self._limit = next((name for name in _USED if self.path and (self.path / name).exists()), "")
-
-    def join(self) -> None:
-        if self.path:
-            (self.path / "cgroup.procs").write_text(str(os.getpid()))
-
-    def allow(self, further: int) -> int:
-        """From now on no more than what is used and so many bytes. Returns the limit."""
-        if not self.path:
-            return 0
-        limit = int((self.path / _USED[self._limit]).read_text()) + further
-        (self.path / self._limit).write_text(str(limit))
-        return limit
-
-    def peak(self) -> int:
-        return int((self.path / _PEAK[self._limit]).read_text()) if self.path else 0
-
-
-@contextmanager
-def control_group(name: str) -> Iterator[str]:
-    """The path of a new one, "" where none can be made."""
-    for root, limit in _ROOTS.items():
-        path = Path(root, f"parallelformers_ng-{os.getpid()}-{name}")
-        try:
-            path.mkdir()
-        except OSError:
-            continue
-        try:
-            yield str(path) if (path / limit).exists() else ""
-        finally:
-            path.rmdir()
-        return
-    yield ""
-
-
-def contend(way: str, directory: str, folder: str, group: Group, room: int, layer: int, tokens: int) -> dict[str, Any]:
-    """Load and decode, in this process and those that it starts."""
+def contend(
+    way: str, directory: str, folder: str, group: Group, room: int, layer: int, limit: int, tokens: int
+) -> dict[str, Any]:
+    """Load and decode, in this process and those that it starts. With a limit, the room is what is left of it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,17 +83,20 @@ def contend(way: str, directory: str, folder: str, group: Group, room: int, laye
         with start_group(RANKS, device="cpu") as workers:
             with parallelize(tiny(), workers=workers, progress=False) as model:
                 decode(model, 1)
-            limit = group.allow(room + layer + SPARE)
+            limit = group.used() + room + layer + SPARE
+            group.limit_to(limit)
             memory = {**dict.fromkeys(range(RANKS), room // RANKS), "cpu": 0}
             fit = {"max_memory": memory, "offload_folder": folder}
             model = parallelize(directory, workers=workers, fit=fit, progress=False)
-            return {**decode(model, tokens), "limit": limit, "peak": group.peak()}
+            return {**decode(model, tokens), "room": room, "limit": limit, "peak": group.peak()}
     decode(tiny(), 1)
-    limit = group.allow(room + layer + SPARE)
+    if group.path:
+        room = limit - group.used() - layer - SPARE
+        group.limit_to(limit)
     model = AutoModelForCausalLM.from_pretrained(
         directory, device_map="auto", max_memory={"cpu": room}, offload_folder=folder, dtype=torch.float32
     )
-    return {**decode(model, tokens), "limit": limit, "peak": group.peak()}
+    return {**decode(model, tokens), "room": room, "limit": limit, "peak": group.peak()}
 
 
 def decode(model: Any, tokens: int) -> dict[str, Any]:
@@ -165,11 +129,12 @@ def main() -> None:
     parser.add_argument("--contend", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contend:
-        way, directory, folder, group, room, layer = json.loads(options.contend)
+        way, directory, folder, group, *sizes = json.loads(options.contend)
         its = Group(group)
         its.join()
-        print(json.dumps(contend(way, directory, folder, its, room, layer, options.tokens)))
+        print(json.dumps(contend(way, directory, folder, its, *sizes, options.tokens)))
         return
+    print(measure.machine())
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         directory, folder = Path(place, "checkpoint"), Path(place, "offload")
@@ -179,7 +144,8 @@ def main() -> None:
                 folder.mkdir(exist_ok=True)
                 drop_from_cache(directory)
                 with control_group(way) as group:
-                    what = json.dumps([way, str(directory), str(folder), group, size // 3, layer])
+                    limit = found["ours"][-1]["limit"] if found["ours"] else 0
+                    what = json.dumps([way, str(directory), str(folder), group, size // 3, layer, limit])
                     command = [sys.executable, "-m", "benchmarks.offload", "--contend", what]
                     done = subprocess.run(
                         [*command, "--tokens", str(options.tokens)], stdout=subprocess.PIPE, text=True, check=True
@@ -188,10 +154,13 @@ def main() -> None:
                 print(way, {key: value for key, value in found[way][-1].items() if key != "tokens"}, flush=True)
     alike = len({tuple(each["tokens"]) for runs in found.values() for each in runs}) == 1
     rates = {way: statistics.median(each["rate"] for each in runs) for way, runs in found.items()}
-    print(f"{size / 1e9:.2f} GB of weights, {size / 3e9:.2f} GB for them; limits: {bool(found['ours'][0]['limit'])}")
+    rooms = ", ".join(f"{runs[-1]['room'] / 1e9:.2f} GB for those of {way}" for way, runs in found.items())
+    limited = "" if found["accelerate"][-1]["peak"] else "; NO LIMITS: no control group could be made"
+    print(f"{size / 1e9:.2f} GB of weights, {rooms}{limited}")
     print(f"tokens equal: {'yes' if alike else 'no'}")
     for way, rate in rates.items():
-        print(f"{way:12} {rate:.2f} tokens/s")
+        each = ", ".join(f"{run['rate']:.2f}" for run in found[way])
+        print(f"{way:12} {rate:.2f} tokens/s, the median of {each}")
     print(f"ratio        {rates['ours'] / rates['accelerate']:.2f}")
 
 

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.control_groups import memory_limit
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import WorkerDiedError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.cgroup import memory_limit
 from tests.patience import PROMPTLY
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.control_groups import memory_limit
 from parallelformers_ng import ParallelError, WorkerDiedError, parallelize, plan, save_sharded, start_group
+from parallelformers_ng.checkpoint import mapping
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.offload.budgets import budget_of
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.sharding.plan import ShardPlan
-from tests.cgroup import memory_limit
 from tests.zoo.build import build, largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs, token_ids
 from tests.zoo.decoders import EXPERTS, decoder
@@ -111,10 +112,15 @@ def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: 
     folder = str(tmp_path)
 
     def note(*_: Any) -> None:
+        """What memory the addresses take at which the file was mapped, copies that lie there among it."""
+        files = [file for file in mapping._FILES.values() if folder in os.readlink(f"/proc/self/fd/{file.descriptor}")]
         size, ours = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
-            ours = folder in line if "-" in line.split()[0] else ours
-            size += int(line.split()[1]) * 1024 if ours and line.startswith("Rss:") else 0
+            first = line.split()[0]
+            if "-" in first:
+                start = int(first.partition("-")[0], 16)
+                ours = any(file.start <= start < file.start + file.size for file in files)
+            size += int(line.split()[1]) * 1024 if ours and first == "Rss:" else 0
         resident.append(size)
 
     with parallelize(build(LlamaForCausalLM, config), workers=groups(2), fit=fit) as model:

@@ -55,7 +55,7 @@ def _prove(model: PreTrainedModel) -> bool | str:
         if trials.match([], False) and (prompt is None or trials.same_tokens([], False, *prompt)):
             return merged
         failure = trials.failure
-    return f"a tiny twin gives other values so ({failure})"
+    return f"a tiny random copy of it does not do in two stages what it does whole ({failure})"
 
 
 class _StageTrials(Trials):

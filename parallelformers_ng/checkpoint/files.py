@@ -21,6 +21,7 @@ import safetensors
 import torch
 from huggingface_hub import constants, hf_hub_download
 
+from parallelformers_ng.checkpoint.mapping import map_file
 from parallelformers_ng.checkpoint.nodes import Leaf
 from parallelformers_ng.errors import CheckpointError
 
@@ -31,9 +32,6 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
-
-# Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
-MAP_NORESERVE = 0x4000
 
 _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 """Attributes of a file that do not travel."""
@@ -191,8 +189,7 @@ class SafetensorsFile(CheckpointFile):
     def _map(self) -> mmap.mmap:
         if self._mapping is None:
             with open(self.name_to_open(), "rb") as file:
-                flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-                self._mapping = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
+                self._mapping = map_file(file.fileno())
             self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         return self._mapping
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
-from parallelformers_ng.checkpoint.files import MAP_NORESERVE
 from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.mapping import map_file
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
@@ -199,9 +199,8 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
         fds: of its own region, the shared one, and the one that is a file.
     """
     layout = Layout(plan)
-    flags, access = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     mappings = {
-        region: mmap.mmap(fd, layout.sizes[region], flags=flags, prot=access)
+        region: map_file(fd, layout.sizes[region])
         for region, fd in zip(_regions_of(plan, rank), fds, strict=True)
         if layout.sizes[region]
     }

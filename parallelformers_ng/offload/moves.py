@@ -3,17 +3,15 @@ last time is on its way."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED = 22, 3, 21, 4
+from parallelformers_ng.offload.pages import let_go, read_ahead, replace_by_copies, show_file, source_of, stretches
 
 
 class MovedLayer:
@@ -49,25 +47,32 @@ class MovedLayer:
 
 class MappedLayer(MovedLayer):
     """Weights that are views of mapped files. They are right at any time; what comes and goes is the memory that holds
-    them.
+    them: copies of the files, read past the system's cache, where that can be, else pages of that cache.
 
     Args:
         tensors: the views.
     """
 
-    def __init__(self, module: nn.Module, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         super().__init__(module)
-        self._stretches = list(_stretches(tensors))
+        self._tensors = tensors  # while there is a view, nothing else is mapped where the file is
+        self._stretches = list(stretches(tensors))
+        sources = [source_of(stretch) for stretch in self._stretches]
+        known = [(stretch, source) for stretch, source in zip(self._stretches, sources, strict=True) if source]
+        self._sources = known if len(known) == len(sources) else []
 
     def bring(self) -> None:
-        for advice in (_WILLNEED, _POPULATE_READ):  # the second alone would read what lies around, too
-            for start, length in self._stretches:
-                _madvise(start, length, advice)
+        if self._sources:
+            replace_by_copies(self._sources)
+            return
+        for stretch in self._stretches:
+            read_ahead(stretch)
 
     def drop(self) -> None:
-        for start, length in self._stretches:
-            _madvise(start, length, _PAGEOUT)  # refused for files of other users, which the system keeps as it likes
-            _madvise(start, length, _DONTNEED)
+        for stretch, source in self._sources:
+            show_file(stretch, source)
+        for stretch in self._stretches:
+            let_go(stretch)
 
 
 class CopiedLayer(MovedLayer):
@@ -185,31 +190,3 @@ class Moves:
         for hook in self._hooks:
             hook.remove()
         self._mover.shutdown()
-
-
-def _stretches(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Address and length, in bytes, of the pages that tensors lie in, neighbours in one."""
-    pages = sorted(
-        (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
-        for tensor in tensors
-        if tensor.nbytes
-    )
-    start, end = 0, 0
-    for first, last in pages:
-        if first > end:
-            if end:
-                yield start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE
-            start = first
-        end = max(end, last)
-    if end:
-        yield start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE
-
-
-def _madvise(start: int, length: int, advice: int) -> int:
-    """0 where the system did it. Through ctypes, which lets other threads of Python run meanwhile."""
-    return int(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice))
-
-
-@functools.cache
-def _libc() -> Any:
-    return ctypes.CDLL(None)

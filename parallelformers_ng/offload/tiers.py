@@ -69,9 +69,9 @@ class Tiers:
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:
     """Where the weights go by a budget; None where all of them fit on their devices.
 
-    On its device a rank has what is in no layer, the layer that runs, and as many others as there is room for, spread
-    evenly, so that one that lies elsewhere comes while others run. The next one comes on top of that. Of those that
-    are elsewhere, as many are in RAM as fit.
+    On its device a rank has what is in no layer, the layer that runs, the one on its way, and as many others as there
+    is room for, spread evenly, so that one that lies elsewhere comes while others run. Where there is no room for the
+    one on its way, it comes on top. Of those that are elsewhere, as many are in RAM as fit.
 
     Raises:
         ParallelError: a device has no room for the least of it, or neither RAM nor a folder has for the rest.
@@ -94,7 +94,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
                 f" {human_bytes(others + largest)} at least, or more devices"
             )
         else:
-            stays = _spread(sizes, room - others - largest)
+            stays = _spread(sizes, max(0, room - others - 2 * largest))
         places.append({path: "device" if path in stays else "cpu" for path in sizes})
     if all(place == "device" for of_rank in places for place in of_rank.values()):
         return None

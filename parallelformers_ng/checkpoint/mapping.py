@@ -1,0 +1,56 @@
+"""Files mapped into this process, and what lies at an address of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+# Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
+_MAP_NORESERVE = 0x4000
+FLAGS, ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that is mapped whole.
+
+    Attributes:
+        start: the address of its first byte.
+        size: bytes.
+        descriptor: the file.
+        direct: the file, opened to be read past the system's cache of files; None where its file system cannot.
+    """
+
+    start: int
+    size: int
+    descriptor: int
+    direct: int | None
+
+
+_FILES: weakref.WeakKeyDictionary[mmap.mmap, MappedFile] = weakref.WeakKeyDictionary()
+
+
+def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
+    """Map a file copy-on-write. The descriptor may be closed afterwards.
+
+    Args:
+        size: bytes, 0 for all that it has.
+    """
+    mapping = mmap.mmap(descriptor, size, flags=FLAGS, prot=ACCESS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    own, direct = os.dup(descriptor), None
+    weakref.finalize(mapping, os.close, own)
+    with contextlib.suppress(OSError):
+        direct = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        weakref.finalize(mapping, os.close, direct)
+    _FILES[mapping] = MappedFile(start, len(mapping), own, direct)
+    return mapping
+
+
+def file_at(address: int) -> MappedFile | None:
+    """The file that `map_file` has mapped there."""
+    return next((file for file in _FILES.values() if file.start <= address < file.start + file.size), None)

@@ -1,0 +1,105 @@
+"""Pages that show files: whatever memory holds them, whoever reads them reads the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.mapping import file_at, map_file
+from parallelformers_ng.offload import moves, pages
+from parallelformers_ng.offload.moves import MappedLayer
+
+_COUNTS = (3 << 20, 9000, 1 << 20, 5000)
+"""Bytes of tensors that follow one another: pieces, pages of 2 MB, parts of a page, the end of a file within a page."""
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> list[torch.Tensor]:
+    """Views of a mapped file, of which the second is no one's."""
+    path = tmp_path / "file"
+    path.write_bytes(torch.arange(sum(_COUNTS)).to(torch.uint8).numpy().tobytes())
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        mapping = map_file(file.fileno())
+    views = torch.frombuffer(mapping, dtype=torch.uint8).split(_COUNTS)
+    return [views[0], views[2], views[3]]
+
+
+def copied(tensor: torch.Tensor) -> int:
+    """Bytes of memory of this process, not of the file, in the pages of a tensor."""
+    size, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if "-" in first:
+            start, end = (int(part, 16) for part in first.split("-"))
+            ours = start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end
+        size += int(others[0]) * 1024 if ours and first == "Anonymous:" else 0
+    return size
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["copies", "the system's cache"])
+def test_a_layer_is_right_at_any_time(
+    tensors: list[torch.Tensor], direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        monkeypatch.setattr(moves, "source_of", lambda stretch: None)
+    want = [tensor.clone() for tensor in tensors]
+    layer = MappedLayer(nn.Module(), tensors)
+    for _ in range(3):
+        assert copied(tensors[0]) == 0
+        layer.bring()
+        assert (copied(tensors[0]) >= tensors[0].nbytes) is direct
+        assert all(map(torch.equal, tensors, want))
+        layer.drop()
+        assert all(map(torch.equal, tensors, want))
+
+
+def test_pages_that_two_layers_share(tensors: list[torch.Tensor]) -> None:
+    want = [tensor.clone() for tensor in tensors]
+    one, two = MappedLayer(nn.Module(), tensors[:1]), MappedLayer(nn.Module(), tensors[1:])
+    one.bring()
+    two.bring()
+    one.drop()
+    assert all(map(torch.equal, tensors, want))
+    two.drop()
+    assert all(map(torch.equal, tensors, want))
+
+
+@pytest.mark.parametrize("fails", ["read", "end", "move"])
+def test_what_cannot_be_read_leaves_all_as_it_was(
+    tensors: list[torch.Tensor], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "no")
+
+    want, layer = [tensor.clone() for tensor in tensors], MappedLayer(nn.Module(), tensors)
+    with monkeypatch.context() as patch:
+        if fails == "move":
+            taken = iter(range(2))  # two stretches of memory are there, and cannot be moved
+            patch.setattr(pages, "_checked", lambda address: address if next(taken, None) is not None else fail())
+        else:
+            patch.setattr(os, "preadv", fail if fails == "read" else lambda *_: 0)
+        with pytest.raises(OSError, match=r"no|shorter"):
+            layer.bring()
+    assert copied(tensors[0]) == 0
+    assert all(map(torch.equal, tensors, want))
+    layer.bring()
+    assert all(map(torch.equal, tensors, want))
+
+
+def test_a_file_is_known_for_as_long_as_it_is_mapped(tensors: list[torch.Tensor]) -> None:
+    address = tensors[0].data_ptr()
+    file = file_at(address)
+    assert file is not None
+    assert file.direct is not None
+    tensors.clear()
+    assert file_at(address) is None
+    for descriptor in (file.descriptor, file.direct):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
