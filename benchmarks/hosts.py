@@ -68,15 +68,14 @@ class Sums:
         return statistics.median(times[count // 10 :])
 
 
-def _apart() -> Hosts:
-    return Hosts(SimulatedHosts(2, 2, apart=True))
-
-
 def sums(options: argparse.Namespace) -> bool:
     """The sum of 64 KB over two hosts with two ranks each: the ratio to the ring, round by round."""
+    apart = not options.shared
     with (
         tempfile.TemporaryDirectory() as folder,
-        WorkerGroup(4, target="benchmarks.hosts:Sums", threads=1, hosts=_apart) as group,
+        WorkerGroup(
+            4, target="benchmarks.hosts:Sums", threads=1, hosts=lambda: Hosts(SimulatedHosts(2, 2, apart=apart))
+        ) as group,
     ):
         group.call("connect", f"{folder}/store")
         found = [group.call("measure", 200) for _ in range(options.count + 1)][1:]
@@ -183,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("sums", "start", "replicas", "equal"))
     parser.add_argument("--count", type=int, default=5, help="rounds")
+    parser.add_argument("--shared", action="store_true", help="for sums: the hosts have all CPUs, not each its own")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--each", type=int, default=2, help="ranks of each node")
     options = parser.parse_args()
