@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from benchmarks import serving
 from benchmarks.measure import machine
 from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.hosts.hosts import Hosts
@@ -36,7 +36,7 @@ from tests.simulated_hosts import SimulatedHosts
 
 SUM_BYTES, SUM_BAR = 64 << 10, 0.7
 START_BAR = 10.0
-REQUESTS, REPLICAS_BAR = 16, 1.6
+REPLICAS_BAR = 1.6
 
 
 class Sums:
@@ -68,15 +68,14 @@ class Sums:
         return statistics.median(times[count // 10 :])
 
 
-def _apart() -> Hosts:
-    return Hosts(SimulatedHosts(2, 2, apart=True))
-
-
 def sums(options: argparse.Namespace) -> bool:
     """The sum of 64 KB over two hosts with two ranks each: the ratio to the ring, round by round."""
+    apart = not options.shared
     with (
         tempfile.TemporaryDirectory() as folder,
-        WorkerGroup(4, target="benchmarks.hosts:Sums", threads=1, hosts=_apart) as group,
+        WorkerGroup(
+            4, target="benchmarks.hosts:Sums", threads=1, hosts=lambda: Hosts(SimulatedHosts(2, 2, apart=apart))
+        ) as group,
     ):
         group.call("connect", f"{folder}/store")
         found = [group.call("measure", 200) for _ in range(options.count + 1)][1:]
@@ -102,33 +101,26 @@ def start(options: argparse.Namespace) -> bool:
 
 
 def replicas(options: argparse.Namespace) -> bool:
-    """How much sooner two replicas have served 16 requests that come together."""
+    """How much sooner two replicas have served 16 mixed requests that come together; with the shape of SmolLM2-135M,
+    of whose requests most of the time goes into the ranks."""
     from parallelformers_ng.serving.on_ray import deployed
 
-    body = {"prompt": "And it came to pass", "max_tokens": 128, "temperature": 0, "model": "model"}
-    seconds: dict[int, float] = {}
-    with ray_cluster(nodes=2, cpus=1):
-        for count in (1, 2):
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=2, cpus=1):
+        serving.save(folder, torch.float32)
+        for count, times in seconds.items():
             served = ServeOptions(
-                "examples/demo_model", 1, count, device="cpu", launcher="ray", port=8123, served_model_name="model"
+                folder, 1, count, device="cpu", launcher="ray", port=8123, served_model_name="m", prefix_tokens=0
             )
-
-            def ask(url: str) -> float:
-                begun = time.perf_counter()
-                with ThreadPoolExecutor(REQUESTS) as pool:
-                    sent = [
-                        pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=600)
-                        for _ in range(REQUESTS)
-                    ]
-                    assert all(each.result().status_code == 200 for each in sent)
-                return time.perf_counter() - begun
-
-            with deployed(served) as url:
-                ask(url)
-                seconds[count] = statistics.median(ask(url) for _ in range(options.count))
-    ratio = seconds[1] / seconds[2]
-    print(f"one replica {seconds[1]:.1f} s, two {seconds[2]:.1f} s: {ratio:.2f} times; at least {REPLICAS_BAR}")
-    return ratio >= REPLICAS_BAR
+            requests = serving.mixed("m")
+            tokens = sum(each["max_tokens"] for each in requests)
+            with deployed(served) as url, httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+                serving.tokens_per_second(client, requests)
+                times += [tokens / serving.tokens_per_second(client, requests) for _ in range(options.count)]
+            print(f"{count} replicas: {', '.join(f'{each:.2f}' for each in times)} s", flush=True)
+    one, two = map(statistics.median, seconds.values())
+    print(f"one replica {one:.1f} s, two {two:.1f} s: {one / two:.2f} times; at least {REPLICAS_BAR}")
+    return one / two >= REPLICAS_BAR
 
 
 def equal(options: argparse.Namespace) -> bool:
@@ -183,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("sums", "start", "replicas", "equal"))
     parser.add_argument("--count", type=int, default=5, help="rounds")
+    parser.add_argument("--shared", action="store_true", help="for sums: the hosts have all CPUs, not each its own")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--each", type=int, default=2, help="ranks of each node")
     options = parser.parse_args()

@@ -60,6 +60,19 @@ def test_every_leader_gets_what_all_hold_in_their_order(leaders, sizes):
         assert [found[host] for host in range(3)] == [due] * 3
 
 
+def test_nobody_waits_when_all_has_come(leaders, monkeypatch):
+    """With nothing to wait for, no connection would end the wait."""
+    wait = Links._wait
+
+    def watched(self, start, missing):
+        assert missing or any(link.has_unsent for link in self._links.values())
+        wait(self, start, missing)
+
+    monkeypatch.setattr(Links, "_wait", watched)
+    found = together(leaders, [[5, 5, 5]] * 3)
+    assert found[0] == [b"\0" * 5, b"\1" * 5, b"\2" * 5]
+
+
 def test_leaders_with_other_sizes_are_told_so_and_go_on_after_a_reset(leaders):
     leaders[2]._timeout = 0.2  # the others may have left before they sent it anything
     found = together(leaders, [[4, 4, 4], [8, 8, 8], [4, 8, 4]])

@@ -31,7 +31,9 @@ from parallelformers_ng import ParallelError, UnsupportedModelError, forecast, p
 from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.planner import forecast as forecasting
 from parallelformers_ng.planner import here
+from parallelformers_ng.planner.arrangement import Arrangement
 from parallelformers_ng.planner.devices import DEVICES, LINKS, Cluster, Device
+from parallelformers_ng.planner.forecast import Forecast
 from parallelformers_ng.planner.observation import Observation, observe, tensors_in
 from parallelformers_ng.runtime.group import WorkerGroup
 
@@ -227,12 +229,34 @@ def test_a_sum_takes_what_its_link_takes() -> None:
     assert across == pytest.approx(2 * 3 / 4, rel=1e-3)
 
 
-def test_int8_halves_the_weights_and_takes_no_stages(small_device: None) -> None:
-    model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8}))
-    found = forecast(model, device="small", hosts=2, gpus_per_host=1, length=16, quantize="int8").arrangements
-    assert {each.pipeline for each in found} == {1}
-    plain = forecast(model, gpus_per_host=1, length=16).arrangements[0].memory.weights
-    assert next(each for each in found if each.tensor == 1).memory.weights < 0.7 * plain
+def test_int8_shrinks_the_weights_and_takes_fewer_stages(small_device: None) -> None:
+    model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
+
+    def ways(hosts: int, quantize: str | None) -> list[Arrangement]:
+        return forecast(
+            model, device="small", hosts=hosts, gpus_per_host=1, length=16, quantize=quantize, network="ethernet-10g"
+        ).arrangements
+
+    plain, small = (next(each for each in ways(8, how) if each.tensor == 1) for how in (None, "int8"))
+    assert plain.memory.fits
+    assert small.memory.fits
+    assert plain.pipeline > small.pipeline > 1
+    assert small.memory.weights < plain.memory.room
+
+
+def test_int8_is_advised_for_stages_where_it_helps(small_device: None) -> None:
+    model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
+
+    def found(hosts: int, quantize: str | None = None) -> Forecast:
+        return forecast(
+            model, device="small", hosts=hosts, gpus_per_host=1, length=16, quantize=quantize, network="ethernet-10g"
+        )
+
+    fits = next(hosts for hosts in range(1, 9) if found(hosts, "int8").best is not None)
+    assert found(fits).best is None
+    assert found(fits, "int8").best.pipeline > 1
+    assert any("with quantize='int8'" in note for note in found(fits).notes)
+    assert not any("with quantize='int8'" in note for note in found(fits - 1).notes)
 
 
 PROBE = here.Probe(step=1e-3, layer=5e-3, operator=2e-3, bandwidth=1e9, flops=1e10)

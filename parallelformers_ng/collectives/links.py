@@ -144,12 +144,14 @@ class Links:
                 for link in sending:
                     link.put(self._generation, self._step, own)
             start = time.monotonic()
-            while missing or any(link.has_unsent for link in sending):
+            while True:
                 for other, link in self._links.items():
                     link.send()
                     if other in missing and (body := link.take(self._generation, self._step, sizes[other])) is not None:
                         found[other] = body
                         del missing[other]
+                if not missing and not any(link.has_unsent for link in sending):
+                    break  # before the next wait, which nothing would end
                 self._wait(start, missing)
         except (OSError, ProtocolError) as error:
             raise CollectiveAbortedError(f"host {self._host}: the connection to host {other} broke: {error}") from error

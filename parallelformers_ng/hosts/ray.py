@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, StartupError
-from parallelformers_ng.hosts import agent
+from parallelformers_ng.hosts.ray_actor import Agent
 from parallelformers_ng.options import RayOptions
-from parallelformers_ng.wire.meeting import Address, Listener, call
+from parallelformers_ng.wire.meeting import Listener
 
 _WAIT_SECONDS = 0.2
 _GOODBYE_SECONDS = 5.0
@@ -80,14 +80,6 @@ class Connection:
                 _ray().shutdown()
 
 
-class _Agent:
-    """An actor: the agent of its host, for one group."""
-
-    def serve(self, address: Address, key: bytes, number: int, name: str, seconds: float) -> None:
-        made = call(address, key, b"host %d" % number, time.monotonic() + seconds)
-        agent.serve(made, address, key, number, name)
-
-
 class RayHosts:
     """A `Launcher`: a placement group, and an agent on each of its hosts.
 
@@ -139,7 +131,7 @@ class RayHosts:
         ray = _ray()
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
         return (
-            ray.remote(_Agent)
+            ray.remote(Agent)
             .options(
                 num_cpus=self._options.cpus,
                 resources=self._options.resources,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
+from parallelformers_ng.runtime import forks
 from parallelformers_ng.wire.meeting import Address, Listener, call
 
 log = logging.getLogger("parallelformers_ng")
@@ -73,6 +74,7 @@ def serve_unless_caller() -> None:
 
 def _serve() -> NoReturn:
     key, node = _key(), _number("GROUP_RANK")
+    forks.warm_up()
     address = _announced()
     groups: list[threading.Thread] = []
     try:

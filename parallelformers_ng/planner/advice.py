@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.planner.arrangement import Arrangement
@@ -61,10 +60,10 @@ def _what_is_missing(best: Arrangement, search: Search) -> list[str]:
     sequences = math.floor((memory.room - memory.weights) / (memory.used - memory.weights) * best.batch) * best.replicas
     if sequences > 0:
         notes.append(f"- with {sequences} sequences at a time in the place of {search.sequences};")
-    if search.quantize is None and best.pipeline == 1:
-        less = max(search.plan(best.tensor, QuantizeOptions("int8")).bytes_per_rank)
-        if replace(memory, weights=less).fits:
-            notes.append(f"- with quantize='int8', which leaves {human_bytes(less)} of weights on a device;")
+    if search.quantize is None:
+        less = search.with_weights_in(QuantizeOptions("int8"), best)
+        if less.fits:
+            notes.append(f"- with quantize='int8', which leaves {human_bytes(less.weights)} of weights on a device;")
     if len(notes) == 1:
         notes.append("- on devices with more memory.")
     notes[-1] = notes[-1].rstrip(";.") + "."

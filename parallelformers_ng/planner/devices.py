@@ -68,22 +68,25 @@ _USABLE = 0.9
 """vLLM's default for the same purpose (`gpu_memory_utilization`)."""
 
 
-def _nvidia(tera: float, fp8: bool = True, int8: bool = True, fp32: float = 0.0) -> dict[torch.dtype, float]:
+def _matrix(tera: float, fp32: float, fp8: bool = True) -> dict[torch.dtype, float]:
     """Dense operations of tensor cores in bf16 and fp16 → those of the other types; fp32 runs outside of them."""
     found = {torch.bfloat16: tera, torch.float16: tera, torch.float32: fp32}
     found |= {torch.float8_e4m3fn: 2 * tera} if fp8 else {}
-    found |= {torch.int8: 2 * tera} if int8 else {}
     return {dtype: each * 1e12 for dtype, each in found.items()}
 
 
-_NCCL = "latencies: NCCL 2.30, src/graph/tuning.cc, tree, LL"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+_NCCL = "latencies: tree, LL, of https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
 
 LINKS = {
-    "nvlink2": Link(150e9, 0.6e-6, 6.8e-6, f"NVIDIA V100 data sheet: 300 GB/s both ways; {_NCCL}"),
-    "nvlink3": Link(300e9, 0.6e-6, 6.8e-6, f"NVIDIA A100 data sheet: 600 GB/s both ways; {_NCCL}"),
-    "nvlink4": Link(450e9, 0.6e-6, 6.8e-6, f"NVIDIA H100 data sheet: 900 GB/s both ways; {_NCCL}"),
-    "nvlink5": Link(900e9, 0.6e-6, 6.8e-6, f"NVIDIA Blackwell data sheet: 1.8 TB/s both ways; {_NCCL}"),
-    "xgmi3": Link(448e9, 1.0e-6, 6.8e-6, f"AMD MI300X data sheet: 7 links of 128 GB/s both ways; {_NCCL}, as PCI"),
+    "nvlink2": Link(150e9, 0.6e-6, 6.8e-6, f"{_NVIDIA}v100/: 300 GB/s both ways; {_NCCL}"),
+    "nvlink3": Link(300e9, 0.6e-6, 6.8e-6, f"{_NVIDIA}a100/: 600 GB/s both ways; {_NCCL}"),
+    "nvlink4": Link(450e9, 0.6e-6, 6.8e-6, f"{_NVIDIA}h100/: 900 GB/s both ways; {_NCCL}"),
+    "nvlink5": Link(900e9, 0.6e-6, 6.8e-6, f"{_NVIDIA}hgx/: 1.8 TB/s both ways; {_NCCL}"),
+    "xgmi3": Link(448e9, 1.0e-6, 6.8e-6, f"{_MI300X}: 7 links of 128 GB/s both ways; {_NCCL}, as PCI"),
     "pcie4": Link(32e9, 1.0e-6, 6.8e-6, f"PCI Express 4.0, 16 lanes, 64 GB/s both ways; {_NCCL}"),
     "pcie5": Link(64e9, 1.0e-6, 6.8e-6, f"PCI Express 5.0, 16 lanes, 128 GB/s both ways; {_NCCL}"),
     "infiniband-hdr": Link(25e9, 5.0e-6, 6.8e-6, f"InfiniBand HDR, 200 Gb/s a device; {_NCCL}"),
@@ -95,17 +98,17 @@ LINKS = {
 """Between devices of a host, and between hosts, counted for each device."""
 
 DEVICES = {
-    "v100": Device(32e9, 900e9, {torch.float16: 125e12, torch.float32: 15.7e12}, "nvlink2", "NVIDIA V100 data sheet"),
-    "a100-40gb": Device(40e9, 1555e9, _nvidia(312, fp8=False, fp32=19.5), "nvlink3", "NVIDIA A100 SXM data sheet"),
-    "a100": Device(80e9, 2039e9, _nvidia(312, fp8=False, fp32=19.5), "nvlink3", "NVIDIA A100 SXM data sheet"),
-    "h100-pcie": Device(80e9, 2000e9, _nvidia(756, fp32=51), "pcie5", "NVIDIA H100 PCIe data sheet"),
-    "h100": Device(80e9, 3350e9, _nvidia(989, fp32=67), "nvlink4", "NVIDIA H100 SXM data sheet"),
-    "h200": Device(141e9, 4800e9, _nvidia(989, fp32=67), "nvlink4", "NVIDIA H200 SXM data sheet"),
-    "b200": Device(180e9, 8000e9, _nvidia(2250, fp32=80), "nvlink5", "NVIDIA HGX B200 data sheet"),
-    "l4": Device(24e9, 300e9, _nvidia(121, fp32=30.3), "pcie4", "NVIDIA L4 data sheet"),
-    "l40s": Device(48e9, 864e9, _nvidia(362, fp32=91.6), "pcie4", "NVIDIA L40S data sheet"),
-    "rtx4090": Device(24e9, 1008e9, _nvidia(165, fp32=82.6), "pcie4", "NVIDIA Ada architecture paper, RTX 4090"),
-    "mi300x": Device(192e9, 5300e9, _nvidia(1307, fp32=163.4), "xgmi3", "AMD Instinct MI300X data sheet"),
+    "v100": Device(32e9, 900e9, {torch.float16: 125e12, torch.float32: 15.7e12}, "nvlink2", f"{_NVIDIA}v100/"),
+    "a100-40gb": Device(40e9, 1555e9, _matrix(312, 19.5, fp8=False), "nvlink3", f"{_NVIDIA}a100/"),
+    "a100": Device(80e9, 2039e9, _matrix(312, 19.5, fp8=False), "nvlink3", f"{_NVIDIA}a100/"),
+    "h100-pcie": Device(80e9, 2000e9, _matrix(756, 51), "pcie5", _HOPPER),
+    "h100": Device(80e9, 3350e9, _matrix(989, 67), "nvlink4", f"{_NVIDIA}h100/"),
+    "h200": Device(141e9, 4800e9, _matrix(989, 67), "nvlink4", f"{_NVIDIA}h200/"),
+    "b200": Device(180e9, 8000e9, _matrix(2250, 80), "nvlink5", f"{_NVIDIA}hgx/"),
+    "l4": Device(24e9, 300e9, _matrix(121, 30.3), "pcie4", f"{_NVIDIA}l4/"),
+    "l40s": Device(48e9, 864e9, _matrix(362, 91.6), "pcie4", f"{_NVIDIA}l40s/"),
+    "rtx4090": Device(24e9, 1008e9, _matrix(165, 82.6), "pcie4", _ADA),
+    "mi300x": Device(192e9, 5300e9, _matrix(1307, 163.4), "xgmi3", _MI300X),
 }  # fmt: skip
 
 

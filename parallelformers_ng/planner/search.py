@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.planning import check_fit
-from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
-from parallelformers_ng.options import FitOptions, QuantizeOptions
+from parallelformers_ng.errors import PlacementError, UnsupportedModelError
+from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.planner.arrangement import Arrangement, Memory, arrangement, memory_of
 from parallelformers_ng.planner.devices import Cluster
 from parallelformers_ng.planner.observation import Observation, observe
@@ -80,7 +79,6 @@ class Search:
     def laid_out(self, tensor: int, most: int) -> tuple[int, Memory, Observation]:
         """The fewest stages in which it fits, else as many as there may be; the memory of its fullest device."""
         plan, room = self.plan(tensor, self.quantize), self.cluster.device.usable
-        most = most if self.goes_in_stages else 1
         pipeline = min(most, max(1, math.floor(max(plan.bytes_per_rank) / room)))
         while True:
             batch = math.ceil(self.sequences / self._replicas(tensor * pipeline))
@@ -94,14 +92,10 @@ class Search:
                 return pipeline, memory, seen
             pipeline += 1
 
-    @property
-    def goes_in_stages(self) -> bool:
-        """Whether what was asked for goes with a pipeline."""
-        try:
-            check_fit(FitOptions(strategy="pipeline"), 1, quantize=self.quantize)
-        except ParallelError:
-            return False
-        return True
+    def with_weights_in(self, bits: QuantizeOptions, best: Arrangement) -> Memory:
+        """The memory of the fullest device of an arrangement, had the weights been quantized so."""
+        plan, seen = self.plan(best.tensor, bits), self._observe(best.tensor, best.batch)
+        return memory_of(self.model, plan, seen, best.pipeline, best.memory.room)
 
     def _replicas(self, devices: int) -> int:
         """How many models of so many devices each serve all sequences; none has more of them than the fullest must."""

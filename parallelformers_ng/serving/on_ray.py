@@ -1,4 +1,4 @@
-"""The server on Ray Serve: replicas behind one route. Serve asks the one with the least waiting, has more or fewer as
+"""The server on Ray Serve: replicas behind one route. Serve asks the one with the fewest requests, has more or fewer as
 it is told, and replaces those that are not healthy."""
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from parallelformers_ng.errors import ParallelError, StartupError, did_you_mean
 from parallelformers_ng.hosts.ray import Connection
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import RayOptions
+from parallelformers_ng.serving import ray_router
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.run import load, say
@@ -65,6 +66,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
                 **scale,
                 ray_actor_options={"num_cpus": 0},  # the ranks have bundles of their own
                 max_ongoing_requests=options.rows + options.waiting,
+                request_router_config=RequestRouterConfig(request_router_class=f"{ray_router.__name__}:FewestRequests"),
                 graceful_shutdown_timeout_s=options.drain,
             )
             try:
