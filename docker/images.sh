@@ -16,6 +16,8 @@ fi
 
 read -ra build_args <<<"${BUILD_ARGS:-}"
 read -ra run_args <<<"${RUN_ARGS:-}"
+# A health check is no part of the other format of images.
+case "$engine" in podman | buildah) build_args+=(--format docker) ;; esac
 declare -A index=([cpu]=https://download.pytorch.org/whl/cpu [cuda]=https://download.pytorch.org/whl/cu130)
 for kind in ${KINDS:-cpu cuda}; do
   "$engine" build "${build_args[@]}" --file docker/Dockerfile --tag "parallelformers-ng:$kind" \
@@ -24,17 +26,21 @@ done
 
 ask() { # a container that runs $@: its server is started, asked, and told to end
   "$@" python - <<'PYTHON'
-import json, signal, subprocess, time, urllib.request
+import json, os, signal, socket, subprocess, time, urllib.request
 
-server = subprocess.Popen(["parallelformers-ng", "serve", "--port", "8000", "--num-gpus", "2", "examples/demo_model"])
+assert os.getuid() != 0, "the image runs as root"
+with socket.create_server(("127.0.0.1", 0)) as free:  # an engine may give a container this machine's network
+    port = str(free.getsockname()[1])
+url = f"http://127.0.0.1:{port}"
+server = subprocess.Popen(["parallelformers-ng", "serve", "--port", port, "--num-gpus", "2", "examples/demo_model"])
 request = urllib.request.Request(
-    "http://127.0.0.1:8000/v1/completions",
+    f"{url}/v1/completions",
     json.dumps({"prompt": "And it came to pass", "max_tokens": 8, "temperature": 0}).encode(),
     {"Content-Type": "application/json"},
 )
 for _ in range(600):
     try:
-        urllib.request.urlopen("http://127.0.0.1:8000/ready")
+        urllib.request.urlopen(f"{url}/ready")
         break
     except OSError:
         assert server.poll() is None, "the server has ended"

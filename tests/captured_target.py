@@ -7,7 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 import parallelformers_ng.worker.runner as runner_module
+from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.operator_recorder import OperatorRecorder
 
@@ -46,6 +49,12 @@ class RecordedRunner(ModelRunner):
         """From now on recordings of this rank, and of no other, fail at their end."""
         self.operators.fails = self.rank == rank
 
+    def lack_room(self, rank: int) -> None:
+        """From now on this rank, and no other, has no memory for the caches of recorded steps."""
+        if not hasattr(ReusableLayer, "has_room"):
+            ReusableLayer.has_room = ReusableLayer.lazy_initialization
+        ReusableLayer.lazy_initialization = _no_room if self.rank == rank else ReusableLayer.has_room
+
     def lose_memory(self) -> None:
         """The next call takes memory for its caches at other places."""
         caches = self._captured["call"]._caches.values()
@@ -69,3 +78,7 @@ class RecordedRunner(ModelRunner):
             return output + 0 * output[output > 0].sum() if kind == "mask" else output + 0 * output.sum().item()
 
         module.forward = spoiled
+
+
+def _no_room(layer: Any, *states: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nThe rest is advice.")

@@ -348,3 +348,31 @@ def test_rows_whose_cache_has_no_static_form_run_as_they_are(
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "calls that are decoded together run without CUDA graphs"
     ]
+
+
+@pytest.mark.parametrize("row", [1, len(LENGTHS)], ids=["alone", "together"])
+@pytest.mark.parametrize(("fault", "failing"), [("lack_room", 0), ("lack_room", 1), ("refuse_to_record", 1)])
+def test_rows_go_on_without_recordings_that_have_no_room(
+    pair: WorkerGroup, fault: str, failing: int, row: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = calls()[-row:]
+    want = [decoder("Llama").generate(**call) for call in asked]
+    count(pair)
+    batching = {"rows": 4}
+    with (
+        caplog.at_level(logging.INFO, "parallelformers_ng"),
+        parallelize(decoder("Llama"), workers=pair, decode="cuda_graphs", batching=batching) as model,
+    ):
+        try:
+            pair.call(fault, failing)
+            with ThreadPoolExecutor(row) as pool:
+                got = list(pool.map(lambda call: model.generate(**call), asked))
+        finally:
+            pair.call(fault, -1)
+        assert all(map(torch.equal, got, want))
+        pair.call("counted")  # unlike on the ranks: one fails when its recording is made
+        assert torch.equal(model.generate(**asked[0]), want[0])
+        assert count(pair) == (0, 0)
+    said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("calls that are decoded together run without CUDA graphs: ")

@@ -25,6 +25,7 @@ from parallelformers_ng.serving.tools import AnswerReader, response_template
 from tests.serving import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+SCHEMAS = Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id})
 TEXT = "Ünïcode, 中文 and 🙂🙃 — wörds"
 
 
@@ -147,10 +148,9 @@ SCHEMA = {
 
 
 def test_every_choice_that_a_schema_leaves_meets_it():
-    end = TOKENIZER.eos_token_id
-    schemas, random_scores = Schemas(TOKENIZER, len(TOKENIZER), {end}), torch.Generator().manual_seed(1)
+    end, random_scores = TOKENIZER.eos_token_id, torch.Generator().manual_seed(1)
     for _ in range(10):
-        grammar, ids = schemas.processor(SCHEMA, prompt=2), torch.tensor([[1, 2]])
+        grammar, ids = SCHEMAS.processor(SCHEMAS.grammar(SCHEMA), prompt=2), torch.tensor([[1, 2]])
         while ids[0, -1] != end:
             scores = grammar(ids, torch.randn(1, len(TOKENIZER), generator=random_scores))
             ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)
@@ -169,18 +169,31 @@ def test_every_choice_that_a_schema_leaves_meets_it():
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
         {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},  # a second of each rank
         {"anyOf": [{"type": "object", "required": [f"a{number}"]} for number in range(3000)]},
+        {"enum": [f"x{number}" for number in range(8000)]},
+        {"enum": ["x" * (128 << 10)]},
     ],
 )
 def test_schemas_that_cannot_be_kept_to_are_refused(schema):
     with pytest.raises(ApiError) as error:
-        Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor(schema, 0)
+        SCHEMAS.grammar(schema)
     assert error.value.status == 400
 
 
 def test_large_schemas_are_kept_to():
     properties = {f"p{number}": {"type": "string"} for number in range(800)}
-    grammar = Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor({"properties": properties}, 0)
+    grammar = SCHEMAS.processor(SCHEMAS.grammar({"properties": properties}), 0)
     assert grammar(torch.tensor([[1]])[:, :0], torch.zeros(1, len(TOKENIZER))).isfinite().any()
+
+
+@pytest.mark.parametrize(("words", "given"), [(10, 0), (2000, 1)])
+def test_what_a_large_grammar_took_is_given_back(words, given, monkeypatch):
+    back = []
+    monkeypatch.setattr("parallelformers_ng.serving.grammar.trim_heap", lambda: back.append(1))
+    grammar = SCHEMAS.processor(SCHEMAS.grammar({"enum": [f"x{number}" for number in range(words)]}), 1)
+    grammar(torch.tensor([[1]]), torch.zeros(1, len(TOKENIZER)))
+    assert not back
+    del grammar
+    assert len(back) == given
 
 
 @pytest.mark.parametrize(
@@ -195,7 +208,7 @@ def test_large_schemas_are_kept_to():
 def test_schemas_that_explode_are_refused_or_take_their_time_by_the_step(schema):
     ids = torch.tensor([[1]])
     try:
-        grammar = Schemas(TOKENIZER, len(TOKENIZER), {TOKENIZER.eos_token_id}).processor(schema, 1)
+        grammar = SCHEMAS.processor(SCHEMAS.grammar(schema), 1)
         for _ in range(10):
             scores = grammar(ids, torch.zeros(1, len(TOKENIZER)))
             ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)

@@ -220,14 +220,18 @@ class Queue:
         self._room = min(of_devices, default=of_host)
 
     def _fail(self, error: BaseException, asked: Round) -> None:
-        """No row of the batch can go on. Where only the round failed, they begin again, suspects one at a time."""
+        """No row of the batch can go on. Where only the round failed, they begin again, suspects one at a time.
+
+        Where recorded steps were what had no room, nobody is suspected: there are none from now on."""
         running, self._running = self._running, {}
         self._batch = next(self._batches)
         suspects = {number for number, ticket in running.items() if ticket.is_suspect} or asked.joins or running
+        recorded = asked.positions > 0 and isinstance(error, torch.OutOfMemoryError)
         again = dict[int, Ticket]()
         for number, ticket in running.items():
-            if len(running) == 1 or not isinstance(error, (WorkerError, NotPortableError)):
+            alone = len(running) == 1 and not recorded
+            if alone or not isinstance(error, (WorkerError, NotPortableError)):
                 ticket.end(error)
-            elif ticket.begin_again(error, suspected=number in suspects):
+            elif ticket.begin_again(error, suspected=number in suspects and not recorded):
                 again[number] = ticket
         self._waiting = dict(sorted({**again, **self._waiting}.items()))

@@ -305,6 +305,11 @@ def give_back_freed() -> int:
     device memory to the ranks, of which torch keeps all for this process."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    trim_heap()
+    return 0
+
+
+def trim_heap() -> None:
+    """Hand freed pages of the heap back to the system."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and needs none
         ctypes.CDLL(None).malloc_trim(0)
-    return 0

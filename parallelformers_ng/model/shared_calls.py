@@ -93,13 +93,25 @@ class SharedCalls:
         return sequence
 
     def _decode_rows(self, model: Any, asked: Round) -> list[News]:
-        """Have the ranks run a round, with what they do not know yet of the model's settings."""
+        """Have the ranks run a round, with what they do not know yet of the model's settings.
+
+        Raises:
+            torch.OutOfMemoryError: on a device; if steps were recorded, the next round does without, and has more room.
+        """
         group, incarnation = self._replica.ready()
         call = Call("", "decode_rows", (), {}, adapters=asked.adapters)
         call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
         asked.positions = self._steps.positions(model)
-        news = group.call_each("decode_rows", [(call, asked)], to_devices=True)
-        arrived()
-        if news[0].uncaptured and asked.positions:
-            self._steps.give_up(news[0].uncaptured)
+        why = ""
+        try:
+            news = group.call_each("decode_rows", [(call, asked)], to_devices=True)
+            arrived()
+            why = news[0].uncaptured
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition("\n")[0]
+            raise
+        finally:
+            if why and asked.positions:
+                self._steps.give_up(why)
+                group.call("forget_steps")
         return news

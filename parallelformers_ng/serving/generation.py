@@ -115,13 +115,13 @@ class Generation:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
         schema = None if request.response_format is None else request.response_format.schema_to_meet
-        asked = []
         for prompt in prompts:
             self._engine.check_prompt(prompt.ids)
+        grammar = None if schema is None else await self._schemas.read(schema)
+        asked = []
+        for prompt in prompts:
             for number in range(request.n or 1):
-                processors = []
-                if schema is not None:
-                    processors.append(await asyncio.to_thread(self._schemas.processor, schema, len(prompt.ids)))
+                processors: list[Any] = [] if grammar is None else [self._schemas.processor(grammar, len(prompt.ids))]
                 # The answers to one request differ, and are the same whenever its seed is.
                 own = (seed + number) % (1 << 63)
                 asked.append(Asked(prompt.ids, settings, own, processors, request.alternatives))

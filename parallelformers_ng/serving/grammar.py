@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from parallelformers_ng.checkpoint.store import trim_heap
+
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
@@ -34,12 +36,19 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(max_grammar_size=_SYMBOLS))
+    limits = LLParserLimits(max_grammar_size=_SYMBOLS, initial_lexer_fuel=_WORK)
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 _SYMBOLS = 10_000
 """Most symbols of a grammar, about 1,000 properties of an object. To read it takes 0.1 s, in which all rows wait;
 twice as many take four times as long."""
+_WORK = 50_000
+"""What the words of a grammar may take, in units of llguidance: about 4,000 words of one `enum`."""
+MOST_CHARACTERS = 128 << 10
+"""Of a grammar that is read at all: to find out that one is too large takes memory and time as well."""
+LARGE_CHARACTERS = 8 << 10
+"""A grammar of so many leaves megabytes of freed memory behind, of which the allocator would keep most."""
 
 
 class GrammarError(ValueError):
@@ -78,6 +87,8 @@ class Grammar(LogitsProcessor):
 
     def _caught_up(self, tokens: list[int]) -> Any:
         if self not in _read:
+            if len(self.grammar) > LARGE_CHARACTERS:
+                weakref.finalize(self, trim_heap)  # after what follows has let go: the last callback is the first
             _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.words, self.ends)), 0
         matcher, read = _read[self]
         if tokens[read:]:
