@@ -229,6 +229,16 @@ def test_a_worker_that_dies_comes_back_with_its_stage(world_size: int, fit: dict
             assert torch.equal(again.generate(IDS, **GREEDY), want)
 
 
+@pytest.mark.parametrize("fit", [{"ratio": (1, 3)}, {"cache": "int8"}], ids=str)
+def test_a_worker_that_dies_comes_back_with_its_part(fit: dict[str, Any]) -> None:
+    with parallelize(deep_llama(), 2, workers={"device": "cpu"}, fit=fit) as model:
+        want, parts = model.generate(IDS, **GREEDY), model.memory_allocated()
+        kill(deployment_of(model).pids[1])
+        await_incarnation(model, 1)
+        assert model.memory_allocated() == parts
+        assert torch.equal(model.generate(IDS, **GREEDY), want)
+
+
 # -- what is done, and what is refused ---------------------------------------------------------------------------------
 
 
