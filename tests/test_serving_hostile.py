@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from benchmarks.chaos_http import ALLOWED, HONEST, send_hostile
 from parallelformers_ng import parallelize
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.options import ServeOptions
 from tests.serving import serving, tiny_model, tiny_tokenizer
 
 
@@ -25,6 +32,23 @@ def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
         assert not given
         assert http.post("/tokenize", json={"prompt": "x" * 100_000}).status_code == 400
         running.until(lambda: given)
+
+
+def test_large_bodies_go_on_one_after_another(monkeypatch):
+    asyncio.run(_one_after_another(monkeypatch))
+
+
+async def _one_after_another(monkeypatch):
+    monkeypatch.setattr("parallelformers_ng.serving.guard._LARGE_BYTES_A_SECOND", 1 << 20)
+    guard = Guard(lambda *_: None, ServeOptions(model="x", client_timeout=0.35))
+    begun = time.monotonic()
+    await guard._turn(100 << 10)
+    assert time.monotonic() - begun < 0.08
+    await asyncio.gather(guard._turn(100 << 10), guard._turn(200 << 10))
+    assert 0.19 < time.monotonic() - begun < 0.3
+    guard._next_large += 10
+    with pytest.raises(ApiError, match="too many large requests"):
+        await guard._turn(1)
 
 
 def test_hostile_requests_are_refused_and_disturb_nobody(groups):
