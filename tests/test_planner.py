@@ -244,7 +244,7 @@ def test_int8_shrinks_the_weights_and_takes_fewer_stages(small_device: None) -> 
     assert small.memory.weights < plain.memory.room
 
 
-def test_int8_is_advised_for_stages_where_it_helps(small_device: None) -> None:
+def test_int8_is_advised_where_it_would_fit(small_device: None) -> None:
     model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
 
     def found(hosts: int, quantize: str | None = None) -> Forecast:
@@ -254,7 +254,6 @@ def test_int8_is_advised_for_stages_where_it_helps(small_device: None) -> None:
 
     fits = next(hosts for hosts in range(1, 9) if found(hosts, "int8").best is not None)
     assert found(fits).best is None
-    assert found(fits, "int8").best.pipeline > 1
     assert any("with quantize='int8'" in note for note in found(fits).notes)
     assert not any("with quantize='int8'" in note for note in found(fits - 1).notes)
 

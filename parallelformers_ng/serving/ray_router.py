@@ -13,8 +13,8 @@ from ray.serve.request_router import RequestRouter
 class FewestRequests(RequestRouter):
     """Asks the replica that has the fewest requests of this proxy, wherever it is.
 
-    Serve's own router asks replicas on the host of its proxy first, as long as they take more; and it goes by what replicas
-    said of themselves the last time, so that requests that come together go to one of them.
+    Serve's own router asks replicas on the host of its proxy first, as long as they take more; and it goes by what
+    replicas said of themselves the last time, so that requests that come together go to one of them.
     """
 
     def initialize_state(self) -> None:
