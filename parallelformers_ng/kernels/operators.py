@@ -77,10 +77,8 @@ class StreamingQuantizedLinear(QuantizedLinear):
         assert scales is not None
         if dtype not in KINDS or not matrix_of(self).is_contiguous() or not scales.is_contiguous():
             return False
-        if encoding.kind == "int8":
-            return scales.shape[1] == 1
-        whole_groups = shape_of(self)[1] == encoding.block * scales.shape[1]
-        return encoding.kind == "int4" and whole_groups and (encoding.block in (32, 64) or encoding.block % 128 == 0)
+        whole_groups = encoding.kind == "int8" or shape_of(self)[1] == encoding.block * scales.shape[1]
+        return whole_groups and encoding.fits_kernels(scales.shape[1])
 
 
 def _multiply(linear: nn.Module, input: Tensor) -> Tensor:

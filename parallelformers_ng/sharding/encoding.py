@@ -66,6 +66,16 @@ class Encoding:
     def per_byte(self) -> int:
         return _KINDS[self.kind].per_byte
 
+    def fits_kernels(self, scales: int) -> bool:
+        """Whether the kernels read a matrix that is held so as it is.
+
+        Args:
+            scales: how many an output has.
+        """
+        if self.kind == "int8":
+            return scales == 1
+        return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
+
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the weight, given that of its small numbers."""
         shape = list(numbers)
