@@ -91,7 +91,12 @@ def planned(path: Path, ranks: int = 2, quantize: Any = None) -> ShardPlan:
     return make_plan(model, ranks, None, None, FitOptions(), read_quantize(quantize))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+_OFTEN = ("fp8-blocks", "compressed-int8-packed", "torchao-int4", "gptq-symmetric", "awq", "mxfp4", "experts-int8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in FORMATS]
+)
 def test_what_is_put_in_high_precision_where_that_is_allowed(name: str, checkpoints: Path) -> None:
     """All that no kernel reads; without a word nothing is, and what would have to be is refused."""
     assert bool(planned(checkpoints / name, quantize=DEQUANTIZE).quantized) == (name in READ_BY_KERNELS)

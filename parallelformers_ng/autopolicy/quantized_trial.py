@@ -22,6 +22,9 @@ from parallelformers_ng.sharding.registry import Selection
 _GROUP = 2
 """Inputs that share a scale where groups do: a twin's layers are too narrow for those of a model."""
 
+_DTYPE, _TOLERANCE = torch.float32, 1e-4
+"""A twin computes in float64, from which nothing is quantized."""
+
 
 def check_quantized(model: PreTrainedModel, selection: Selection, world_size: int, options: QuantizeOptions) -> str:
     """ "" where the outputs match, else what differs.
@@ -36,25 +39,26 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
     """
     twin = twin_of(model)
     options = replace(options, group=_GROUP if options.block else None)
-    plan = build_plan(twin.model, world_size, selection, quantize=options)
+    small = copy.deepcopy(twin.model).to(_DTYPE)
+    plan = build_plan(small, world_size, selection, quantize=options)
     if not plan.quantized:
         return (
             f"nothing of a twin is {options.scheme}: {'; '.join(set(plan.misfits.values())) or 'it has no such layers'}"
         )
     probes = comparable_probes(twin, plan)
-    whole: Any = copy.deepcopy(twin.model)
+    whole: Any = copy.deepcopy(small)
     with torch.no_grad():
         for name, encoding in plan.quantized.items():
             weight = whole.get_parameter(name)
             weight.copy_(encoding.decode(*encoding.encode(weight), weight.dtype))
-        wanted = [run(whole.get_submodule(probe.path), probe.inputs) for probe in probes]
+        wanted = [run(whole.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
 
     def on_rank(communicator: Communicator) -> list[list[torch.Tensor]]:
-        share = cut(twin.model, plan, communicator.rank, communicator)
+        share = cut(small, plan, communicator.rank, communicator)
         with torch.no_grad():
-            return [run(share.get_submodule(probe.path), probe.inputs) for probe in probes]
+            return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
 
     for found in run_ranks(world_size, on_rank):
-        if not all(equal(got, want, twin.tolerance) for got, want in zip(found, wanted, strict=True)):
+        if not all(equal(got, want, _TOLERANCE) for got, want in zip(found, wanted, strict=True)):
             return f"its outputs differ in {options.scheme}"
     return ""

@@ -22,7 +22,8 @@ typedef struct {
     size_t group;  /* inputs that share a scale, of integers of 4 bits; 0 for 8 bits, whose scales are fp32 */
 } Matrix;
 
-enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 4096 };
+/* What comes BYTES_AHEAD is asked for into the second-level cache: fewer lines can be on their way to the first. */
+enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 
 typedef int8_t Bytes __attribute__((vector_size(STEP)));
 
