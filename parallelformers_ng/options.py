@@ -241,6 +241,8 @@ class QuantizeOptions:
 
 SCHEMES = {"int8": None, "int4": 32, "fp8": None}
 """How many inputs of an output share a scale, None for all of them."""
+QUANTIZE_HELP = f"hold weights in {', '.join(SCHEMES)}"
+"""Of `--quantize`, on every command."""
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""

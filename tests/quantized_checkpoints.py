@@ -31,6 +31,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.zoo.build import build
@@ -62,6 +64,12 @@ def gpt_oss() -> Any:
     return build(GptOssForCausalLM, GptOssConfig(**SIZES, **experts), attention="eager")
 
 
+def qwen3_moe() -> Any:
+    """Its checkpoints hold experts one by one, and transformers stacks them."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 32}
+    return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **experts, intermediate_size=96))
+
+
 def loaded(path: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
 
@@ -78,7 +86,7 @@ def rewritten(path: Path, model: Any, quantization: dict[str, Any], encode: Call
     save_file({name: part.contiguous() for name, part in stored.items()}, path / "model.safetensors", {"format": "pt"})
 
 
-def fp8(path: Path, block: list[int] | None, **options: Any) -> Any:
+def fp8(path: Path, block: list[int] | None, make: Callable[[], Any] = llama, **options: Any) -> Any:
     """By the operation by which transformers quantizes."""
     from types import SimpleNamespace
 
@@ -91,7 +99,7 @@ def fp8(path: Path, block: list[int] | None, **options: Any) -> Any:
     def encode(name: str, weight: Any) -> dict | None:
         return operation.convert({name: weight}) if name.endswith("_proj.weight") else None
 
-    rewritten(path, llama(), config.to_dict(), encode)
+    rewritten(path, make(), config.to_dict(), encode)
     return loaded(path, quantization_config=FineGrainedFP8Config(dequantize=True))
 
 
@@ -159,6 +167,30 @@ def compressed(path: Path, kind: str, **weights: Any) -> Any:
         weight = fake_quantize(parts["weight"], parts["weight_scale"], parts["weight_zero_point"], scheme.weights)
         plain.get_submodule(name).weight.data = weight
     return plain
+
+
+def experts_in_8_bits(path: Path) -> Any:
+    """As compressed-tensors writes them: each expert's matrices have scales of their own."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    plain = {}
+
+    def encode(name: str, weight: Any) -> dict | None:
+        if not name.endswith("_proj.weight"):
+            return None
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        numbers = (weight / scale).round().to(torch.int8)
+        plain[name] = numbers * scale
+        return {name: numbers, f"{name}_scale": scale}
+
+    model = qwen3_moe()
+    rewritten(path, model, said, encode)
+    (path / "plain").mkdir()
+    model.save_pretrained(path / "plain")
+    state = load_file(path / "plain" / "model.safetensors") | plain
+    save_file(state, path / "plain" / "model.safetensors", {"format": "pt"})
+    return loaded(path / "plain")
 
 
 def bitsandbytes(path: Path, make: Callable[[], PreTrainedModel] = llama, **options: Any) -> Any:
@@ -231,6 +263,8 @@ def in_groups(path: Path, model: Any, said: dict[str, Any], order: Callable[[int
         count = int(groups.max()) + 1
         numbers = torch.randint(0, 1 << bits, shape, generator=generator)
         zeros = torch.randint(1, 1 << bits, (count, shape[1]), generator=generator)
+        if said.get("sym"):
+            zeros.fill_(1 << bits - 1)
         scales = (torch.rand((count, shape[1]), generator=generator) + 0.5) / (1 << bits) / shape[0] ** 0.5
         scales = scales.half()
         made = (numbers - zeros[groups]) * scales[groups].float()
@@ -285,6 +319,9 @@ FORMATS: dict[str, Callable[[Path], Any]] = {
     ),
     "torchao-fp8": lambda path: torchao(path, lambda ao: ao.Float8WeightOnlyConfig()),
     "gptq": lambda path: in_groups(path, llama, {"quant_method": "gptq", "bits": 4, "group_size": 16}, in_turn(16)),
+    "gptq-symmetric": lambda path: in_groups(
+        path, llama, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, in_turn(32)
+    ),
     "gptq-shuffled": lambda path: in_groups(
         path,
         llama,
@@ -295,9 +332,33 @@ FORMATS: dict[str, Callable[[Path], Any]] = {
     "awq": lambda path: in_groups(
         path, llama, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, in_turn(32)
     ),
+    "experts-int8": experts_in_8_bits,
+    "experts-fp8-blocks": lambda path: fp8(path, [16, 32], qwen3_moe),
 }
-INTEGERS = ("compressed-int8", "bitsandbytes-int8", "bitsandbytes-int8-gpt2", "torchao-int8")
-"""Those that ranks hold as they are stored."""
+HELD = {
+    "compressed-int8": "int8",
+    "compressed-int8-packed": "int8",
+    "bitsandbytes-int8": "int8",
+    "bitsandbytes-int8-gpt2": "int8",
+    "torchao-int8": "int8",
+    "experts-int8": "int8",
+    "compressed-int4": "int4",
+    "torchao-int4": "int4",
+    "gptq-symmetric": "int4",
+    "fp8-blocks": "fp8",
+    "fp8-powers": "fp8",
+    "fp8-tensors": "fp8",
+    "compressed-fp8": "fp8",
+    "compressed-fp8-blocks": "fp8",
+    "torchao-fp8": "fp8",
+    "experts-fp8-blocks": "fp8",
+}
+"""What ranks hold those as that stay as they are stored."""
+READ_BY_KERNELS = (
+    "compressed-int8", "bitsandbytes-int8", "bitsandbytes-int8-gpt2", "torchao-int8", "experts-int8", "torchao-int4",
+    "gptq-symmetric",
+)  # fmt: skip
+"""Those that stay so where high precision is allowed, too."""
 
 
 def main(folder: Path) -> None:

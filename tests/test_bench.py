@@ -46,6 +46,21 @@ def test_measures_both_and_says_all_in_json(tmp_path: Path, capsys: pytest.Captu
     assert found["bandwidth_share"]["2 ranks"] == pytest.approx(share)
 
 
+def test_ranks_in_few_bits_read_fewer_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaForCausalLM(TINY).save_pretrained(tmp_path)
+    command = ["bench", str(tmp_path), "--device", "cpu", "--prompt", "8", "--tokens", "2", "--rounds", "1", "--json"]
+    assert cli.main([*command, "--quantize", "int8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    matrices = [p for name, p in LlamaForCausalLM(TINY).named_parameters() if "_proj" in name]
+    less = sum(p.nbytes - p.numel() - 4 * len(p) for p in matrices)
+    assert found["scheme"] == "int8"
+    assert found["held_bytes"] == found["weight_bytes"] - less
+    share = found["median"]["decode"]["2 ranks"] * found["held_bytes"] / found["bandwidth"]
+    assert found["bandwidth_share"]["2 ranks"] == pytest.approx(share)
+    assert cli.main([*command, "--quantize", "int7"]) == 2
+    assert "it takes one of 'int8', 'int4', 'fp8'" in capsys.readouterr().err
+
+
 def test_a_configuration_alone_gets_random_weights_and_a_plot_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

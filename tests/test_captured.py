@@ -18,6 +18,8 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from parallelformers_ng import api, parallelize
 from parallelformers_ng.cuda_graphs.modes import CAPTURED
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.apart import find_packages
+from tests.zoo.build import randomise
 from tests.zoo.case import text_inputs, token_ids
 from tests.zoo.decoders import GEMMA3, decoder, gpt2
 
@@ -376,3 +378,28 @@ def test_rows_go_on_without_recordings_that_have_no_room(
     said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert len(said) == 1
     assert said[0].startswith("calls that are decoded together run without CUDA graphs: ")
+
+
+def test_a_recording_serves_the_adapters_that_it_was_made_with(pair: WorkerGroup) -> None:
+    find_packages()
+    import peft
+
+    configs = [peft.LoraConfig(r=8, lora_alpha=64, target_modules=["k_proj", "v_proj"]) for _ in range(2)]
+    model, alone = (peft.get_peft_model(decoder("Llama"), configs[0]) for _ in range(2))
+    want = []
+    for each in (model, alone):
+        each.add_adapter("other", configs[1])
+        randomise(each, seed=3).eval()
+    for name in ("default", "other"):
+        alone.set_adapter(name)
+        want.append(alone.generate(**text_inputs(), **HOW))
+    assert not torch.equal(*want)
+    count(pair)
+    with parallelize(model, workers=pair, decode="cuda_graphs") as model:
+        for name, tokens in zip(("default", "other"), want, strict=True):
+            model.set_adapter(name)
+            for _ in range(2):
+                assert torch.equal(model.generate(**text_inputs(), **HOW), tokens)
+            recordings, replays = count(pair)
+            assert recordings == 1
+            assert replays >= REPLAYS

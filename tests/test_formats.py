@@ -19,13 +19,16 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from parallelformers_ng import CheckpointError, ParallelError, UnsupportedModelError, parallelize, save_sharded
+from parallelformers_ng.autopolicy.planning import make_plan
 from parallelformers_ng.checkpoint.formats import numbers
 from parallelformers_ng.checkpoint.loading import load_skeleton
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.options import FitOptions, read_quantize
+from parallelformers_ng.sharding.plan import ShardPlan
 from tests.patience import await_incarnation, kill
-from tests.quantized_checkpoints import EXPECTED, FORMATS, GREEDY, INTEGERS
+from tests.quantized_checkpoints import EXPECTED, FORMATS, GREEDY, HELD, READ_BY_KERNELS
 from tests.quantized_damage import DAMAGES, Damaged, damaged
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
@@ -64,31 +67,94 @@ def check(model: Any, path: Path) -> None:
 def test_ranks_compute_what_transformers_computes_in_one_process(
     name: str, world_size: int, checkpoints: Path, groups
 ) -> None:
-    path = checkpoints / name
-    allowed = None if name in INTEGERS else DEQUANTIZE
+    path, allowed = checkpoints / name, None if name in HELD else DEQUANTIZE
+    if world_size == 4 and name in IN_GROUPS:
+        with pytest.raises(UnsupportedModelError, match=r"'dequantize': True} allows it"):
+            parallelize(path, workers=groups(world_size), dtype="float32")
+        allowed = DEQUANTIZE
     model = parallelize(path, workers=groups(world_size), dtype="float32", quantize=allowed)
-    assert bool(model.shard_plan.quantized) == (name in INTEGERS)
+    if allowed is None:
+        assert {encoding.kind for encoding in model.shard_plan.quantized.values()} == {HELD[name]}
+        assert not model.shard_plan.misfits
     check(model, path)
     model.deparallelize()
     for key, tensor in expected(path)[1].items():
         torch.testing.assert_close(model.state_dict()[key], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_what_nothing_computes_with_is_refused_unless_it_may_be_put_in_high_precision(checkpoints: Path) -> None:
-    for name in FORMATS.keys() - set(INTEGERS):
-        with pytest.raises(UnsupportedModelError, match=r"is quantized by .*'dequantize': True"):
-            load_skeleton(str(checkpoints / name))
+IN_GROUPS = ("fp8-blocks", "compressed-fp8-blocks", "torchao-int4", "gptq-symmetric", "experts-fp8-blocks")
+"""Those of 32 inputs, of which four ranks have half in heads of 16."""
+
+
+def planned(path: Path, ranks: int = 2, quantize: Any = None) -> ShardPlan:
+    model = load_skeleton(str(path), torch.float32, dequantize=bool(quantize))
+    return make_plan(model, ranks, None, None, FitOptions(), read_quantize(quantize))
+
+
+_OFTEN = ("fp8-blocks", "compressed-int8-packed", "torchao-int4", "gptq-symmetric", "awq", "mxfp4", "experts-int8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in FORMATS]
+)
+def test_what_is_put_in_high_precision_where_that_is_allowed(name: str, checkpoints: Path) -> None:
+    """All that no kernel reads; without a word nothing is, and what would have to be is refused."""
+    assert bool(planned(checkpoints / name, quantize=DEQUANTIZE).quantized) == (name in READ_BY_KERNELS)
+    if name in HELD:
+        assert {encoding.kind for encoding in planned(checkpoints / name).quantized.values()} == {HELD[name]}
+    else:
+        with pytest.raises(
+            UnsupportedModelError, match=r"is quantized by .*as it is stored: it (has|is) .*'dequantize'"
+        ):
+            planned(checkpoints / name)
+    both = planned(checkpoints / name, quantize={"scheme": "int8", "dequantize": True})
+    assert {encoding.kind for encoding in both.quantized.values()} == {"int8"}
+
+
+def test_why_it_is_refused(checkpoints: Path) -> None:
+    reasons = {
+        "mxfp4": "it is 4-bit floats",
+        "bitsandbytes-nf4": "it is codes of nf4",
+        "awq": "it has zero points",
+        "gptq-shuffled": "it has zero points",
+    }
+    for name, why in reasons.items():
+        with pytest.raises(UnsupportedModelError, match=why):
+            planned(checkpoints / name)
+    with pytest.raises(UnsupportedModelError, match=r"scales are torch.float16, which torch.bfloat16 does not hold"):
+        load_skeleton(str(checkpoints / "gptq-symmetric"), torch.bfloat16)
     with pytest.raises(ParallelError, match="no scheme is given"):
         parallelize(checkpoints / "mxfp4", 2, quantize={})
+
+
+def test_what_cannot_stay_in_few_bits_is_refused_or_listed(checkpoints: Path) -> None:
+    path = checkpoints / "gptq-symmetric"  # groups of 32 inputs, heads of 16
+    with pytest.raises(UnsupportedModelError, match=r"layers.\*.self_attn.o_proj.weight \(ranks have parts"):
+        planned(path, 4)
+    made = planned(path, 4, DEQUANTIZE)
+    assert "model.layers.1.self_attn.o_proj.weight" in made.misfits
+    assert made.quantized.keys().isdisjoint(made.misfits)
+    assert "not quantized: model.layers.*.self_attn.o_proj.weight, for ranks have parts" in str(made)
+
+
+def test_weights_that_are_made_of_small_numbers_in_another_way_are_refused(checkpoints: Path) -> None:
+    model = load_skeleton(str(checkpoints / "compressed-int8"))
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"layers.\*.mlp.up_proj.weight \(.* scales do not go with"):
+        make_plan(model, 2, None, None, FitOptions())
+    assert (
+        "model.layers.0.mlp.up_proj.weight"
+        in make_plan(model, 2, None, None, FitOptions(), read_quantize(DEQUANTIZE)).misfits
+    )
 
 
 def test_a_model_on_meta_takes_no_number_without_its_scale(checkpoints: Path, groups) -> None:
     path = checkpoints / "fp8-blocks"
     with torch.device("meta"):
         bare = LlamaForCausalLM(AutoConfig.from_pretrained(path))
-    with pytest.raises(UnsupportedModelError, match=r"quantized by fp8.*'dequantize': True"):
-        parallelize(bare, workers=groups(2), weights=path)
-    model = parallelize(bare, workers=groups(2), weights=path, quantize=DEQUANTIZE)
+    model = parallelize(bare, workers=groups(2), weights=path)
+    assert model.shard_plan.quantized
     check(model, path)
     model.deparallelize()
 
@@ -111,7 +177,7 @@ def test_saved_it_is_an_ordinary_checkpoint_or_one_that_is_cut(
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
     assert largest_difference(whole(**text_inputs()).logits, held["logits"]) <= 1e-4
     with parallelize(tmp_path / "cut", workers=groups(3)) as again:
-        assert bool(again.shard_plan.quantized) == (name in INTEGERS)
+        assert bool(again.shard_plan.quantized) == (name in HELD)
         check(again, path)
 
 

@@ -81,8 +81,8 @@ def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: P
         type(model.model.layers[1].mlp.down_proj),
     )
     config = getattr(model.config, "quantization_config", None)
-    stays = scheme == "int8"
-    assert bool(plan(model, 2, quantize=DEQUANTIZE).quantized) == stays
+    stays = scheme in ("int8", "int4") or make is by_torchao
+    assert bool(plan(model, 2, quantize=DEQUANTIZE).quantized) == (scheme in ("int8", "int4"))  # what kernels read
     parallelize(model, workers=groups(2), quantize=None if stays else DEQUANTIZE)
     assert bool(model.shard_plan.quantized) == stays
     assert model.model.layers[1].mlp.down_proj is layer
@@ -104,7 +104,8 @@ def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: P
         assert torch.equal(found, tensor) if isinstance(tensor, torch.Tensor) else found == tensor
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
     assert largest_difference(whole(**text_inputs()).logits, want) <= 1e-4
-    with parallelize(tmp_path / "cut", workers=groups(3)) as again:
+    # three ranks have no whole groups of 32 inputs in heads of 16
+    with parallelize(tmp_path / "cut", workers=groups(3), quantize=DEQUANTIZE if scheme == "int4" else None) as again:
         assert largest_difference(again(**text_inputs()).logits, want) <= 1e-4
 
 
@@ -118,16 +119,16 @@ def test_tensors_of_a_librarys_own_kind_in_a_pickle_are_refused(tmp_path: Path) 
 
 
 def test_what_is_refused_leaves_it_as_it_was(groups) -> None:
-    model, _ = by_torchao("fp8")
+    model, _ = by_bitsandbytes("nf4")
     kinds = {path: type(module) for path, module in model.named_modules()}
     with pytest.raises(
-        UnsupportedModelError, match=r"the LlamaForCausalLM given is quantized by torchao.*'dequantize'"
+        UnsupportedModelError, match=r"the LlamaForCausalLM given is quantized by bitsandbytes.*'dequantize'"
     ):
         parallelize(model, workers=groups(2))
     with pytest.raises(ParallelError, match="skip names 'nothing'"):
         parallelize(model, workers=groups(2), quantize={"scheme": "int8", "dequantize": True, "skip": ["nothing"]})
     assert {path: type(module) for path, module in model.named_modules()} == kinds
-    assert hasattr(model.model.layers[0].mlp.up_proj.weight, "dequantize")
+    assert hasattr(model.model.layers[0].mlp.up_proj.weight, "quant_state")
     assert model(**text_inputs()).logits.isfinite().all()
 
 

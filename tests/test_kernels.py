@@ -12,7 +12,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from parallelformers_ng.kernels import operators
 from parallelformers_ng.kernels.installation import install
-from parallelformers_ng.kernels.operators import MOST_ROWS, FusedRMSNorm, StreamingLinear
+from parallelformers_ng.kernels.operators import MOST_ROWS, FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear
+from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.quantized import hold
 
 pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 
@@ -59,6 +61,28 @@ def test_results_are_as_exact_as_those_of_torch(
                 assert found.dtype is dtype
                 torch.testing.assert_close(found, wide.to(dtype))
     assert set(calls) == {1, 2, 3, 4, 23}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "group"), [("int8", 160), ("int4", 32)])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_does_to_integers_what_it_does_in_torch(
+    kind: str, group: int, value: float, dtype: torch.dtype, calls: list[int]
+) -> None:
+    torch.manual_seed(1)
+    layer = nn.Linear(160, 24, bias=False, dtype=dtype).requires_grad_(False)
+    encoding = Encoding(kind, -1, group)
+    numbers, scales = encoding.encode(layer.weight)
+    numbers[3] = 0  # times infinity, which is no number
+    weight = encoding.decode(numbers, scales, dtype)
+    hold(layer, "weight", encoding, numbers, scales, dtype)
+    layer.__class__ = StreamingQuantizedLinear
+    for rows in (1, 3, 7):  # one in a time, or more in tiles
+        x = torch.randn(1, rows, 160).to(dtype)
+        x[0, rows // 2, 7] = value
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), F.linear(x, weight), equal_nan=True, rtol=2e-2, atol=1e-2)
+    assert calls
 
 
 def test_bfloat16_rounds_once_to_nearest_even() -> None:

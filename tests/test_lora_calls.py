@@ -164,6 +164,50 @@ def test_adapters_are_switched_a_thousand_times(groups, whole) -> None:
         switching(model, whole, 1000)
 
 
+LONG = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+
+
+def test_calls_that_overlap_are_decoded_each_with_its_adapter(groups) -> None:
+    """All four are under way before the first one ends."""
+    inputs, alone, want = {name: tensor[:1] for name, tensor in text_inputs().items()}, four_adapters(), []
+    for name in NAMES:
+        alone.set_adapter(name)
+        want.append(alone.generate(**inputs, **LONG))
+
+    async def together(model: Any) -> list[torch.Tensor]:
+        calls = (model.agenerate(**inputs, **LONG, adapter_names=[name]) for name in (*NAMES, *NAMES))
+        return await asyncio.gather(*calls)
+
+    with parallelize(four_adapters(), workers=groups(2), batching=True) as model:
+        found = asyncio.run(together(model))
+    assert all(torch.equal(tokens, each) for tokens, each in zip(found, (*want, *want), strict=True))
+
+
+def test_layers_that_come_before_they_run(groups, whole, tmp_path: Path) -> None:
+    rooms = {rank: size - 20_000 for rank, size in enumerate(plan(four_adapters(), 2).bytes_per_rank)}
+    fit = {"max_memory": {**rooms, "cpu": 0}, "offload_folder": str(tmp_path)}
+    with parallelize(four_adapters(), workers=groups(2), fit=fit) as model:
+        tiers = model.get_base_model().shard_plan.tiers
+        assert tiers is not None
+        assert any("disk" in places.values() for places in tiers.places)
+        assert same(answers(model), whole)
+
+
+def test_replicas_compute_each_call_with_its_adapter(whole) -> None:
+    with parallelize(four_adapters(), 1, workers={"device": "cpu", "replicas": 2}) as model:
+        switching(model, whole, 12)
+        assert same(answers(model), whole)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor+pipeline"])
+def test_stages_are_refused_and_leave_the_workers_free(groups, strategy: str) -> None:
+    fit = {"strategy": strategy, **({"tensor": 2} if "+" in strategy else {})}
+    group = groups(4)
+    with pytest.raises(UnsupportedModelError, match="adapters is cut so far with strategy='tensor'"):
+        parallelize(four_adapters(), workers=group, fit=fit)
+    assert not group.in_use
+
+
 class _Switches(StoppingCriteria):
     """Cannot cross to the workers, so that the loop runs here; sets another adapter at the first token."""
 

@@ -23,6 +23,7 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.quantized import Stack
 from parallelformers_ng.sharding.registry import Selection
 from parallelformers_ng.sharding.rules import Column, Heads, Row
 
@@ -193,6 +194,18 @@ def test_a_plan_of_a_bare_model_type_says_that_it_is_of_its_defaults(
     tf.GPT2Config().to_json_file(tmp_path / "config.json")
     assert main(["plan", str(tmp_path / "config.json")]) == 0
     assert capsys.readouterr().out.startswith("GPT2LMHeadModel on 2 ranks")
+
+
+def test_verify_compares_weights_in_few_bits_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["verify", "gpt2", "--quantize", "int4"]) == 0
+    assert "int4     48 tensors" in capsys.readouterr().out
+    assert main(["verify", "gpt2", "--quantize", "int7"]) == 2
+    whole = Stack.whole
+    monkeypatch.setattr(Stack, "whole", lambda self: whole(self) * 1.01)  # what ranks compute with
+    assert main(["verify", "gpt2", "--quantize", "fp8"]) == 1
+    assert "its outputs differ in fp8" in capsys.readouterr().out
 
 
 def test_verify_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

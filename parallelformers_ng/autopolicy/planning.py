@@ -69,7 +69,8 @@ def make_plan(
     def cut() -> ShardPlan:
         selection = select(plain, custom, world_size, parts)
         made = build_plan(plain, world_size, selection, dtype, parts=parts, quantize=quantize)
-        return made if plain is model else with_adapters(made, plain, model, dtype)
+        dequantize = quantize is not None and quantize.dequantize
+        return made if plain is model else with_adapters(made, plain, model, dtype, dequantize)
 
     def staged() -> ShardPlan:
         if plain is not model:

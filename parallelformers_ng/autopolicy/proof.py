@@ -79,7 +79,7 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
     Raises:
         UnsupportedModelError: no twin could be made.
     """
-    trials = Trials(_twin(model), selection, world_size)
+    trials = Trials(twin_of(model), selection, world_size)
     return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
 
 
@@ -104,7 +104,7 @@ def _objection(
 ) -> str:
     """Why the policies are refused, in words; "" where a twin proves them."""
     try:
-        twin = _twin(model)
+        twin = twin_of(model)
     except UnsupportedModelError as error:
         return f"it cannot be proven: {error}"
     trials = Trials(twin, Selection(policies, "custom", vocabulary=False, leftovers=False), world_size, parts)
@@ -123,7 +123,7 @@ def _search(
     model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...]
 ) -> Proof | UnsupportedModelError:
     try:
-        twin = _twin(model)
+        twin = twin_of(model)
     except UnsupportedModelError as error:
         # Written policies need no proof. What they leave stays whole, as the plan says.
         return Proof(base, unproven=str(error)) if base.policies else error
@@ -136,7 +136,12 @@ def _search(
         return error
 
 
-def _twin(model: PreTrainedModel) -> Twin:
+def twin_of(model: PreTrainedModel) -> Twin:
+    """A tiny random copy of a model.
+
+    Raises:
+        UnsupportedModelError: none could be made.
+    """
     key = identity(model)
     if key not in _TWINS:
         _TWINS.clear()

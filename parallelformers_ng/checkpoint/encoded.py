@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -183,10 +183,70 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
 
 def stored_encoding(node: Node) -> Decoded | None:
-    """What a weight is stored as that is quantized already, whatever its data type is to be; None for another."""
-    while isinstance(node, Operation) and node.name == "aten._to_copy.default":
-        node = node.args[0]
-    return node if isinstance(node, Decoded) else None
+    """What a weight is stored as that is quantized already, whatever its data type is to be, and also where it is put
+    together from several such as experts are; None for another."""
+    if isinstance(node, Decoded):
+        return node
+    if not isinstance(node, Operation) or node.name not in _PASSED:
+        return None
+    stacked = isinstance(node.args[0], (list, tuple))
+    found = [stored_encoding(source) for source in (node.args[0] if stacked else node.args[:1])]
+    stored = [each for each in found if each is not None]
+    kinds = {(each.encoding, each.parts[0].dtype, each.parts[1].dtype) for each in stored}
+    if len(stored) < len(found) or len(kinds) != 1:
+        return None
+    encoding, size = stored[0].encoding, len(stored[0].shape)
+    dim = _PASSED[node.name](node, size, encoding.dim % size)
+    if dim is None:
+        return None
+    encoding = replace(encoding, dim=dim - len(node.shape))
+    if node.name == "aten._to_copy.default":
+        return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
+
+    def passed(which: int, per: int) -> Operation:
+        """The same operation of numbers or scales, of which there is one for so many of the weight."""
+        shape, sources = list(node.shape), [each.parts[which] for each in stored]
+        shape[dim] //= per
+        args = (sources if stacked else sources[0], *node.args[1:])
+        return Operation(tuple(shape), sources[0].dtype, node.name, args, node.kwargs, node.output)
+
+    return Decoded(node.shape, node.dtype, encoding, (passed(0, encoding.per_byte), passed(1, encoding.block)))
+
+
+def _kept(node: Operation, size: int, dim: int) -> int:
+    return dim
+
+
+def _swapped(node: Operation, size: int, dim: int) -> int:
+    first, second = (other % size for other in (node.args[1:] or (0, 1)))
+    return {first: second, second: first}.get(dim, dim)
+
+
+def _across(node: Operation, size: int, dim: int) -> int | None:
+    """Joined or parted along another dimension."""
+    place = 2 if "split" in node.name else 1
+    along = node.args[place] if len(node.args) > place else 0
+    return None if along % size == dim else dim
+
+
+def _stacked(node: Operation, size: int, dim: int) -> int:
+    along = (node.args[1] if len(node.args) > 1 else 0) % (size + 1)
+    return dim + (along <= dim)
+
+
+_PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
+    "aten._to_copy.default": _kept,
+    "aten.clone.default": _kept,
+    "aten.t.default": _swapped,
+    "aten.transpose.int": _swapped,
+    "aten.cat.default": _across,
+    "aten.slice.Tensor": _across,
+    "aten.split.Tensor": _across,
+    "aten.split_with_sizes.default": _across,
+    "aten.stack.default": _stacked,
+}
+"""Operations that do to numbers and scales what they do to a weight; given the dimensions of an operand, and which of
+them counts its inputs: which one of the result does, None where they mix."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, held: Callable[[TensorPlan], Node]) -> Node:

@@ -61,8 +61,9 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
         )
     state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(model.state_dict())}
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
-    stored = Stored(state, said, where, dtype, lambda: model, {**header, "tensor_names": json.dumps(list(header))})
-    return model_of(type(model), config, where, dtype, {}, unpacked(stored, dequantize))
+    header["tensor_names"] = json.dumps(list(header))
+    stored = Stored(state, said, where, dtype, lambda: model, header, dequantize)
+    return model_of(type(model), config, where, dtype, {}, unpacked(stored))
 
 
 class Given:
@@ -122,7 +123,9 @@ def _names_of_parts(tensor: Any) -> list[str]:
 
 def _description(tensor: Any) -> dict[str, Any]:
     """What the header of torchao's files says of a tensor."""
-    data = {"block_size": list(getattr(tensor, "block_size", ()))}
+    data: dict[str, Any] = {"block_size": list(getattr(tensor, "block_size", ()))}
+    if hasattr(tensor, "target_dtype"):
+        data["target_dtype"] = str(tensor.target_dtype)
     return {"_type": type(tensor).__name__, "_data": data, "_tensor_data_names": _names_of_parts(tensor)}
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from parallelformers_ng.checkpoint.encoded import stored_encoding
-from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, Operation, leaves, release
+from parallelformers_ng.checkpoint.encoded import Decoded, stored_encoding
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, Operation, leaves, parts, release
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 from parallelformers_ng.sharding.encoding import Encoding
@@ -51,6 +51,11 @@ class LazyTensor(torch.Tensor):
         """How it is stored, where it is quantized."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
+
+    @property
+    def is_quantized_within(self) -> bool:
+        """Whether it is stored as small numbers and scales, or put together of what is."""
+        return any(isinstance(part, Decoded) for part in parts(self.node))
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"

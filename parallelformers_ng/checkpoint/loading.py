@@ -180,7 +180,7 @@ def _plain_state(
 ) -> dict[str, LazyTensor]:
     """What a checkpoint holds, under the names of a plain one where it is quantized."""
     state, said = lazy_state(location), stored_quantization(location)
-    return state if said is None else unpacked(Stored(state, said, location, dtype, plain), dequantize)
+    return state if said is None else unpacked(Stored(state, said, location, dtype, plain, dequantize=dequantize))
 
 
 def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

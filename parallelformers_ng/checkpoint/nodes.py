@@ -121,25 +121,30 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
     return ShardedNode(tensor.shape, tensor.dtype, parts)
 
 
+def parts(node: Node) -> Iterator[Node]:
+    """A node, and all that operations make it of."""
+    yield node
+    if isinstance(node, Operation):
+        for operand in tree_leaves((node.args, node.kwargs)):
+            if isinstance(operand, Node):
+                yield from parts(operand)
+
+
 def leaves(node: Node, computed: bool = True) -> Iterator[Leaf]:
     """Everything stored that a node is made of.
 
     Args:
         computed: also what stands for other numbers, which are computed from it.
     """
-    if isinstance(node, Leaf):
-        yield node
-    elif isinstance(node, ShardedNode):
-        for _, source in node.parts.values():
-            yield from leaves(source, computed)
-    elif isinstance(node, Computed):
-        for source in node.sources if computed else ():
-            yield from leaves(source)
-    else:
-        assert isinstance(node, Operation)
-        for operand in tree_leaves((node.args, node.kwargs)):
-            if isinstance(operand, Node):
-                yield from leaves(operand, computed)
+    for part in parts(node):
+        if isinstance(part, Leaf):
+            yield part
+        elif isinstance(part, ShardedNode):
+            for _, source in part.parts.values():
+                yield from leaves(source, computed)
+        elif isinstance(part, Computed) and computed:
+            for source in part.sources:
+                yield from leaves(source)
 
 
 def release(node: Node) -> None:

@@ -17,9 +17,11 @@ from parallelformers_ng.api import parallelize, start_group
 from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
+from parallelformers_ng.sharding.plan import ShardPlan
 
 _READ_BYTES, _READ_PASSES = 512 << 20, 8
 _SHORT_PROMPT = 8
+ONE_PROCESS = "one process"
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Report:
         weight_bytes: bytes of weights that a decoded token reads: all but the rows of an embedding that is not tied to
             the head (a mixture of experts reads fewer).
         bandwidth: bytes per second that the devices read together, measured before the first round.
+        scheme: of which the ranks hold weights, None as the model has them.
+        held_bytes: what a decoded token reads of the weights as the ranks hold them.
         prefill, decode: contestant → tokens per second, round by round.
     """
 
@@ -45,12 +49,15 @@ class Report:
     tokens: int
     weight_bytes: int
     bandwidth: float
+    scheme: str | None = None
+    held_bytes: int = 0
     prefill: dict[str, list[float]] = field(default_factory=dict)
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
         """The part of the bandwidth that a contestant's median decode speed amounts to."""
-        return statistics.median(self.decode[name]) * self.weight_bytes / self.bandwidth
+        read = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
+        return statistics.median(self.decode[name]) * read / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, with the medians and shares, as JSON takes it."""
@@ -67,6 +74,10 @@ class Report:
             f"{self.model}, {weights}, {self.weight_bytes / 1e9:.2f} GB, on {self.ranks} {self.device} ranks",
             f"read bandwidth {self.bandwidth / 1e9:.1f} GB/s: {self.bandwidth / self.weight_bytes:.1f} tok/s at most",
         ]
+        if self.scheme:
+            lines.append(
+                f"the ranks read {self.held_bytes / 1e9:.2f} GB for a token, in {self.scheme} where that is held"
+            )
         for title, figures in (
             (f"prefill of {self.prompt} tokens", self.prefill),
             (f"decode of {self.tokens} tokens", self.decode),
@@ -111,6 +122,7 @@ def bench(
     baseline: bool = True,
     dtype: str | None = None,
     revision: str | None = None,
+    quantize: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Measure a model on its workers and, turn by turn, in this process with all its threads (or on one GPU).
@@ -125,6 +137,7 @@ def bench(
         baseline: whether one process is measured too. It holds the model a second time.
         dtype: "float32", "bfloat16", …; by default the model's own.
         revision: branch, tag or commit on the hub.
+        quantize: scheme in which the ranks hold weights; one process has them as they are.
         say: is told what is being done.
 
     Raises:
@@ -156,12 +169,13 @@ def bench(
         speed = read_bandwidth(device, num_gpus)
         say(f"loading {model}")
         with start_group(num_gpus, device=device) as group:
-            cut = parallelize(load(), workers=group, progress=False)
+            cut = parallelize(load(), workers=group, quantize=quantize, progress=False)
             contestants = {f"{num_gpus} ranks": cut}
             if baseline:
-                contestants["one process"] = load().to("cuda:0" if device == "cuda" else "cpu")
+                contestants[ONE_PROCESS] = load().to("cuda:0" if device == "cuda" else "cpu")
             weights = _bytes_read(skeleton) * _dtype(dtype or skeleton.dtype).itemsize // skeleton.dtype.itemsize
-            report = Report(model, not given, device, num_gpus, prompt, tokens, weights, speed)
+            held = _bytes_held(skeleton, cut.shard_plan)
+            report = Report(model, not given, device, num_gpus, prompt, tokens, weights, speed, quantize, held)
             for round_ in range(rounds + 1):
                 say(f"round {round_} of {rounds}" if round_ else "warming up")
                 for name, contestant in contestants.items():
@@ -205,6 +219,15 @@ def _bytes_read(model: PreTrainedModel) -> int:
     if tied and head is not None and id(head.weight) != id(embedding.weight):
         whole.pop(id(head.weight), None)  # on meta, ties may be missing
     return sum(whole.values()) - (0 if tied else embedding.weight.nbytes)
+
+
+def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
+    """The same of weights as ranks hold them, each once."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is None or model.config.get_text_config().tie_word_embeddings
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    left = None if tied else names[id(embedding.weight)]
+    return sum(plan.bytes_held(t.name) for t in plan.stored() if not t.is_buffer and t.name != left)
 
 
 def _prefill(model: Any, prompt: int) -> float:

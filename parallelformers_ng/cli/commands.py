@@ -12,6 +12,7 @@ from parallelformers_ng import __version__
 from parallelformers_ng.cli import forecast
 from parallelformers_ng.cli import serve as serving
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.options import QUANTIZE_HELP
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def verify(options: argparse.Namespace) -> int:
     from parallelformers_ng.cli.coverage import verify_model
 
     model = empty_model(options.model, options.revision)
-    found = verify_model(model, options.num_gpus, _custom(options))
+    found = verify_model(model, options.num_gpus, _custom(options), options.quantize)
     _print(options, found.as_dict(), _of_defaults(options, model) + str(found))
     return 0 if found.equal else 1
 
@@ -92,6 +93,7 @@ def bench(options: argparse.Namespace) -> int:
         baseline=not options.no_baseline,
         dtype=options.dtype,
         revision=options.revision,
+        quantize=options.quantize,
         say=lambda text: print(text, file=sys.stderr),
     )
     _print(options, report.as_dict(), str(report))
@@ -143,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     bits = argparse.ArgumentParser(add_help=False)
-    bits.add_argument("--quantize", metavar="SCHEME", help="hold weights in int8, int4 or fp8 (default: as they are)")
+    bits.add_argument("--quantize", metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: as the model has them)")
 
     policy = argparse.ArgumentParser(add_help=False)
     policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
@@ -184,11 +186,12 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "verify",
-        parents=[model, policy, output],
+        parents=[model, policy, bits, output],
         help="check a model's policy on a tiny random copy: sharded and whole outputs must match",
         description="Build a tiny random copy of the model (its class, head counts and layer pattern, from the"
-        " configuration alone), run it whole and sharded over N ranks, and compare the outputs. Prints what is cut,"
-        " what stays whole and why. Exits with 1 where the outputs differ, with 2 where the model is refused.",
+        " configuration alone), run it whole and sharded over N ranks, and compare the outputs; with --quantize also"
+        " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 where the outputs"
+        " differ, with 2 where the model is refused.",
     )
     command.set_defaults(command=verify)
 
@@ -205,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "bench",
-        parents=[model, output],
+        parents=[model, bits, output],
         help="measure prefill and decode on the ranks, against one process",
         description="Measure how fast MODEL reads a prompt (prefill) and makes tokens (decode, greedy, one sequence) on"
         " N ranks and, turn by turn, in one process with all threads. Prints tokens per second, median and best round,"

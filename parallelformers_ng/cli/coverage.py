@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from parallelformers_ng.autopolicy.proof import check, prove, prove_custom
+from parallelformers_ng.autopolicy.quantized_trial import check_quantized
 from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.options import read_quantize
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.registry import check_custom, is_covered, known_policies, written_policies
 from parallelformers_ng.sharding.rules import Policy
-from parallelformers_ng.sharding.table import human_bytes
+from parallelformers_ng.sharding.table import human_bytes, pattern_of
 
 
 def policy_sources() -> dict[str, str]:
@@ -60,6 +62,9 @@ class Verification:
         whole: what every rank holds whole, in bytes, largest first.
         tried: what was tried and did not hold.
         unproven: what the twin's inputs did not reach, and why.
+        scheme: of which the weights are that were compared, "" for none.
+        quantized: how many of the model's tensors are held so.
+        misfits: which are not, though they were to be, and why.
     """
 
     model_class: str
@@ -71,6 +76,9 @@ class Verification:
     whole: dict[str, int] = field(default_factory=dict)
     tried: list[str] = field(default_factory=list)
     unproven: str = ""
+    scheme: str = ""
+    quantized: int = 0
+    misfits: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,13 +92,21 @@ class Verification:
             *(f"  whole  {human_bytes(size):>9}  {name}" for name, size in list(self.whole.items())[:20]),
             *(f"  tried  {what}" for what in self.tried),
         ]
+        if self.scheme:
+            lines.append(f"  {self.scheme}   {self.quantized:>4} tensors")
+        lines += dict.fromkeys(
+            f"  not {self.scheme}: {pattern_of(name)}, for {why}" for name, why in self.misfits.items()
+        )
         if self.unproven:
             lines.append(f"  not reached by the twin's inputs: {self.unproven}")
         return "\n".join(lines)
 
 
 def verify_model(
-    model: PreTrainedModel, num_gpus: int = 2, custom_policies: type[Policy] | Sequence[type[Policy]] | None = None
+    model: PreTrainedModel,
+    num_gpus: int = 2,
+    custom_policies: type[Policy] | Sequence[type[Policy]] | None = None,
+    quantize: Any = None,
 ) -> Verification:
     """Check the policy of a model on a tiny random copy: sharded over `num_gpus` ranks and whole, outputs must match.
 
@@ -98,11 +114,15 @@ def verify_model(
         model: the model; on the `meta` device it will do.
         num_gpus: number of ranks.
         custom_policies: policies that come before the written ones, as in `parallelize`.
+        quantize: as in `parallelize`: the copy is compared once more, its weights rounded whole and quantized sharded.
+            Where inputs share a scale in groups, those of the copy are of two, as its layers are narrow.
 
     Raises:
+        ParallelError: `quantize` cannot be read.
         UnsupportedModelError: the model is refused, or no twin of it runs.
         PolicyError: a custom policy does not fit it.
     """
+    bits = read_quantize(quantize)
     base, misfits = known_policies(model, custom_policies, num_gpus)
     tried, unproven, selection = list(misfits), "", base
     plan = build_plan(model, num_gpus, base)
@@ -120,10 +140,17 @@ def verify_model(
         proof = prove(model, base, num_gpus)
         tried, unproven, selection = [*tried, *proof.tried], proof.unproven, proof.selection
         plan = build_plan(model, num_gpus, selection)
+    if bits is not None:
+        plan = build_plan(model, num_gpus, selection, quantize=bits)
+        outcome = check_quantized(model, selection, num_gpus, bits) if equal else ""
+        equal, tried = equal and outcome == "", [*tried, outcome] if outcome else tried
     rules: dict[str, int] = {}
     for tensor in plan.stored():
         if not tensor.is_replicated:
             rules[tensor.rule] = rules.get(tensor.rule, 0) + 1
     large = {name: size for name, size in plan.replicated.items() if name in plan.cuttable}
     name, share = type(model).__name__, plan.cut_share
-    return Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
+    found = Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
+    if bits is not None:
+        found.scheme, found.quantized, found.misfits = str(bits.scheme), len(plan.quantized), dict(plan.misfits)
+    return found

@@ -4,11 +4,14 @@
  *     y = s ⊙ (x Qᵀ) + b          y_o = Σ_g s_og Σ_i∈g x_i q_oi + b_o
  *
  * Q, `[out, in]`, is read once and in the order of memory, a row at a time. Where the processor multiplies integers it
- * does all of this in integers (`_limbs.h`, and `_byte_tiles.h` for many rows). Elsewhere they are widened, STEP bytes at a time: the first number of each
- * byte, then the second one, for which x is laid out once. Sums are taken in an order that depends on `in` alone. */
+ * does all of this in integers (`_limbs.h`, and `_byte_tiles.h` for many rows). Elsewhere, and for a row of x that is
+ * not finite, they are widened, STEP bytes at a time: the first number of each byte, then the second one, for which x is
+ * laid out once. Sums are taken in an order that depends on `in` alone. */
 
 #ifndef PARALLELFORMERS_NG_INTEGERS_H
 #define PARALLELFORMERS_NG_INTEGERS_H
+
+#include <math.h>
 
 #include "_vectors.h"
 
@@ -19,7 +22,8 @@ typedef struct {
     size_t group;  /* inputs that share a scale, of integers of 4 bits; 0 for 8 bits, whose scales are fp32 */
 } Matrix;
 
-enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 4096 };
+/* What comes BYTES_AHEAD is asked for into the second-level cache: fewer lines can be on their way to the first. */
+enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 
 typedef int8_t Bytes __attribute__((vector_size(STEP)));
 
@@ -120,7 +124,15 @@ INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
 {
     const size_t laid = rows * rounded_up(in, CHUNK) * sizeof(float);
     const size_t limbs = rows * limbs_bytes(in) + byte_tiles_work_bytes(rows, in) + ALIGNED;
-    return rows * out * sizeof(float) + (laid > limbs ? laid : limbs);
+    return (rows * out + rounded_up(in, CHUNK)) * sizeof(float) + (laid > limbs ? laid : limbs);
+}
+
+/* A row with a number that is none, or infinite, has no step: its products are as `widened` sums them. `work` has a row. */
+static void without_steps(const float *x, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
+                          const int8_t *limbs, float *work)
+{
+    for (size_t r = 0; r < rows; r++)
+        if (isnan(limb_step(limbs + r * limbs_bytes(in), in))) widened(x + r * in, m, y + r * out, 1, in, out, kind, work);
 }
 
 /* `work` has `integers_work_bytes`. */
@@ -128,8 +140,8 @@ INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
     static void integers_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
                                 float *work)                                                                        \
     {                                                                                                               \
-        float *products = work;                                                                                     \
-        work += rows * out;                                                                                         \
+        float *products = work, *row = work + rows * out;                                                           \
+        work = row + rounded_up(in, CHUNK);                                                                         \
         int8_t *limbs = (int8_t *)(((uintptr_t)work + ALIGNED - 1) / ALIGNED * ALIGNED);                            \
         if (!has_integer_products() || in > MOST_LIMBS) widened(x, m, products, rows, in, out, KIND, work);         \
         else {                                                                                                      \
@@ -137,6 +149,7 @@ INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
             if (rows > ROWS && !m->group && has_tiles())                                                            \
                 in_byte_tiles(limbs, m, products, rows, in, out, limbs + rows * limbs_bytes(in));                   \
             else in_limbs(limbs, m, products, rows, in, out, KIND);                                                 \
+            without_steps(x, m, products, rows, in, out, KIND, limbs, row);                                         \
         }                                                                                                           \
         const TYPE *bias = m->bias;                                                                                 \
         for (size_t r = 0; r < rows; r++, y += out, products += out)                                                \

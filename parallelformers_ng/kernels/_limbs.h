@@ -128,7 +128,7 @@ MULTIPLIES_BYTES INLINE void products_of_8(const int8_t *const *limbs, const int
         const __m512i held = in - block * CHUNK >= CHUNK ? _mm512_loadu_si512(q)
                                                          : _mm512_maskz_loadu_epi8(first_bytes(in % CHUNK), q);
         const __m512i larger = _mm512_xor_si512(held, _mm512_set1_epi8(-128));
-        __builtin_prefetch(q + BYTES_AHEAD, 0, 3);
+        __builtin_prefetch(q + BYTES_AHEAD, 0, 1);
 #pragma GCC unroll 4
         for (size_t r = 0; r < rows; r++)
 #pragma GCC unroll 3
@@ -168,7 +168,7 @@ MULTIPLIES_BYTES INLINE void products_of_4(const int8_t *const *limbs, const int
         const __m512i larger = _mm512_xor_si512(held, _mm512_set1_epi8((char)0x88));
         const __m512i even = _mm512_and_si512(larger, low), odd = _mm512_and_si512(_mm512_srli_epi16(larger, 4), low);
         const __m512 scale = scales_of(scales, block * PAIRS / group, groups, lanes, kind);
-        __builtin_prefetch(q + BYTES_AHEAD, 0, 3);
+        __builtin_prefetch(q + BYTES_AHEAD, 0, 1);
 #pragma GCC unroll 4
         for (size_t r = 0; r < rows; r++) {
             const int8_t *met = limbs[r] + block * BLOCK_4;

@@ -34,6 +34,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _IN_VECTORS = torch.cpu._is_avx512_bf16_supported() and not getattr(_decode, "HAS_TILES", False)
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _IN_VECTORS else 32}
 """With more rows torch's matrix product is as fast or faster."""
+MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
+"""With more, the weight is put together once for all of them."""
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
@@ -63,7 +65,7 @@ class StreamingQuantizedLinear(QuantizedLinear):
             not self.is_read
             or data_type_of(self) is not input.dtype
             or not may_serve()
-            or not 0 < input.numel() <= MOST_ROWS[input.dtype] * inputs
+            or not 0 < input.numel() <= MOST_ROWS_OF_INTEGERS[input.dtype] * inputs
             or input.shape[-1] != inputs
             or not (input.is_cpu and input.is_contiguous())
         ):
@@ -77,10 +79,8 @@ class StreamingQuantizedLinear(QuantizedLinear):
         assert scales is not None
         if dtype not in KINDS or not matrix_of(self).is_contiguous() or not scales.is_contiguous():
             return False
-        if encoding.kind == "int8":
-            return scales.shape[1] == 1
-        whole_groups = shape_of(self)[1] == encoding.block * scales.shape[1]
-        return encoding.kind == "int4" and whole_groups and (encoding.block in (32, 64) or encoding.block % 128 == 0)
+        whole_groups = encoding.kind == "int8" or shape_of(self)[1] == encoding.block * scales.shape[1]
+        return whole_groups and encoding.fits_kernels(scales.shape[1])
 
 
 def _multiply(linear: nn.Module, input: Tensor) -> Tensor:

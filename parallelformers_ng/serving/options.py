@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.options import BatchingOptions, FitOptions, Number, Seconds, checked_seconds, read_options
+from parallelformers_ng.options import (
+    QUANTIZE_HELP,
+    BatchingOptions,
+    FitOptions,
+    Number,
+    Seconds,
+    checked_seconds,
+    read_options,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class ServeOptions:
     replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
     dtype: Annotated[str | None, "float32, bfloat16 or float16; by default the model's"] = None
-    quantize: Annotated[str | None, "hold weights in int8, int4 or fp8; by default as the model has them"] = None
+    quantize: Annotated[str | None, f"{QUANTIZE_HELP}; by default as the model has them"] = None
     strategy: Annotated[
         str, "tensor: a part of every layer on each rank; pipeline: some of the layers; tensor+pipeline; auto"
     ] = "tensor"

@@ -23,6 +23,7 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.calls import reads_parameters
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerPlan, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.quantizing import is_stored_quantized, refuse_high_precision
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
 
@@ -60,15 +61,19 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return plain
 
 
-def with_adapters(plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None) -> ShardPlan:
+def with_adapters(
+    plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None, dequantize: bool = False
+) -> ShardPlan:
     """The plan of a model, made of that of the same without its adapters.
 
     Args:
         plain: the model without.
         dtype: data type that floating-point tensors are cast to; None leaves them.
+        dequantize: whether what is stored quantized may be in high precision.
 
     Raises:
-        UnsupportedModelError: a layer is cut in a way in which its adapter cannot be.
+        UnsupportedModelError: a layer is cut in a way in which its adapter cannot be, or stored quantized, and its
+            adapter adds to its numbers.
     """
     places = {place.path: place for place in _places(model)}
 
@@ -84,7 +89,7 @@ def with_adapters(plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: to
     cuts: dict[str, _Cut] = {}
     for name, tensor in plan.tensors.items():
         cuts.update(dict.fromkeys(moved(name), (tensor.shards, tensor.rule)))
-    stored = {layer.path for layer in plan.layers if layer.cls is StoredInParts}
+    in_parts = {layer.path for layer in plan.layers if layer.cls is StoredInParts}
     with_cuts = {place_of(name) for name, tensor in plan.tensors.items() if not tensor.is_replicated}
     renewed = {layer.path for layer in plan.layers if layer.cls is not None and layer.cls.renews}
     for path, place in places.items():
@@ -92,7 +97,7 @@ def with_adapters(plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: to
             raise UnsupportedModelError(
                 f"{path} has an adapter, past which one process reads its weight, and ranks would not; {_MERGE}"
             )
-        cuts.update(place.cuts(plan, place in with_cuts and path not in stored))
+        cuts.update(place.cuts(plan, place in with_cuts and path not in in_parts))
     types = {moved(name)[0]: tensor.dtype for name, tensor in plan.tensors.items()}
 
     tensors: dict[str, TensorPlan] = {}
@@ -105,7 +110,11 @@ def with_adapters(plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: to
             storage = holders.setdefault((id(held), shards), name)
             tensors[name] = TensorPlan(name, tuple(held.shape), types.get(name, cast), shards, storage, is_buffer, rule)
     added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
-    misfits = plan.misfits | dict.fromkeys(added_to, "an adapter adds to its numbers")
+    reasons = dict.fromkeys(sorted(added_to), "an adapter adds to its numbers")
+    misfits = plan.misfits | reasons
+    stored = {name: why for name, why in reasons.items() if is_stored_quantized(plain.get_parameter(name))}
+    if stored and not dequantize:
+        refuse_high_precision(type(model).__name__, stored)
     layers = [new for layer in plan.layers for new in _moved_layer(layer, places.get(layer.path), moved)]
     norms = (path for place in places.values() for path in place.norms(cuts))
     return replace(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SCALE = "_scale"
 """What the name of a weight's scales ends with; its small numbers have the name of the weight."""
+_AT_ONCE = 1 << 20
+"""Bytes of small numbers that are in float32 at a time, on CPU."""
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,6 +67,16 @@ class Encoding:
     @property
     def per_byte(self) -> int:
         return _KINDS[self.kind].per_byte
+
+    def fits_kernels(self, scales: int) -> bool:
+        """Whether the kernels read a matrix that is held so as it is.
+
+        Args:
+            scales: how many an output has.
+        """
+        if self.kind == "int8":
+            return scales == 1
+        return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the weight, given that of its small numbers."""
@@ -125,6 +137,17 @@ class Encoding:
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight, or the part of it that the numbers and scales are of."""
+        along = 1 if self.dim % numbers.ndim == 0 else 0
+        lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
+        if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():
+            return self._decoded(numbers, scales, dtype)
+        out = torch.empty(self.shape(tuple(numbers.shape)), dtype=dtype, device=numbers.device)
+        parts = (each.split(lines, along) for each in (out, numbers, scales))
+        for to, some, their in zip(*parts, strict=True):
+            to.copy_(self._decoded(some, their, dtype))
+        return out
+
+    def _decoded(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         if self.per_byte == 2:
             pairs = numbers.view(torch.int8)
             numbers = torch.stack((pairs << 4 >> 4, pairs >> 4), self.dim).flatten(self.dim - 1, self.dim)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from parallelformers_ng.errors import ParallelError, did_you_mean
+from parallelformers_ng.errors import ParallelError, UnsupportedModelError, did_you_mean
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.experts import takes_experts_one_by_one
 from parallelformers_ng.sharding.plan import TensorPlan
+from parallelformers_ng.sharding.table import pattern_of
 from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.vocabulary import vocabulary_modules
 
@@ -26,7 +28,7 @@ def choose_encodings(
     with the reason.
 
     Linear layers are, `Conv1D`, and experts that are stacked; embeddings and the head where they are asked for. One
-    that several modules share is only if it is for each of them. Without options, what is stored quantized stays so.
+    that several modules share is only if it is for each of them. Without a scheme, what is stored quantized stays so.
 
     Args:
         tensors: how they are cut.
@@ -34,13 +36,17 @@ def choose_encodings(
 
     Raises:
         ParallelError: `skip` names no layer of the model, or the model is quantized already.
+        UnsupportedModelError: what is stored quantized would be in high precision, which nobody allowed.
     """
-    stored = _stored(model)
+    stored, dequantize = _stored(model), options is not None and options.dequantize
     if options is not None and options.scheme is None:
         options = None
-    if stored and options is not None:
-        kinds = ", ".join(sorted({encoding.kind for encoding in stored.values()}))
-        raise ParallelError(f"quantize: the weights of {type(model).__name__} are {kinds} already; leave quantize out")
+    if stored and options is not None and not dequantize:
+        kinds = ", ".join(sorted({encoding.kind for encoding in stored.values() if encoding is not None}))
+        raise ParallelError(
+            f"quantize: the weights of {type(model).__name__} are {kinds or 'quantized'} already; leave quantize out,"
+            " or add 'dequantize': True, by which they are quantized anew"
+        )
     asked = _Asked(model, options, blocks) if options is not None else None
     found: dict[int, dict[str, Encoding | None]] = {}
     misfits: dict[str, str] = {}
@@ -55,33 +61,54 @@ def choose_encodings(
             why = "" if encoding is None else encoding.misfit(tensors[name])
             if encoding is not None and encoding.dim != dim:
                 why = "its module is none that computes with it"
+            elif encoding is None and asked is None and id(parameter) in stored:
+                why = "it is put together of what is stored in a way that scales do not go with"
             if why:
                 misfits[name] = why
             found.setdefault(id(parameter), {})[name] = None if why else encoding
-    chosen = {
-        name: encoding
-        for names in found.values()
-        if len(set(names.values())) == 1
-        for name, encoding in names.items()
-        if encoding is not None
-    }
+    chosen: dict[str, Encoding] = {}
+    for names in found.values():
+        if len(set(names.values())) == 1:
+            chosen |= {name: encoding for name, encoding in names.items() if encoding is not None}
+        elif asked is None:
+            misfits |= {name: "not all modules that share it compute with it" for name in names if name not in misfits}
+    if asked is None and misfits and not dequantize:
+        refuse_high_precision(type(model).__name__, misfits)
     return chosen, misfits
+
+
+def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
+    """Raise for weights that are stored in few bits.
+
+    Args:
+        reasons: why each of them cannot stay so, by name.
+    """
+    layers = {pattern_of(name): f"{pattern_of(name)} ({why})" for name, why in reasons.items()}
+    raise UnsupportedModelError(
+        f"{model} is stored in few bits, and ranks would have some of it in high precision:"
+        f" {', '.join(layers.values())}. quantize={{'dequantize': True}} allows it"
+    )
 
 
 def border(model: nn.Module, options: QuantizeOptions | None) -> int:
     """Of how many inputs a rank is to have whole multiples, so that those that share a scale stay together."""
+    if options is not None and options.scheme is not None:
+        return options.block or 1
     stored = _stored(model)
-    held = [(stored[id(p)].block, p.shape[stored[id(p)].dim]) for p in model.parameters() if id(p) in stored]
-    groups = {block for block, size in held if block < size}
-    if options is not None and options.block:
-        groups.add(options.block)
-    return math.lcm(*groups)
+    held = [(encoding, p.shape) for p in model.parameters() if (encoding := stored.get(id(p))) is not None]
+    return math.lcm(*{encoding.block for encoding, shape in held if encoding.block < shape[encoding.dim]})
 
 
-def _stored(model: nn.Module) -> dict[int, Encoding]:
-    """How those parameters are held that are stored quantized, by their ids."""
-    known = {id(parameter): getattr(parameter, "encoding", None) for parameter in model.parameters()}
-    return {number: encoding for number, encoding in known.items() if encoding is not None}
+def is_stored_quantized(parameter: nn.Parameter) -> bool:
+    """Whether a parameter that has not been read is made of what is stored as small numbers and scales."""
+    return getattr(parameter, "is_quantized_within", False)
+
+
+def _stored(model: nn.Module) -> dict[int, Encoding | None]:
+    """How those parameters are held that are stored quantized, by their ids; None where they are put together of such
+    in a way that only their numbers in high precision can be."""
+    stored: list[Any] = [tensor for tensor in model.parameters() if is_stored_quantized(tensor)]
+    return {id(tensor): tensor.encoding for tensor in stored}
 
 
 class _Asked:

@@ -14,7 +14,7 @@ def table(plan: ShardPlan) -> str:
     """The plan for people: one line per kind of tensor; layers that differ only in their number share a line."""
     rows: dict[tuple[str, ...], list[TensorPlan]] = {}
     for tensor in plan.held.stored():
-        rows.setdefault((_pattern(tensor.name), str(tensor.shape), tensor.rule), []).append(tensor)
+        rows.setdefault((pattern_of(tensor.name), str(tensor.shape), tensor.rule), []).append(tensor)
     lines = [("tensor", "count", "whole", "rule", "each rank")]
     for (pattern, shape, rule), tensors in rows.items():
         shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
@@ -54,15 +54,15 @@ def _quantization(plan: ShardPlan) -> str:
     size = sum(plan.bytes_held(tensor.name) for tensor in plan.stored() if tensor.name in plan.quantized)
     patterns: dict[str, int] = {}
     for name, count in plan.high_precision.items():
-        patterns[_pattern(name)] = patterns.get(_pattern(name), 0) + count
+        patterns[pattern_of(name)] = patterns.get(pattern_of(name), 0) + count
     left = ", ".join(f"{pattern} ({human_bytes(count)})" for pattern, count in patterns.items())
-    reasons = {_pattern(name): why for name, why in plan.misfits.items()}
+    reasons = {pattern_of(name): why for name, why in plan.misfits.items()}
     lines = [f"{kinds}: {human_bytes(size)}  in high precision: {left or 'none'}"]
     lines += [f"not quantized: {pattern}, for {why}" for pattern, why in reasons.items()]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """A name that tensors share whose layers differ only in their number."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 

@@ -74,6 +74,7 @@ def _in_4_bits(stored: Stored, name: str, kind: str) -> Node:
         scales = Scaled((blocks,), torch.float32, levels, large, (nested[0],), offset=nested[1])
     table = _table(stored, f"{name}.quant_map", name, 16)
     numbers = Unpacked((count,), torch.float32, words.node, 4, 0, (1, 0), table)
+    stored.reasons[name] = f"it is codes of {kind}"
     weight = Flat(shape, stored.dtype, Scaled((count,), torch.float32, numbers, scales, (block,)))
     turned: Any = LazyTensor(weight)
     return turned.transpose(0, 1).node if name in stored.transposed else weight

@@ -28,22 +28,23 @@ def gptq(stored: Stored) -> dict[str, Node]:
     if said.get("dynamic"):
         raise stored.unread("says other bits for some layers (dynamic)")
     bits = _bits(stored, (2, 4, 8))
-    table = (torch.arange(1 << bits) + (kind == "gptq")) & ((1 << bits) - 1)
+    table, points_of = _levels(bits), _levels(bits).roll(-1 if kind == "gptq" else 0)
     places, weights = in_order(torch.int32, bits), {}
     for path in stored.ending_with(".qweight"):
         name, words, zeros, scales = _parts(stored, path)
         shape = (words.shape[0] * len(places), words.shape[1])
-        stored.check(f"{path}.scales", scales, (None, shape[1]))
         stored.check(f"{path}.qzeros", zeros, (scales.shape[0], -(-shape[1] // len(places))))
         order = stored.maybe(f"{path}.g_idx", INTEGERS, shape[:1])
-        blocks = _group(stored, shape[0])
+        size = _group(stored, shape[0])
+        blocks: Blocks = size
+        stored.check(f"{path}.scales", scales, (-(-shape[0] // size), shape[1]))
         if order is not None:
             groups = stored.groups_of(f"{path}.g_idx", order, scales.shape[0])
-            if not torch.equal(groups, torch.arange(shape[0]) // blocks):
+            if not torch.equal(groups, torch.arange(shape[0]) // size):
                 blocks = groups
-        numbers = Unpacked(shape, torch.int16, words, bits, 0, places)
-        points = Unpacked(scales.shape, torch.int16, zeros, bits, 1, places, table.to(torch.int16))
-        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, (blocks, 1), points))
+        numbers = Unpacked(shape, torch.int8, words, bits, 0, places, table)
+        points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, places, points_of)
+        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits))
     stored.refuse_left([".qzeros", ".scales", ".g_idx"])
     return weights
 
@@ -54,17 +55,23 @@ def awq(stored: Stored) -> dict[str, Node]:
     if kind != "gemm":
         raise stored.unread(f"is in AWQ's format {kind}, and gemm can be read; it")
     bits, weights = _bits(stored, (4,)), {}
+    table = _levels(bits)
     for path in stored.ending_with(".qweight"):
         name, words, zeros, scales = _parts(stored, path)
         shape = (words.shape[0], words.shape[1] * len(_TURNS))
         stored.check(f"{path}.scales", scales, (None, shape[1]))
         stored.check(f"{path}.qzeros", zeros, (scales.shape[0], words.shape[1]))
-        numbers = Unpacked(shape, torch.int16, words, bits, 1, _TURNS)
-        points = Unpacked(scales.shape, torch.int16, zeros, bits, 1, _TURNS)
+        numbers = Unpacked(shape, torch.int8, words, bits, 1, _TURNS, table)
+        points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, _TURNS, table)
         blocks = (_group(stored, shape[0]), 1)
-        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, blocks, points))
+        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, blocks, points, -2, bits))
     stored.refuse_left([".qzeros", ".scales"])
     return weights
+
+
+def _levels(bits: int) -> torch.Tensor:
+    """What each number of so many bits is, less half of how many there are: so are zero points, and most of those 0."""
+    return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)
 
 
 def _bits(stored: Stored, known: tuple[int, ...]) -> int:
@@ -74,7 +81,7 @@ def _bits(stored: Stored, known: tuple[int, ...]) -> int:
     return bits
 
 
-def _group(stored: Stored, inputs: int) -> Blocks:
+def _group(stored: Stored, inputs: int) -> int:
     """How many inputs share a scale; -1 stands for all."""
     size = stored.quantization.get("group_size", stored.quantization.get("q_group_size", 128))
     if not isinstance(size, int) or size < -1 or size == 0:

@@ -16,6 +16,7 @@ from torch import Tensor
 from parallelformers_ng.checkpoint.nodes import Computed, Node
 from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import read
+from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.partition import Range, width_of
 
 _NUMBERS = 1 << 21
@@ -26,8 +27,8 @@ Blocks = int | Tensor
 
 
 @dataclass(eq=False)
-class InHighPrecision(Computed):
-    """A weight that nothing here computes with as it is stored, put in high precision some lines at a time."""
+class ByLines(Computed):
+    """A tensor that is computed some lines of its first dimension at a time."""
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         shape = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(self.shape)]
@@ -41,11 +42,11 @@ class InHighPrecision(Computed):
 
     @abstractmethod
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
-        """A part that has one range along the first dimension, in float32."""
+        """A part that has one range along the first dimension, in any data type that has its numbers."""
 
 
 @dataclass(eq=False)
-class Scaled(InHighPrecision):
+class Scaled(ByLines):
     """Numbers in blocks.
 
     Attributes:
@@ -94,7 +95,7 @@ class Scaled(InHighPrecision):
 
 
 @dataclass(eq=False)
-class Flat(InHighPrecision):
+class Flat(ByLines):
     """A matrix whose numbers lie one after another, row by row.
 
     Attributes:
@@ -148,6 +149,61 @@ class Unpacked(Computed):
             pieces.append(numbers.narrow(self.dim, start - first * each, stop - start))
         numbers = torch.cat(pieces, self.dim) & ((1 << self.bits) - 1)
         return numbers.to(self.dtype) if self.table is None else self.table[numbers]
+
+
+@dataclass(eq=False)
+class Pairs(ByLines):
+    """Integers from -8 to 7, two in a byte along one dimension, as `Encoding` has them.
+
+    Attributes:
+        values: them.
+        dim: along which they lie in pairs.
+        name: of the weight, for errors.
+    """
+
+    values: Node
+    dim: int
+    name: str
+
+    @property
+    def sources(self) -> Sequence[Node]:
+        return (self.values,)
+
+    def lines(self, cut: Cut, rank: int | None) -> Tensor:
+        wanted = cut.get(self.dim)
+        wide = cut if wanted is None else {**cut, self.dim: tuple((2 * start, 2 * stop) for start, stop in wanted)}
+        values = read(self.values, wide, rank).to(torch.int8)
+        if values.numel() and not -8 <= int(values.min()) <= int(values.max()) <= 7:
+            raise CheckpointError(
+                f"{self.name} is damaged: it has {int(values.min())} to {int(values.max())}, more than 4 bits hold"
+            )
+        first, second = values.unflatten(self.dim, (-1, 2)).unbind(self.dim + 1)
+        return (first & 15 | second << 4).view(torch.uint8)
+
+
+@dataclass(eq=False)
+class Repeated(Computed):
+    """A tensor whose lines along one dimension are each there several times.
+
+    Attributes:
+        each: them.
+        dim: that dimension.
+        times: how often; the last ones less often where `shape` says so.
+    """
+
+    each: Node
+    dim: int
+    times: int
+
+    @property
+    def sources(self) -> Sequence[Node]:
+        return (self.each,)
+
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
+        ranges = cut.get(self.dim, ((0, self.shape[self.dim]),))
+        held = torch.cat([torch.arange(start, stop) for start, stop in ranges]) // self.times
+        rest = {dim: taken for dim, taken in cut.items() if dim != self.dim}
+        return read(self.each, rest, rank).index_select(self.dim, held)
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:

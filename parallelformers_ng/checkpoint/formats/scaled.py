@@ -47,6 +47,7 @@ def mxfp4(stored: Stored) -> dict[str, Node]:
         exponents: Any = LazyTensor(scales).view(_POWERS)
         dim, shape = len(words.shape) - 1, (*words.shape[:-1], words.shape[-1] * 2)
         codes = Unpacked(shape, torch.float32, words.node, 4, dim, (0, 1), _E2M1)
+        stored.reasons[name] = "it is 4-bit floats"
         weight: Any = LazyTensor(Scaled(shape, stored.dtype, codes, exponents.node, (*(1,) * dim, 32)))
         weights[name] = weight.transpose(-1, -2).node
     stored.refuse_left(["_scales"])
@@ -67,15 +68,16 @@ def compressed_tensors(stored: Stored) -> dict[str, Node]:
             raise stored.unread(f"has {name}_global_scale")
         scales = stored.take(f"{name}_scale", name, FLOATS)
         if f"{name}_packed" in stored.state:
-            values, zeros = _packed(stored, name, groups)
+            values, zeros, bits = _packed(stored, name, groups)
         else:
+            bits = 8
             values = stored.take(name, f"{name}_scale", (*FP8, torch.int8))
             zeros = stored.maybe(f"{name}_zero_point", (torch.int8, *FP8))
         order = stored.maybe(f"{name}_g_idx", INTEGERS, values.shape[-1:])
         blocks = _blocks(stored, name, values.shape, scales.shape, groups)
         if order is not None and len(blocks) == 2:
             blocks = (blocks[0], stored.groups_of(f"{name}_g_idx", order, scales.shape[-1]))
-        weights[name] = stored.scaled(name, values, scales, blocks, zeros)
+        weights[name] = stored.scaled(name, values, scales, blocks, zeros, bits=bits)
     stored.drop(*(name for name in stored.state if name.endswith(_OF_ACTIVATIONS)))
     stored.refuse_without_scales((*FP8, torch.int8), "_scale")
     stored.refuse_left([".weight_packed", ".weight_zero_point", ".weight_g_idx", ".weight_shape"])
@@ -105,8 +107,8 @@ def _groups(stored: Stored) -> list[Mapping[str, Any]]:
     return found
 
 
-def _packed(stored: Stored, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None]:
-    """Integers and zero points in words, each stored larger by half of what there are."""
+def _packed(stored: Stored, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
+    """Integers and zero points in words, each stored larger by half of what there are; and the bits of one."""
     words = stored.take(f"{name}_packed", name, (torch.int32,), (None, None))
     shape = tuple(read(stored.take(f"{name}_shape", name, INTEGERS, (2,)), {}).tolist())
     said = {int(group.get("num_bits") or 0) for group in groups}
@@ -124,7 +126,7 @@ def _packed(stored: Stored, name: str, groups: Sequence[Mapping[str, Any]]) -> t
     if zeros is not None and zeros.dtype is torch.int32:
         stored.check(f"{name}_zero_point", zeros, (-(-shape[0] * bits // 32), None))
         zeros = Unpacked((shape[0], zeros.shape[1]), torch.int8, zeros, bits, 0, places, table.to(torch.int8))
-    return values, zeros
+    return values, zeros, bits
 
 
 def _blocks(

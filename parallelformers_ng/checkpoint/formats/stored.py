@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf
-from parallelformers_ng.checkpoint.formats.numbers import Blocks, Scaled
+from parallelformers_ng.checkpoint.formats.numbers import Blocks, Pairs, Repeated, Scaled
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node, leaves
 from parallelformers_ng.checkpoint.reading import read
@@ -34,6 +34,10 @@ class Stored:
         dtype: the data type of weights in high precision.
         plain: builds the model that the weights are for, on `meta`, or has it.
         header: what is said of tensors besides, name → text; None is what the files say.
+        dequantize: whether ranks may hold in high precision what no kernel reads.
+
+    Attributes:
+        reasons: why weights are not held as they are stored, by name.
     """
 
     def __init__(
@@ -44,11 +48,14 @@ class Stored:
         dtype: torch.dtype,
         plain: Callable[[], PreTrainedModel],
         header: Mapping[str, str] | None = None,
+        dequantize: bool = False,
     ) -> None:
         self.state = dict(state)
         self.quantization = quantization
         self.where = where
         self.dtype = dtype
+        self.dequantize = dequantize
+        self.reasons: dict[str, str] = {}
         self._plain = plain
         self._header = header
 
@@ -126,14 +133,19 @@ class Stored:
         scales: Node,
         blocks: Sequence[Blocks] | None = None,
         zeros: Node | None = None,
+        inputs: int = -1,
+        bits: int = 8,
     ) -> Node:
-        """A weight of which numbers share scales and zero points.
+        """A weight of which numbers share scales and zero points: as it is stored where `quantize=` has a scheme of
+        that kind, else in high precision.
 
         Args:
             values: the numbers, in the shape of the weight.
             scales: as many along each dimension as there are blocks, or one.
             blocks: for each dimension; None as the number of scales says: one for all, or one for each.
             zeros: as many as scales.
+            inputs: the dimension that counts inputs, from the last one.
+            bits: that integers need.
 
         Raises:
             CheckpointError: there are not as many scales as that makes.
@@ -157,11 +169,34 @@ class Stored:
                 f"the zero points of {name} are {list(zeros.shape)}, and its scales {list(scales.shape)}"
             )
         held = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
-        if values.dtype is torch.int8 and zeros is None and held == (1, *shape[1:]) and len(shape) == 2:
-            # widened: scales in 16 bits are exact in 32
-            wide: Any = LazyTensor(scales).to(torch.float32)
-            return Decoded(shape, self.dtype, Encoding("int8", -1, shape[1]), (values, wide.node))
+        zeros = self._without_zeros(zeros)
+        kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
+        why = _why_not(kind, values, scales, held, zeros, inputs, self.dtype)
+        if not why:
+            size, block = shape[inputs], held[inputs]
+            assert isinstance(block, int)
+            encoding = Encoding(kind, inputs, block)
+            if encoding.fits_kernels(size // block) or not self.dequantize:
+                return self._as_it_is(name, values, scales, held, encoding)
+        self.reasons[name] = why
         return Scaled(shape, self.dtype, values, scales, held, zeros)
+
+    def _as_it_is(self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding) -> Decoded:
+        """A weight as its numbers and scales, of which each line has its own."""
+        shape, dim = values.shape, encoding.dim % len(values.shape)
+        # widened: those of fewer bits are exact in them
+        wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
+        scales = wide.node
+        for other, block in enumerate(blocks):
+            if other != dim and block != 1:
+                assert isinstance(block, int)
+                counts = list(scales.shape)
+                counts[other] = shape[other]
+                scales = Repeated(tuple(counts), scales.dtype, scales, other, block)
+        if encoding.per_byte > 1:
+            packed = tuple(size // 2 if at == dim else size for at, size in enumerate(shape))
+            values = Pairs(packed, torch.uint8, values, dim, f"{name} of {self.where}")
+        return Decoded(shape, self.dtype, encoding, (values, scales))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
         """The group of each input, of which there are so many."""
@@ -170,9 +205,9 @@ class Stored:
             raise self.damaged(f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}")
         return groups
 
-    def without_zeros(self, zeros: Node | None) -> Node | None:
+    def _without_zeros(self, zeros: Node | None) -> Node | None:
         """Zero points, None where all of them are 0."""
-        return None if zeros is None or not bool(read(zeros, {}).any()) else zeros
+        return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
         """What is said of tensors besides."""
@@ -181,3 +216,27 @@ class Stored:
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))
         files = dict.fromkeys(leaf.file for leaf in stored if isinstance(leaf, FileLeaf))
         return {key: value for file in files for key, value in file.metadata.items()}
+
+
+def _why_not(
+    kind: str,
+    values: Node,
+    scales: Node,
+    blocks: Sequence[Blocks],
+    zeros: Node | None,
+    inputs: int,
+    dtype: torch.dtype,
+) -> str:
+    """Why numbers cannot be held as those of a scheme are; "" where they can."""
+    if zeros is not None:
+        return "it has zero points"
+    if values.dtype not in (torch.int8, torch.float8_e4m3fn):
+        return f"it is {values.dtype}"
+    size, block = values.shape[inputs], blocks[inputs]
+    if not isinstance(block, int):
+        return "the inputs that share a scale do not lie side by side"
+    if size % block or (kind == "int4" and block % 2):
+        return f"{block} inputs share a scale, and it has {size}"
+    if kind == "int4" and torch.promote_types(scales.dtype, dtype) is not dtype:
+        return f"its scales are {scales.dtype}, which {dtype} does not hold (dtype= says in which data type it is read)"
+    return ""

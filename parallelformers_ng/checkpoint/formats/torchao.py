@@ -13,6 +13,7 @@ from parallelformers_ng.checkpoint.nodes import Node
 
 _PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
 """Tensors that can be read, and the data types of their numbers."""
+_FEW_BITS = ("int1", "int2", "int3", "int4")
 
 
 def torchao(stored: Stored) -> dict[str, Node]:
@@ -36,11 +37,18 @@ def torchao(stored: Stored) -> dict[str, Node]:
         sizes = [size for size in blocks or () if isinstance(size, int) and size > 0]
         if len(sizes) != len(values.shape) or len(sizes) != len(blocks or ()):
             raise stored.damaged(f"it says that the blocks of {name} {list(values.shape)} are {blocks}")
-        weights[name] = stored.scaled(name, values, scales, sizes, stored.without_zeros(zeros))
+        weights[name] = stored.scaled(name, values, scales, sizes, zeros, bits=_bits(data))
         stored.drop(f"{start}act_quant_scale", f"{start}act_quant_zero_point")
     stored.refuse_without_scales((*FP8, torch.int8), "_scale")
     stored.refuse_left(["_scale", "_zero_point"])
     return weights
+
+
+def _bits(data: Mapping[str, Any]) -> int:
+    """How many an integer needs, as far as it is said: a data type by its name, or as the header writes it."""
+    said = data.get("target_dtype")
+    name = str(said.get("_data") if isinstance(said, Mapping) else said).removeprefix("torch.")
+    return int(name[3:]) if name in _FEW_BITS else 8
 
 
 def _described(stored: Stored) -> dict[str, Any]:

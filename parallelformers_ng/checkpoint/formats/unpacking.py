@@ -1,15 +1,15 @@
 """The tensors of a quantized checkpoint as those of a plain one.
 
 transformers builds the model as if it were plain, and what it takes for its weights are expressions of what is stored.
-A rank that reads its slice reads the numbers and the scales of that slice. Integers of 8 bits with a scale for each
-output stay what they are; nothing here computes with the others, which are put in high precision where that is allowed.
+A rank that reads its slice reads the numbers and the scales of that slice. What is as one of the schemes of `quantize=`
+makes it stays what it is; nothing here computes with the others, which are put in high precision where that is allowed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from parallelformers_ng.checkpoint.encoded import Decoded
+from parallelformers_ng.checkpoint.encoded import stored_encoding
 from parallelformers_ng.checkpoint.formats.bitsandbytes import bitsandbytes
 from parallelformers_ng.checkpoint.formats.gptq import awq, gptq
 from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4
@@ -30,11 +30,8 @@ _FORMATS: dict[str, Callable[[Stored], dict[str, Node]]] = {
 }
 
 
-def unpacked(stored: Stored, dequantize: bool) -> dict[str, LazyTensor]:
+def unpacked(stored: Stored) -> dict[str, LazyTensor]:
     """The tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
-
-    Args:
-        dequantize: whether ranks may hold in high precision what nothing computes with.
 
     Raises:
         UnsupportedModelError: the format is not known, or would have to be put in high precision.
@@ -42,6 +39,7 @@ def unpacked(stored: Stored, dequantize: bool) -> dict[str, LazyTensor]:
     """
     said = stored.quantization
     method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = getattr(method, "value", method)  # of transformers' own kind
     if method is None:
         raise stored.damaged(f"its configuration says {said} of how its weights are quantized, and not by what method")
     if method not in _FORMATS:
@@ -56,10 +54,10 @@ def unpacked(stored: Stored, dequantize: bool) -> dict[str, LazyTensor]:
             f"its configuration says {said} of its weights, which makes no sense: {error!r}"
         ) from error
     for name, node in weights.items():
-        if not isinstance(node, Decoded) and not dequantize:
+        if stored_encoding(node) is None and not stored.dequantize:
             raise UnsupportedModelError(
-                f"{stored.where} is quantized by {method}, and nothing here computes with {name} as it is stored."
-                " quantize={'dequantize': True} puts it in high precision on the ranks, and with 'scheme': 'int8' in"
-                " 8 bits"
+                f"{stored.where} is quantized by {method}, and no kernel or module here, on any device, computes with"
+                f" {name} as it is stored: {stored.reasons[name]}. quantize={{'dequantize': True}} puts it in high"
+                " precision on the ranks, and with 'scheme': 'int8' in 8 bits"
             )
     return {**stored.state, **{name: LazyTensor(node) for name, node in weights.items()}}
