@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,16 +38,21 @@ def test_large_bodies_go_on_one_after_another(monkeypatch):
 
 
 async def _one_after_another(monkeypatch):
-    monkeypatch.setattr("parallelformers_ng.serving.guard._LARGE_BYTES_A_SECOND", 1 << 20)
-    guard = Guard(lambda *_: None, ServeOptions(model="x", client_timeout=0.35))
-    begun = time.monotonic()
-    await guard._turn(100 << 10)
-    assert time.monotonic() - begun < 0.08
-    await asyncio.gather(guard._turn(100 << 10), guard._turn(200 << 10))
-    assert 0.19 < time.monotonic() - begun < 0.3
-    guard._next_large += 10
-    with pytest.raises(ApiError, match="too many large requests"):
-        await guard._turn(1)
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr("parallelformers_ng.serving.guard._LARGE_BYTES_A_SECOND", 1000)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 50.0)
+    guard = Guard(lambda *_: None, ServeOptions(model="x", client_timeout=3))
+    with monkeypatch.context() as patch:
+        patch.setattr("parallelformers_ng.serving.guard.asyncio.sleep", sleep)
+        for size in (1000, 2000, 500):
+            await guard._turn(size)
+        with pytest.raises(ApiError, match="too many large requests"):
+            await guard._turn(1)
+    assert waits == [0.0, 1.0, 3.0]
 
 
 def test_hostile_requests_are_refused_and_disturb_nobody(groups):
