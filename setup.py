@@ -25,6 +25,7 @@ setup(
             sources=["parallelformers_ng/kernels/_decode.c"],
             depends=_headers(
                 "kernels",
+                "team",
                 "vectors",
                 "integers",
                 "limbs",
@@ -36,7 +37,7 @@ setup(
                 "stack",
             )
             + _headers("collectives", "kernel_api", "floats"),
-            libraries=["m"],
+            libraries=["m", "pthread"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast"],
             optional=True,
         ),

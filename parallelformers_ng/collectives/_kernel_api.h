@@ -19,6 +19,16 @@ typedef struct {
     PyObject *(*leave)(PyObject *kernel, int status);
 } KernelAPI;
 
+/* What a thread does that looks again and again whether it may go on. */
+static inline void cpu_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
+
 /* Reads Python integers, of addresses and sizes, into an array, or a struct that has a field for each. */
 static inline int read_numbers(PyObject *const *args, size_t count, void *values)
 {

@@ -29,6 +29,8 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "_kernel_api.h"
+
 #define MAGIC UINT64_C(0x32414e4552414650) /* "PFARENA2" */
 enum { HEADER_BYTES = 4096, LINE_BYTES = 1024, PAGE_BYTES = 4096, MAX_WORLD_SIZE = 256 };
 enum { DONE = 0, ABORTED = 1, TIMED_OUT = 2, DIVERGED = 3, INTERRUPTED = -1 };
@@ -90,15 +92,6 @@ static uint64_t now_ns(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * UINT64_C(1000000000) + (uint64_t)t.tv_nsec;
-}
-
-static inline void cpu_pause(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("isb" ::: "memory");
-#endif
 }
 
 static int run_signal_handlers(Kernel *k)

@@ -1,1 +1,1 @@
-"""Computations in C that a rank with one CPU thread does faster than torch does. Optional, as the compiler is."""
+"""Computations in C that a CPU rank does faster than torch does. Optional, as the compiler is."""

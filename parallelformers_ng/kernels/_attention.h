@@ -8,6 +8,7 @@
 
 #include <math.h>
 
+#include "_team.h"
 #include "_vectors.h"
 
 enum { HEADS = 4, TOKENS = 32, COLUMNS = 2 };
@@ -36,6 +37,14 @@ typedef struct {
     void *y;
     size_t batch, heads, kv_heads, tokens, width, value_width, q_batch, q_head, kind;
 } Attention;
+
+typedef struct {
+    const Attention *is;
+    float *work, scale;
+} AttentionJob;
+
+/* Numbers that a thread needs. */
+INLINE size_t head_work(const Attention *is) { return HEADS * (is->width + is->tokens + LANES + is->value_width); }
 
 /* eˣ for x ≤ 0, 0 below -87: 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2, the latter by its Taylor series to r⁶ / 6!, whose
  * remainder is below 2e-7 of it. */
@@ -150,14 +159,15 @@ INLINE float exponentiate(float *s, size_t tokens)
             for (size_t i = 0; i < is->value_width; i++, sums++)                                              \
                 y[h * is->value_width + i] = store_##NAME(total[h] == 0 ? 0.0f : *sums / total[h]);           \
     }                                                                                                         \
-    CLONES static void attention_##NAME(const Attention *is, const float *floats, float *work)                \
+    /* Heads of keys and values from `first` to `end`, those of all sequences counted. */                    \
+    CLONES static void heads_##NAME(const Attention *is, float scale, float *work, size_t first, size_t end)  \
     {                                                                                                         \
         const size_t shared = is->heads / is->kv_heads;                                                       \
         const Cached *c = &is->cached;                                                                        \
-        const float scale = *floats;                                                                          \
-        for (size_t b = 0; b < is->batch; b++)                                                                \
-            for (size_t head = 0, count; head < is->heads; head += count) {                                   \
-                size_t left = shared - head % shared;                                                         \
+        for (; first < end; first++) {                                                                        \
+            const size_t b = first / is->kv_heads, start = first % is->kv_heads * shared;                     \
+            for (size_t head = start, count; head < start + shared; head += count) {                          \
+                size_t left = start + shared - head;                                                          \
                 const TYPE *q = (const TYPE *)is->q + b * is->q_batch + head * is->q_head;                    \
                 const TYPE *k = (const TYPE *)c->keys + b * c->k_batch + head / shared * c->k_head;           \
                 const TYPE *v = (const TYPE *)c->values + b * c->v_batch + head / shared * c->v_head;         \
@@ -168,15 +178,24 @@ INLINE float exponentiate(float *s, size_t tokens)
                 else if (count == 2) attend_##NAME(is, q, k, v, mask, y, scale, work, 2);                     \
                 else attend_##NAME(is, q, k, v, mask, y, scale, work, 1);                                     \
             }                                                                                                 \
+        }                                                                                                     \
+    }                                                                                                         \
+    static void part_##NAME(const void *job, size_t first, size_t end, size_t thread)                         \
+    {                                                                                                         \
+        const AttentionJob *of = job;                                                                         \
+        heads_##NAME(of->is, of->scale, of->work + thread * head_work(of->is), first, end);                   \
+    }                                                                                                         \
+    static void attention_##NAME(const Attention *is, const float *floats, float *work)                       \
+    {                                                                                                         \
+        const AttentionJob job = {is, work, *floats};                                                         \
+        const size_t heads = is->batch * is->kv_heads, token = (is->width + is->value_width) * sizeof(TYPE);  \
+        share_out(part_##NAME, &job, heads, 1, heads * is->tokens * token);                                   \
     }
 
 DEFINE_ATTENTION(f32, float, LOAD_F32)
 DEFINE_ATTENTION(bf16, uint16_t, LOAD_BF16)
 
-INLINE size_t attention_work_bytes(const Attention *is)
-{
-    return HEADS * (is->width + is->tokens + LANES + is->value_width) * sizeof(float);
-}
+INLINE size_t attention_work_bytes(const Attention *is) { return team.threads * head_work(is) * sizeof(float); }
 
 DEFINE_FOR_BOTH(attention, Attention, kind)
 

@@ -70,18 +70,18 @@ TILED_BYTES static void side_of_byte_tiles(const int8_t *limbs, const int8_t *pa
     }
 }
 
-/* y `[rows, out]` = x Qᵀ, given x in limbs. `work` has `byte_tiles_work_bytes`. */
+/* y `[rows, out]` = x Qᵀ from column `first` to `end`, given x in limbs and packed: `work`, `byte_tiles_work_bytes`, of which
+ * only the last columns write. */
 TILED_BYTES static void in_byte_tiles(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out,
-                                      int8_t *work)
+                                      int8_t *work, size_t first, size_t end)
 {
     const size_t whole = in / DEEP_BYTES * DEEP_BYTES;
     int8_t ends[BYTE_TILE] = {0}, *last = work + byte_tiles_work_bytes(rows, in) - SIDE * rounded_up(in, DEEP_BYTES);
     TileShapes shapes = {.palette = 1};
     for (size_t tile = 0; tile < 3; tile++) shapes.rows[tile] = SIDE, shapes.row_bytes[tile] = DEEP_BYTES;
     _tile_loadconfig(&shapes);
-    pack_limbs(limbs, work, rows, in);
-    for (size_t o = 0; o < out; o += SIDE) {
-        const size_t outputs = out - o < SIDE ? out - o : SIDE;
+    for (size_t o = first; o < end; o += SIDE) {
+        const size_t outputs = end - o < SIDE ? end - o : SIDE;
         const int8_t *q = (const int8_t *)m->w + o * m->stride, *next = q + outputs * m->stride;
         size_t stride = m->stride;
         if (outputs < SIDE) {
@@ -97,9 +97,14 @@ TILED_BYTES static void in_byte_tiles(const int8_t *limbs, const Matrix *m, floa
 #else
 
 static size_t byte_tiles_work_bytes(size_t rows, size_t in) { return (void)rows, (void)in, 0; }
-static void in_byte_tiles(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out, int8_t *work)
+static void pack_limbs(const int8_t *limbs, int8_t *packed, size_t rows, size_t in)
 {
-    (void)limbs, (void)m, (void)y, (void)rows, (void)in, (void)out, (void)work;
+    (void)limbs, (void)packed, (void)rows, (void)in;
+}
+static void in_byte_tiles(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out, int8_t *work,
+                          size_t first, size_t end)
+{
+    (void)limbs, (void)m, (void)y, (void)rows, (void)in, (void)out, (void)work, (void)first, (void)end;
 }
 
 #endif

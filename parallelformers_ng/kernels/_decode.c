@@ -1,6 +1,6 @@
-/* What a decode step does again and again, with one thread, for Python: linear layers for a few rows and norms
- * (`_linear.h`), attention (`_attention.h`), what layers are made of these (`_layer.h`), and one layer after another
- * (`_stack.h`). */
+/* What a decode step does again and again, for Python: linear layers for a few rows and norms (`_linear.h`), attention
+ * (`_attention.h`), what layers are made of these (`_layer.h`), and one layer after another (`_stack.h`). Threads share
+ * out the products (`_team.h`). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -82,6 +82,16 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     return result;
 }
 
+static PyObject *py_use_threads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t threads;
+    if (nargs != 1) return PyErr_Format(PyExc_TypeError, "use_threads: 1 argument expected, %zd given", nargs);
+    if (read_numbers(args, 1, &threads) < 0) return NULL;
+    if (!threads) return PyErr_Format(PyExc_ValueError, "use_threads: at least one computes");
+    set_team(threads);
+    Py_RETURN_NONE;
+}
+
 #define FUNCTION(NAME, ARGUMENTS) \
     {#NAME, (PyCFunction)(void (*)(void))py_##NAME, METH_FASTCALL, #NAME "(" ARGUMENTS ")"}
 
@@ -92,6 +102,7 @@ static PyMethodDef methods[] = {
     FUNCTION(attention_half, "*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale"),
     FUNCTION(feed_half, "*FeedHalf, epsilon"),
     FUNCTION(decoder_layers, "kernel, sum_kind, layers, *Shared, *caches"),
+    FUNCTION(use_threads, "threads"),
     {NULL, NULL, 0, NULL},
 };
 

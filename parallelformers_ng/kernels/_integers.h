@@ -13,6 +13,7 @@
 
 #include <math.h>
 
+#include "_team.h"
 #include "_vectors.h"
 
 /* A weight `[out, in]`. Scales and a bias at 0 are none; one without scales has numbers of the kind that is computed in. */
@@ -99,15 +100,20 @@ INLINE void widened_rows(const float *laid, const Matrix *m, size_t first, size_
     }
 }
 
-/* Some rows of Q meet the same rows of x one after another, for as long as these are in the first-level cache. */
-CLONES static void widened(const float *x, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
-                           float *laid)
+static void lay_out_rows(const float *x, const Matrix *m, float *laid, size_t rows, size_t in)
+{
+    for (size_t r = 0; r < rows; r += rows_together(rows - r))
+        lay_out(x + r * in, laid + r * rounded_up(in, CHUNK), rows_together(rows - r), in, per_byte(m));
+}
+
+/* y `[rows, out]` from column `first` to `end`. Some rows of Q meet the same rows of x one after another, for as long as
+ * these are in the first-level cache. */
+CLONES static void widened(const float *laid, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
+                           size_t first, size_t end)
 {
     const size_t row = rounded_up(in, CHUNK);
-    for (size_t r = 0; r < rows; r += rows_together(rows - r))
-        lay_out(x + r * in, laid + r * row, rows_together(rows - r), in, per_byte(m));
-    for (size_t o = 0; o < out; o += TOGETHER) {
-        const size_t outs = out - o < TOGETHER ? out - o : TOGETHER;
+    for (size_t o = first; o < end; o += TOGETHER) {
+        const size_t outs = end - o < TOGETHER ? end - o : TOGETHER;
         for (size_t r = 0, count; r < rows; r += count) {
             const float *of = laid + r * row;
             float *to = y + r * out;
@@ -127,31 +133,62 @@ INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
     return (rows * out + rounded_up(in, CHUNK)) * sizeof(float) + (laid > limbs ? laid : limbs);
 }
 
-/* A row with a number that is none, or infinite, has no step: its products are as `widened` sums them. `work` has a row. */
-static void without_steps(const float *x, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
-                          const int8_t *limbs, float *work)
+/* One product: where its input lies as it is met, in `laid`, `limbs` or, if that is not NULL, `tiles`. */
+typedef struct {
+    const Matrix *m;
+    const float *laid; /* NULL for limbs */
+    const int8_t *limbs;
+    int8_t *tiles;
+    float *products;
+    size_t rows, in, out, kind;
+} Integral;
+
+static void integral(const void *job, size_t first, size_t end, size_t thread)
 {
-    for (size_t r = 0; r < rows; r++)
-        if (isnan(limb_step(limbs + r * limbs_bytes(in), in))) widened(x + r * in, m, y + r * out, 1, in, out, kind, work);
+    const Integral *is = job;
+    (void)thread;
+    if (is->laid) widened(is->laid, is->m, is->products, is->rows, is->in, is->out, is->kind, first, end);
+    else if (is->tiles) in_byte_tiles(is->limbs, is->m, is->products, is->rows, is->in, is->out, is->tiles, first, end);
+    else in_limbs(is->limbs, is->m, is->products, is->rows, is->in, is->out, is->kind, first, end);
 }
 
-/* `work` has `integers_work_bytes`. */
+/* A row with a number that is none, or infinite, has no step: its products are as `widened` sums them. `work` has a row. */
+static void without_steps(const float *x, const Integral *is, float *work)
+{
+    for (size_t r = 0; r < is->rows; r++, x += is->in)
+        if (isnan(limb_step(is->limbs + r * limbs_bytes(is->in), is->in))) {
+            lay_out_rows(x, is->m, work, 1, is->in);
+            widened(work, is->m, is->products + r * is->out, 1, is->in, is->out, is->kind, 0, is->out);
+        }
+}
+
+/* `work` has `integers_work_bytes`, and the products first. */
+static void multiply_integers(const float *x, const Matrix *m, size_t rows, size_t in, size_t out, size_t kind, float *work)
+{
+    float *row = work + rows * out, *laid = row + rounded_up(in, CHUNK);
+    int8_t *limbs = (int8_t *)(((uintptr_t)laid + ALIGNED - 1) / ALIGNED * ALIGNED);
+    Integral product = {.m = m, .limbs = limbs, .products = work, .rows = rows, .in = in, .out = out, .kind = kind};
+    if (!has_integer_products() || in > MOST_LIMBS) {
+        lay_out_rows(x, m, laid, rows, in);
+        product.laid = laid;
+    } else {
+        split(x, limbs, rows, in, m->group > 0);
+        if (rows > ROWS && !m->group && has_tiles()) {
+            product.tiles = limbs + rows * limbs_bytes(in);
+            pack_limbs(limbs, product.tiles, rows, in);
+        }
+    }
+    share_out(integral, &product, out, WHOLE, out * m->stride);
+    if (!product.laid) without_steps(x, &product, row);
+}
+
 #define DEFINE_INTEGERS(NAME, TYPE, KIND)                                                                           \
     static void integers_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
                                 float *work)                                                                        \
     {                                                                                                               \
-        float *products = work, *row = work + rows * out;                                                           \
-        work = row + rounded_up(in, CHUNK);                                                                         \
-        int8_t *limbs = (int8_t *)(((uintptr_t)work + ALIGNED - 1) / ALIGNED * ALIGNED);                            \
-        if (!has_integer_products() || in > MOST_LIMBS) widened(x, m, products, rows, in, out, KIND, work);         \
-        else {                                                                                                      \
-            split(x, limbs, rows, in, m->group > 0);                                                                \
-            if (rows > ROWS && !m->group && has_tiles())                                                            \
-                in_byte_tiles(limbs, m, products, rows, in, out, limbs + rows * limbs_bytes(in));                   \
-            else in_limbs(limbs, m, products, rows, in, out, KIND);                                                 \
-            without_steps(x, m, products, rows, in, out, KIND, limbs, row);                                         \
-        }                                                                                                           \
+        const float *products = work;                                                                               \
         const TYPE *bias = m->bias;                                                                                 \
+        multiply_integers(x, m, rows, in, out, KIND, work);                                                         \
         for (size_t r = 0; r < rows; r++, y += out, products += out)                                                \
             for (size_t o = 0; o < out; o++)                                                                        \
                 y[o] = store_##NAME(products[o] + (bias ? load_##NAME(bias[o]) : 0.0f));                            \

@@ -212,12 +212,13 @@ MULTIPLIES_BYTES static void split(const float *x, int8_t *limbs, size_t rows, s
     }
 }
 
-/* y `[rows, out]` = x Qᵀ, given x in limbs. Some rows of Q meet the same rows of x one after another. */
+/* y `[rows, out]` = x Qᵀ from column `first` to `end`, given x in limbs. Some rows of Q meet the same rows of x one after
+ * another. */
 MULTIPLIES_BYTES static void in_limbs(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out,
-                                      size_t kind)
+                                      size_t kind, size_t first, size_t end)
 {
-    for (size_t o = 0; o < out; o += TOGETHER) {
-        const size_t outs = out - o < TOGETHER ? out - o : TOGETHER;
+    for (size_t o = first; o < end; o += TOGETHER) {
+        const size_t outs = end - o < TOGETHER ? end - o : TOGETHER;
         for (size_t r = 0, count; r < rows; r += count) {
             const int8_t *held = limbs + r * limbs_bytes(in);
             count = rows_together(rows - r);
@@ -235,9 +236,10 @@ static void split(const float *x, int8_t *limbs, size_t rows, size_t in, int pai
 {
     (void)x, (void)limbs, (void)rows, (void)in, (void)pairs;
 }
-static void in_limbs(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind)
+static void in_limbs(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
+                     size_t first, size_t end)
 {
-    (void)limbs, (void)m, (void)y, (void)rows, (void)in, (void)out, (void)kind;
+    (void)limbs, (void)m, (void)y, (void)rows, (void)in, (void)out, (void)kind, (void)first, (void)end;
 }
 
 #endif

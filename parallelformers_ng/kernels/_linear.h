@@ -102,18 +102,19 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
             y[o] = store_##NAME(dot_##NAME(x, w, in, stride, passing) + (bias ? load_##NAME(bias[o]) : 0.0f));\
         }                                                                                                     \
     }                                                                                                         \
+    /* `outs` rows of W, for as many columns of y, whose rows are `out` apart. */                                \
     CLONES static void vectors_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
-                                      size_t in, size_t stride, size_t out)                                   \
+                                      size_t in, size_t stride, size_t out, size_t outs)                      \
     {                                                                                                         \
         if (rows == 1) {                                                                                      \
-            if (in > NARROW) dots_##NAME(x, w, bias, y, in, stride, out, 0, sizeof(TYPE) < sizeof(float));    \
-            else dots_##NAME(x, w, bias, y, in, stride, out, sizeof(TYPE) == sizeof(float), 0);               \
+            if (in > NARROW) dots_##NAME(x, w, bias, y, in, stride, outs, 0, sizeof(TYPE) < sizeof(float));   \
+            else dots_##NAME(x, w, bias, y, in, stride, outs, sizeof(TYPE) == sizeof(float), 0);              \
             return;                                                                                           \
         }                                                                                                     \
         size_t o = 0;                                                                                         \
-        for (; o + OUTS <= out; o += OUTS)                                                                    \
+        for (; o + OUTS <= outs; o += OUTS)                                                                   \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, OUTS);      \
-        for (; o < out; o++)                                                                                  \
+        for (; o < outs; o++)                                                                                 \
             tiles_##NAME(x, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 1);         \
     }                                                                                                         \
     CLONES static void rms_norm_##NAME(const TYPE *x, const TYPE *w, TYPE *y, size_t rows, size_t width,      \
@@ -143,11 +144,11 @@ DEFINE_OPERATORS(bf16, uint16_t, LOAD_BF16)
 
 /* Through the tile unit, where there is one: for one row, too, so that its sums do not depend on its company. */
 static void linear_bf16(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                        size_t stride, size_t out)
+                        size_t stride, size_t out, size_t outs)
 {
     uint16_t *work = has_tiles() ? malloc(tiles_work_bytes(rows, in)) : NULL;
-    if (work) linear_tiles(x, w, bias, y, rows, in, stride, out, work);
-    else vectors_bf16(x, w, bias, y, rows, in, stride, out);
+    if (work) linear_tiles(x, w, bias, y, rows, in, stride, out, outs, work);
+    else vectors_bf16(x, w, bias, y, rows, in, stride, out, outs);
     free(work);
 }
 
@@ -159,27 +160,42 @@ INLINE const float *widened_bf16(const uint16_t *x, float *wide, size_t count)
     return wide;
 }
 
-/* `work` has `matrix_work_bytes`. */
-#define DEFINE_MATRIX(NAME, TYPE)                                                                                  \
-    INLINE void matrix_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
-                              float *work)                                                                        \
-    {                                                                                                             \
-        if (m->scale) integers_##NAME(x, m, y, rows, in, out, work);                                              \
-        else linear_##NAME(x, m->w, m->bias, y, rows, in, m->stride, out);                                        \
-    }
-
-DEFINE_MATRIX(f32, float)
-DEFINE_MATRIX(bf16, uint16_t)
-
-INLINE size_t matrix_work_bytes(const Matrix *m, size_t rows, size_t in, size_t out)
-{
-    return m->scale ? integers_work_bytes(rows, in, out) : 0;
-}
-
 /* Bytes of a matrix, as it lies in memory. */
 INLINE size_t matrix_bytes(const Matrix *m, size_t out, size_t kind)
 {
     return out * m->stride * (m->scale ? sizeof(int8_t) : kind == F32 ? sizeof(float) : sizeof(uint16_t));
+}
+
+/* `work` has `matrix_work_bytes`. */
+#define DEFINE_MATRIX(NAME, TYPE, KIND)                                                                            \
+    typedef struct {                                                                                              \
+        const float *x;                                                                                           \
+        const Matrix *m;                                                                                          \
+        TYPE *y;                                                                                                  \
+        size_t rows, in, out;                                                                                     \
+    } Product_##NAME;                                                                                             \
+    static void product_##NAME(const void *job, size_t first, size_t end, size_t thread)                          \
+    {                                                                                                             \
+        const Product_##NAME *is = job;                                                                           \
+        const TYPE *w = is->m->w, *bias = is->m->bias;                                                            \
+        (void)thread;                                                                                             \
+        linear_##NAME(is->x, w + first * is->m->stride, bias ? bias + first : bias, is->y + first, is->rows,      \
+                      is->in, is->m->stride, is->out, end - first);                                               \
+    }                                                                                                             \
+    INLINE void matrix_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
+                              float *work)                                                                        \
+    {                                                                                                             \
+        const Product_##NAME product = {x, m, y, rows, in, out};                                                  \
+        if (m->scale) integers_##NAME(x, m, y, rows, in, out, work);                                              \
+        else share_out(product_##NAME, &product, out, WHOLE, matrix_bytes(m, out, KIND));                         \
+    }
+
+DEFINE_MATRIX(f32, float, F32)
+DEFINE_MATRIX(bf16, uint16_t, BF16)
+
+INLINE size_t matrix_work_bytes(const Matrix *m, size_t rows, size_t in, size_t out)
+{
+    return m->scale ? integers_work_bytes(rows, in, out) : 0;
 }
 
 typedef struct {

@@ -63,6 +63,7 @@ static int run_layers(const Stack *s, float *work)
     float *a = work, *r = a + count, *y = r + count;
     int status = 0;
     work = y + count;
+    begin_step();
     for (size_t i = 0; i < s->count; i++) {
         const Layer *layer = &s->layers[i];
         const AttentionHalf attention = {layer->attention, s->caches[i], x, a, *step};
@@ -71,15 +72,16 @@ static int run_layers(const Stack *s, float *work)
 
         attention_half(&attention, layer->floats, work);
         if (layer->attention_is_partial) status = sum(s, a, count, &layer->feed.gate, layer->feed.inner);
-        if (status) return status;
+        if (status) break;
 
         feed_half(&feed, &layer->feed_epsilon, work);
         if (layer->feed_is_partial) status = sum(s, y, count, &next->q, next->heads * next->width);
-        if (status) return status;
+        if (status) break;
 
         if (step->kind == F32) add_f32(r, y, x, count);
         else add_bf16((uint16_t *)r, (uint16_t *)y, x, count);
     }
+    end_step();
     return status;
 }
 

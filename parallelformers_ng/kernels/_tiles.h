@@ -122,9 +122,9 @@ TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, cons
     }
 }
 
-/* `work` has `tiles_work_bytes`. */
+/* `outs` rows of W, for as many columns of y, whose rows are `out` apart. `work` has `tiles_work_bytes`. */
 TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                               size_t stride, size_t out, uint16_t *work)
+                               size_t stride, size_t out, size_t outs, uint16_t *work)
 {
     const size_t depth = (in + DEEP - 1) / DEEP, columns = columns_of(rows);
     const size_t packed = (rows + columns - 1) / columns * columns * depth * DEEP;
@@ -137,16 +137,16 @@ TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t
     _tile_loadconfig(&shapes);
     pack_tiles(x, work, rows, in);
     size_t o = 0;
-    for (; o + 2 * SIDE <= out; o += 2 * SIDE)
+    for (; o + 2 * SIDE <= outs; o += 2 * SIDE)
         block_of_tiles(work, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 2 * SIDE,
                        w + (o + 2 * SIDE) * stride);
-    for (; o + SIDE <= out; o += SIDE)
+    for (; o + SIDE <= outs; o += SIDE)
         block_of_tiles(work, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, SIDE,
                        w + (o + SIDE) * stride);
-    if (o < out) {
+    if (o < outs) {
         uint16_t *last = memset(work + packed, 0, depth * TILE * sizeof *work);
-        for (size_t i = 0; i < out - o; i++) memcpy(last + i * in, w + (o + i) * stride, in * sizeof *w);
-        block_of_tiles(work, last, bias ? bias + o : bias, y + o, rows, in, in, out, out - o, last);
+        for (size_t i = 0; i < outs - o; i++) memcpy(last + i * in, w + (o + i) * stride, in * sizeof *w);
+        block_of_tiles(work, last, bias ? bias + o : bias, y + o, rows, in, in, out, outs - o, last);
     }
     _tile_release();
 }
@@ -156,9 +156,9 @@ TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t
 static int has_tiles(void) { return 0; }
 static size_t tiles_work_bytes(size_t rows, size_t in) { return (void)rows, (void)in, 0; }
 static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                         size_t stride, size_t out, uint16_t *work)
+                         size_t stride, size_t out, size_t outs, uint16_t *work)
 {
-    (void)x, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)work;
+    (void)x, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)outs, (void)work;
 }
 
 #endif

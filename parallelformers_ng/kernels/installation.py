@@ -39,13 +39,17 @@ answer costs a rank a fifth of a second, so the caller passes on what the first 
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of what the kernels can serve, where the kernels are there and torch has one thread.
+    """Change the classes of what the kernels can serve, where the kernels are there. They use as many threads as torch.
+
+    With several threads, layers that are called one by one are left to torch, whose threads do not sleep in between;
+    but not those of integers, which torch would have to widen first.
 
     Args:
         model: its tensors may still be missing.
         left: paths of modules that stay as they are, whose parameters must be read as attributes.
     """
-    if _decode is not None and torch.get_num_threads() == 1:
+    if _decode is not None:
+        _decode.use_threads(torch.get_num_threads())
         _change(model, left)
 
 
@@ -61,11 +65,13 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
     Args:
         checked: whether decoder layers are known to be computed as the installed transformers computes them.
     """
+    classes: set[type] = {type(module) for module in model.modules()}
+    one_by_one = torch.get_num_threads() == 1 or any(is_decoder(cls) for cls in classes)
     for path, module in model.named_modules():
         cls: type = type(module)
         if path in left:
             continue
-        if cls is nn.Linear:
+        if cls is nn.Linear and one_by_one:
             module.__class__ = StreamingLinear
         elif cls is QuantizedLinear:
             module.__class__ = StreamingQuantizedLinear

@@ -40,7 +40,7 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
 class StreamingLinear(nn.Linear):
-    """`nn.Linear` for one row or a few. The kernel has one thread. The rows of the weight may lie apart."""
+    """`nn.Linear` for one row or a few. The rows of the weight may lie apart."""
 
     def forward(self, input: Tensor) -> Tensor:
         # Called for every matrix and token: the dictionary is read directly, past nn.Module.__getattr__.

@@ -158,6 +158,8 @@ def environment_of_worker(threads: int) -> dict[str, str]:
         environment[name] = str(threads)
     # A set of strings that a caller's processor goes through has the same order on every rank.
     environment.setdefault("PYTHONHASHSEED", "0")
+    # The threads of libgomp spin 300,000 times before they sleep, on cores that the threads of the kernels need.
+    environment.setdefault("GOMP_SPINCOUNT", "10000")
     # A pass over a long prompt asks for the same few megabytes again and again; given back to the system in between,
     # every page would be cleared and mapped anew. 32 MiB is the most that glibc takes.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
