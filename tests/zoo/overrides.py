@@ -140,6 +140,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "kernel_list": [3, 2, 2],
         "scale_factor_list": [1, 2, 2, 2],
     },
+    "xmod": {"default_language": "en_XX"},
+    "step3p7": {"text_config": {"sliding_window": 512}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 
