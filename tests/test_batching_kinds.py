@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import transformers as tf
 from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching import proof
+from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
+from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.errors import BatchingError
@@ -148,6 +152,16 @@ def test_calls_with_a_cache_and_without_share_no_batch() -> None:
     prompt = {"input_ids": torch.tensor([[11, 12, 13]])}
     assert not isinstance(shared_call(mpt(), prompt, None), str)
     assert "others do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))
+
+
+def test_steps_that_are_not_recorded_say_why() -> None:
+    model, captured = openai_gpt(), SimpleNamespace(reason="")
+    prompts, rows = Prompts(model, Prefixes(0)), Rows(model, None, Prefixes(0), captured)
+    prompts.add(Row(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
+    ran = prompts.run(0)
+    rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+    rows.step(positions=1000)
+    assert "nothing between steps" in captured.reason
 
 
 def test_what_cannot_be_padded_is_named() -> None:

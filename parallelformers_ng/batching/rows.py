@@ -109,6 +109,8 @@ class Rows:
             The rows, also those that ended with it and have left.
         """
         if self._cache is None:
+            if positions and self._captured is not None:
+                self._captured.reason = "the model keeps nothing between steps"
             rows = [row for row in self._slots if row is not None]
             self._choose(rows, whole_logits(self._model, rows))
             self.leave({row.number for row in rows if row.outcome != GOES_ON})
