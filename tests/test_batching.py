@@ -38,8 +38,8 @@ from tests.zoo.families import CASES, NEWER
 
 FAMILIES = {"llama": lambda: decoder("Llama", tied=True), "gpt2": gpt2, "bloom": bloom}
 FAMILIES |= {case.name: case.make for case in NEWER if case.name in ("mamba2", "qwen3-next")}  # with states
-ALONE = {"roformer-causal", "bart-causal", "openai-gpt", "reformer"}
-"""Their positions are counted from the longest row on, or they keep no cache."""
+ALONE = {"roformer-causal", "bart-causal", "reformer"}
+"""Their positions are counted from the longest row on, or their cache depends on the length of the sequence."""
 
 
 def calls(count: int) -> list[dict[str, Any]]:
@@ -169,6 +169,7 @@ def test_what_cannot_share_runs_alone_meanwhile(groups):
         ({"use_cache": False}, "no cache"),
         ({"past_key_values": None}, "past_key_values"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "mask"),
+        ({"pad_token_id": 3}, "ends with padding"),
         ({"input_ids": torch.tensor([[1], [2]])}, "one prompt"),
         ({"input_ids": torch.tensor([[1, 1 << 20]])}, "out of range"),
     ],

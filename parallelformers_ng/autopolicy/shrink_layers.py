@@ -13,6 +13,8 @@ _LAYERS = ("layers", "layer", "depth", "blocks")
 _LAYER_NUMBERS = re.compile(r"(layer|block|attn|out|visual).*_(indices|indexes|ids|idxs)$")
 _SHARED = "num_kv_shared_layers"
 """How many of the last layers take keys and values from those before."""
+_ONCE = "num_layers_per_stack"
+"""How many layers there are, where the main setting counts each as often as it runs."""
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
 _KINDS = 6
 """A list that names more is no list of kinds."""
@@ -39,6 +41,10 @@ def shrink_layers(config: Any, fewest: int, lengths: Container[int]) -> None:
 
 def _shrink_count(config: Any, name: str, count: int, fewest: int) -> None:
     """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
+    if isinstance(once := setting(config, _ONCE), int) and count > once:  # 128 and 16: 16 layers that run 8 times
+        put(config, _ONCE, min(fewest, once))
+        put(config, name, count // once * min(fewest, once))
+        return
     stages, outputs = _stages(config, count), _output_lists(config)
     shared = setting(config, _SHARED) or 0
     kept = max(fewest, _layers_of_all_kinds(config, count), _longest_period(config, count))

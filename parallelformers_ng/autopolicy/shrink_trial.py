@@ -15,6 +15,8 @@ _WIDTH = 16
 """Numbers from here on are taken for widths at first."""
 _GAIN = 0.98
 """A step must leave at most this share of the weights; a smaller one is not worth another proportion."""
+_KEPT = ("head", "vocab", "token", "sliding_window", "attention_chunk_size", "experts", "conv_states")
+"""What is in the names of settings that are not halved."""
 
 
 def shrink_by_trial(
@@ -62,9 +64,10 @@ def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """The numbers that a setting has, also in lists within lists; none where none of them is to be halved.
 
-    Counts of heads are what a proof is about, and vocabularies go with the ids in them.
+    Counts of heads are what a proof is about, and vocabularies go with the ids in them. Windows and counts of experts
+    are small already: transformers' own masks do not fit a window of one token, and experts are chosen from groups.
     """
-    kept = is_id(name) or any(word in name for word in ("head", "vocab", "token"))
+    kept = is_id(name) or any(word in name for word in _KEPT)
     numbers = tuple(_flat(value))
     counts = all(number >= 0 for number in numbers) and max(numbers, default=1) > 1
     return numbers if counts and not kept else ()

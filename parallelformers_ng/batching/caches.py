@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from parallelformers_ng.errors import BatchingError
 
-_ALIGNED = ("keys", "values", "indexer_keys")
-"""What layers hold for each token: `[rows, …, columns, width]`."""
+_NAMES = ("past_key_values", "cache_params", "state")
+_ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexer_position_ids": (1, -1)}
+"""What layers hold for each token, and which of its dimensions are rows and columns."""
 
 
 @dataclass
@@ -23,38 +24,39 @@ class _Held:
     Attributes:
         place: attributes of a layer, or a list or dictionary of states.
         key: where in it.
-        of_tokens: it has columns; else it is a state, `[rows, …]`, as convolutions and linear attention keep them.
+        aligned: which of its dimensions are rows and columns; None where it has no columns: it is a state, `[rows, …]`,
+            as convolutions and linear attention keep them.
     """
 
     place: Any
     key: Any
-    of_tokens: bool
+    aligned: tuple[int, int] | None
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self.place[self.key]
+        """`[rows, columns, …]`, or a state."""
+        held: torch.Tensor = self.place[self.key]
+        return held if self.aligned is None else held.movedim(self.aligned, (0, 1))
 
     @tensor.setter
     def tensor(self, value: torch.Tensor) -> None:
-        self.place[self.key] = value
+        self.place[self.key] = value if self.aligned is None else value.movedim((0, 1), self.aligned)
 
 
-def name_in(arguments: dict[str, Any]) -> str:
-    """As what a model takes its cache, among arguments that `generate` has prepared.
-
-    Raises:
-        BatchingError: it takes none.
-    """
-    for name, value in arguments.items():
-        if isinstance(value, Cache):
-            return name
-    raise BatchingError("the model keeps no cache that rows can be added to")
+def name_in(arguments: Mapping[str, Any]) -> str:
+    """As what a model takes its cache, or gives it, among such arguments; "" where there is none."""
+    return next((name for name in _NAMES if arguments.get(name) is not None), "")
 
 
 def is_of_tokens_alone(cache: Any) -> bool:
     """Whether a cache, which may be empty yet, is to hold keys and values and no states."""
-    holders = ({**vars(cache), "layers": None}, *map(vars, layers_of(cache)))
-    return not any(isinstance(value, (list, dict)) for holder in holders for value in holder.values())
+    held = (item for holder in _holders(cache) for item in holder.items())
+    return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in held)
+
+
+def holds_any(cache: Any) -> bool:
+    """Whether a cache holds anything."""
+    return next(iter(_all_held(cache)), None) is not None
 
 
 def keeps_all(cache: Any) -> bool:
@@ -66,7 +68,7 @@ def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     """Keep some rows alone, and no more than the last columns."""
     for held in _all_held(cache):
         kept = held.tensor[rows]
-        held.tensor = kept[..., max(0, kept.shape[-2] - columns) :, :] if held.of_tokens else kept
+        held.tensor = kept if held.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
     _note_columns(cache, columns)
 
 
@@ -81,14 +83,14 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     """
     for ours, its in zip(_all_held(cache), _all_held(others), strict=True):
         held, new = ours.tensor, its.tensor
-        wider = max(0, new.shape[-2] - held.shape[-2]) if ours.of_tokens else 0
+        wider = 0 if ours.aligned is None else max(0, new.shape[1] - held.shape[1])
         if wider or count > len(held):
-            inner = [0, 0, wider, 0, *[0, 0] * (held.ndim - 3)] if ours.of_tokens else [0, 0] * (held.ndim - 1)
+            inner = [0, 0] * (held.ndim - 1) if ours.aligned is None else [*[0, 0] * (held.ndim - 2), wider, 0]
             held = pad(held, [*inner, 0, count - len(held)])
-        if ours.of_tokens:
-            held[rows, ..., held.shape[-2] - new.shape[-2] :, :] = new
-        else:
+        if ours.aligned is None:
             held[rows] = new
+        else:
+            held[rows, held.shape[1] - new.shape[1] :] = new
         ours.tensor = held
     _note_columns(cache, columns)
 
@@ -96,24 +98,18 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
 def align_ends(cache: Any, empty: list[int]) -> None:
     """Move the empty columns of each row, which come last, before the others."""
     for held in _all_held(cache):
-        held.tensor = torch.stack([row.roll(columns, -2) for row, columns in zip(held.tensor, empty, strict=True)])
+        held.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(held.tensor, empty, strict=True)])
 
 
 def token_bytes(cache: Any) -> int:
     """Bytes of what one token of one row takes."""
-    held = [each.tensor for each in _all_held(cache) if each.of_tokens]
-    return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[-2]) for tensor in held)
+    held = [each.tensor for each in _all_held(cache) if each.aligned]
+    return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in held)
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """What holds the tensors of a cache.
-
-    Raises:
-        BatchingError: nothing of which that is known.
-    """
-    layers = getattr(cache, "layers", None)
-    if not layers:
-        raise BatchingError(f"no row can be added to a {type(cache).__name__}")
+    """The layers of a cache; none of one that holds states alone."""
+    layers = getattr(cache, "layers", ())
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # one in int8 is made of two
 
 
@@ -129,13 +125,27 @@ def _all_held(cache: Any) -> Iterator[_Held]:
     Raises:
         BatchingError: there is one of which it is not known how rows are added to it.
     """
-    for holder in (cache, *layers_of(cache)):
-        for name, value in vars(holder).items():
+    for holder in _holders(cache):
+        for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 if name not in _ALIGNED:
-                    raise BatchingError(f"it is not known how to add a row to {type(holder).__name__}.{name}")
-                yield _Held(vars(holder), name, True)
+                    raise BatchingError(f"it is not known how to add a row to {name} of a {type(cache).__name__}")
+                yield _Held(holder, name, _ALIGNED[name])
             elif isinstance(value, (list, dict)) and name != "layers":
-                for key in range(len(value)) if isinstance(value, list) else value:
-                    if isinstance(value[key], torch.Tensor) and value[key].ndim > 1:
-                        yield _Held(value, key, False)
+                yield from _states(value)
+
+
+def _holders(cache: Any) -> list[dict[str, Any]]:
+    """The attributes of a cache, of which some models have a mere list, and those of its layers."""
+    own = {"": cache} if isinstance(cache, list) else vars(cache)
+    return [own, *(vars(layer) for layer in layers_of(cache))]
+
+
+def _states(place: Any) -> Iterator[_Held]:
+    for key in range(len(place)) if isinstance(place, list) else place:
+        if isinstance(place[key], tuple):
+            place[key] = list(place[key])
+        if isinstance(place[key], list):
+            yield from _states(place[key])
+        elif isinstance(place[key], torch.Tensor) and place[key].ndim > 1:
+            yield _Held(place, key, None)

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.whole_rows import runs_whole
+from parallelformers_ng.errors import BatchingError
 
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
+_OF_THEIR_OWN = ("mems", "past_buckets_states")
+"""As what XLNet and Reformer give their caches, which depend on how long the sequence is."""
 
 
 @dataclass(eq=False)
@@ -26,13 +29,13 @@ class Ran:
     Attributes:
         rows: whose they are.
         logits: of their last tokens, `[rows, vocabulary]`.
-        cache: of all of them.
+        cache: of all of them; None where the model runs whole sequences at every step.
         mask: `[rows, columns]`, 0 where the cache has padding.
     """
 
     rows: list[Row]
     logits: torch.Tensor
-    cache: Cache
+    cache: Any
     mask: torch.Tensor
 
 
@@ -76,9 +79,11 @@ class Prompts:
             return self._run_whole(rows)
         row = rows[0]
         length, cache = row.ids.shape[1], row.cache
-        if not self._done and row.prompt_is_plain:
+        if cache is not None and not self._done and row.prompt_is_plain:
             self._done = self._prefixes.fill(cache, row.ids)
         begin, end = self._done, min(self._done + (piece or length), length)
+        if end == length - 1 or row.call.config.use_cache is False:
+            end = length  # a last token alone would run as a step does, where models with states round otherwise
         mask = row.prompt_mask[:, :end]
         logits = self._forward(row, row.ids[:, :end], mask, begin)
         self._done = end
@@ -86,6 +91,9 @@ class Prompts:
             return None
         self._waiting.popleft()
         self._done = 0
+        cache = row.cache
+        if (cache is None or not caches.holds_any(cache)) and runs_whole(self._model, row):
+            return Ran([row], logits[:, -1], None, mask)
         if row.prompt_is_plain:
             self._prefixes.keep(row.ids, cache, 0)
         return Ran([row], logits[:, -1], cache, mask)
@@ -143,11 +151,18 @@ class Prompts:
                 **more,
             },
         )
-        return self._model(**inputs, return_dict=True).logits
+        output = self._model(**inputs, return_dict=True)
+        if row.cache is None and (name := caches.name_in(output)):
+            row.call.model_kwargs[name] = output[name]  # it makes a cache of its own
+        if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
+            raise BatchingError(f"it is not known how to add rows to {name}")
+        return output.logits
 
 
 def _fits_beside(row: Row, longest: int) -> bool:
     """Whether a prompt may run beside others of which the longest has so many tokens: no token of it is padding, and
     its cache keeps all of them."""
+    if row.cache is None:
+        return False
     windows = [getattr(layer, "sliding_window", None) or longest + 1 for layer in row.cache.layers]
     return min(windows) > longest and caches.is_of_tokens_alone(row.cache) and row.prompt_is_plain

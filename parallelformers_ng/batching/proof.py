@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from itertools import chain, starmap
 from typing import Any
 
 import torch
 
+from parallelformers_ng.autopolicy.twin import difference
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
@@ -21,6 +24,9 @@ log = logging.getLogger("parallelformers_ng")
 PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
 """Calls of the proof, tokens before and after: they join one after another, and leave in another order."""
 _PIECE = 5
+_TOLERANCE = 1e-3
+"""Of the largest score. Equal tokens are not enough, as small mistakes change few of a small random model; they are
+more than this, and rounding is less, also of states that models keep in float32 whatever their type."""
 
 
 class Trial:
@@ -75,13 +81,15 @@ def prove(cls: Any, config: Any) -> tuple[str, bool]:
     return why_alone(twin.model, in_pieces=False), False
 
 
-def why_alone(model: Any, in_pieces: bool) -> str:
+def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
     """Why calls of such a model run one after another, "" where they may share a batch.
 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.
         in_pieces: see `Trial`.
+        lengths: of the calls, tokens before and after.
     """
+    model.set_experts_implementation("eager")  # as on the ranks; other kernels take not all widths of a small copy
     words = model.config.get_text_config().vocab_size
     numbers = torch.Generator().manual_seed(1)
     calls: list[dict[str, Any]] = [
@@ -91,17 +99,36 @@ def why_alone(model: Any, in_pieces: bool) -> str:
             "min_new_tokens": after,
             "do_sample": False,
         }
-        for before, after in PROMPTS
+        for before, after in lengths
     ]
     calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
+    for call in calls:
+        if call["input_ids"][0, -1] == model.generation_config.pad_token_id:
+            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % words  # such a prompt shares no batch
     try:
         with torch.inference_mode():
-            alone = [model.generate(**call) for call in calls]
-            together = _together(model, calls, in_pieces)
+            alone, scores = zip(*(_watched(call) for call in calls), strict=True)
+            ids = [model.generate(**call) for call in alone]
+            shared, others = zip(*(_watched(call) for call in calls), strict=True)
+            together = _together(model, list(shared), in_pieces)
     except Exception as error:  # whatever a model of a kind of its own raises
         return f"{type(error).__name__}: {error}"
-    different = sum(not torch.equal(*pair) for pair in zip(alone, together, strict=True))
-    return f"{different} of {len(calls)} sequences have other tokens than alone" if different else ""
+    different = sum(not torch.equal(*pair) for pair in zip(ids, together, strict=True))
+    if different:
+        return f"{different} of {len(calls)} sequences have other tokens than alone"
+    worst = max(starmap(difference, zip(chain(*others), chain(*scores), strict=True)), default=0.0)
+    return f"scores differ from those of calls alone, by {worst:.0e} of the largest" if worst > _TOLERANCE else ""
+
+
+def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A call, and the scores that its tokens are chosen by, once it has run."""
+    seen: list[torch.Tensor] = []
+
+    def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores)
+        return scores
+
+    return {**call, "logits_processor": [watch]}, seen
 
 
 def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[torch.Tensor]:
@@ -113,7 +140,7 @@ def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[
         if not number:
             continue  # the first two run side by side, the last in pieces, and begins like the second
         while len(prompts):
-            if ran := prompts.run(_PIECE if in_pieces else 0):
+            if ran := prompts.run((_PIECE if len(rows) else 2 * _PIECE) if in_pieces else 0):
                 rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
             if len(rows):
                 rows.step()

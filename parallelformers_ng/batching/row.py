@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.caches import name_in
 from parallelformers_ng.batching.prepared import Prepared
@@ -52,9 +51,9 @@ class Row:
             self.objects.remember()
 
     @property
-    def cache(self) -> Cache:
-        """Of its prompt."""
-        return self.call.model_kwargs[name_in(self.call.model_kwargs)]
+    def cache(self) -> Any:
+        """Of its prompt; None where the model makes it itself, and where it keeps none."""
+        return self.call.model_kwargs.get(name_in(self.call.model_kwargs))
 
     @property
     def prompt_mask(self) -> torch.Tensor:

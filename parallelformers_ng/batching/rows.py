@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.captured_rows import CapturedRows
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
+from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
 
 _MOST_EMPTY = 4
@@ -63,18 +63,22 @@ class Rows:
         """Bytes of the keys and values of one token, 0 where there is no row."""
         return 0 if self._cache is None else caches.token_bytes(self._cache)
 
-    def join(self, rows: list[Row], logits: torch.Tensor, cache: Cache, mask: torch.Tensor) -> None:
+    def join(self, rows: list[Row], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
         """Take rows in whose prompts have run, and choose their first tokens.
 
         Args:
             logits: of their newest tokens, `[rows, vocabulary]`.
-            cache: of their prompts.
+            cache: of their prompts; None where every step runs whole sequences.
             mask: `[rows, columns]`, 0 where the cache has padding.
 
         Raises:
             BatchingError: the model keeps a cache that no row can be added to.
         """
         self._choose(rows, logits)
+        if cache is None:
+            self._slots = [*filter(None, self._slots), *rows]
+            self.leave([row.number for row in rows if row.outcome != GOES_ON])
+            return
         self._cache_name = caches.name_in(rows[0].call.model_kwargs)
         if self._slots:
             self._place(rows, cache, mask)
@@ -82,7 +86,7 @@ class Rows:
             self._slots, self._cache, self._mask = [*rows], cache, mask
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
 
-    def _place(self, rows: list[Row], cache: Cache, mask: torch.Tensor) -> None:
+    def _place(self, rows: list[Row], cache: Any, mask: torch.Tensor) -> None:
         """Put rows where others have left, and behind the last."""
         held, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
         free = [index for index, row in enumerate(self._slots) if row is None]
@@ -104,6 +108,13 @@ class Rows:
         Returns:
             The rows, also those that ended with it and have left.
         """
+        if self._cache is None:
+            if positions and self._captured is not None:
+                self._captured.reason = "the model keeps nothing between steps"
+            rows = [row for row in self._slots if row is not None]
+            self._choose(rows, whole_logits(self._model, rows))
+            self.leave({row.number for row in rows if row.outcome != GOES_ON})
+            return rows
         self._pack()
         newest = self._mask.new_tensor([[0 if row is None else row.newest] for row in self._slots])
         self._mask = pad(self._mask, (0, 1), value=1)

@@ -95,8 +95,9 @@ def shared_call(
     for name in _NEEDS_A_LOOP_OF_ITS_OWN:
         if setting(name) is True or setting(name) not in (None, False, 1):  # True is 1, but not for a number of beams
             return f"it has {name}"
-    if setting("use_cache") is False:
-        return "it uses no cache"
+    caches = model.generation_config.use_cache is not False
+    if setting("use_cache") is (not caches):
+        return "it uses no cache" if caches else "it uses a cache, and others do not"
     if setting("do_sample") and seed is None and draw_seed is None:
         return "it samples without a seed"
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -111,6 +112,8 @@ def shared_call(
         return "it is not one prompt of token ids"
     if mask is not None and (mask.shape != ids.shape or not bool(mask[0, -1])):
         return "its mask is not one of a prompt"
+    if mask is None and int(ids[0, -1]) == setting("pad_token_id"):
+        return "its prompt ends with padding"  # whose position transformers counts otherwise
     if int(ids.min()) < 0 or int(ids.max()) >= words:
         return "an id is out of range"  # for which all rows of a batch would fail
     tokenizer, endings = kwargs.pop("tokenizer", None), StoppingCriteriaList()

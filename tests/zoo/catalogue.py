@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 
 import transformers
@@ -45,6 +46,16 @@ def classes_of(model_type: str) -> list[str]:
         if name and name in _exported():
             found.append(name)
     return list(dict.fromkeys(found))
+
+
+def generating_classes(model_type: str) -> list[str]:
+    """Names of the exported classes of a model type that generate, the most telling first."""
+    found = []
+    for name in classes_of(model_type):
+        with contextlib.suppress(ImportError):  # one that needs a package that is not here says so when looked at
+            if getattr(transformers, name).can_generate():
+                found.append(name)
+    return found
 
 
 @cache

@@ -15,6 +15,17 @@ _RESNET = {
 }  # fmt: skip
 """In place of a backbone from timm, which is no requirement."""
 _LAST_STAGE = {**_RESNET, "backbone_config": {**_RESNET["backbone_config"], "out_features": ["stage4"]}}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "intermediate_size": 4304,
+    "image_size": 384,
+    "num_hidden_layers": 4,
+    "vision_use_head": False,
+}
+"""In place of a tower that is no requirement, or has no default."""
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 
 _INDEXER = {
@@ -48,18 +59,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "hunyuan_vl_text": {"head_dim": 128},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "aya_vision": {
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 1152,
-            "num_attention_heads": 16,
-            "patch_size": 14,
-            "intermediate_size": 4304,
-            "image_size": 384,
-            "num_hidden_layers": 4,
-            "vision_use_head": False,
-        }
-    },
+    "aya_vision": {"vision_config": SIGLIP},
     "conditional_detr": _LAST_STAGE,
     "dab-detr": _LAST_STAGE,
     "detr": _LAST_STAGE,
@@ -144,6 +144,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(model_type: str, config_name: str) -> PreTrainedConfig:
-    """The default configuration of a model type, with the settings that it cannot do without."""
-    return getattr(transformers, config_name)(**_SETTINGS.get(model_type, {}))
+def configuration(model_type: str, config_name: str, **settings: Any) -> PreTrainedConfig:
+    """The default configuration of a model type, with the settings that it cannot do without, and others."""
+    return getattr(transformers, config_name)(**_SETTINGS.get(model_type, {}), **settings)

@@ -1,5 +1,5 @@
 """Judges the model types named on standard input, a line each, and answers a line of JSON for each on standard output.
-With `full`, plans their default configurations instead.
+With `full`, plans their default configurations instead; with `shares`, tries whether their calls share a batch.
 
 A process of its own, so that a crash or a hang costs one model type and no more.
 """
@@ -17,6 +17,7 @@ import transformers
 
 from tests.zoo.full_size import measure
 from tests.zoo.judge import judge
+from tests.zoo.sharing import shares
 
 
 def main() -> None:
@@ -27,11 +28,16 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     world_sizes = tuple(int(size) for size in sys.argv[1].split(","))
-    varied, full = ("varied" in sys.argv[2:], "full" in sys.argv[2:])
+    modes = sys.argv[2:]
     for line in sys.stdin:
         try:
             name = line.strip()
-            verdicts = [measure(name, world_sizes)] if full else judge(name, world_sizes, varied)
+            if "shares" in modes:
+                verdicts = shares(name)
+            elif "full" in modes:
+                verdicts = [measure(name, world_sizes)]
+            else:
+                verdicts = judge(name, world_sizes, "varied" in modes)
         except Exception:  # reported as the verdict's lack, by the parent
             traceback.print_exc()
             verdicts = []

@@ -1,0 +1,46 @@
+"""Which model types of transformers share a batch: of each that generates, a tiny random model on CPU, in one process.
+
+python -m benchmarks.sharing [--types llama,gpt2] [--timeout 60] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure
+from benchmarks.zoo import Worker
+from tests.zoo.catalogue import generating_classes, model_classes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Say of each type whether its calls share a batch, or why not; return 1 if tokens of any came out wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--types", help="comma-separated model types (default: all that generate)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="processor seconds for one type (default: 60)")
+    parser.add_argument("--json", help="write what was found here")
+    options = parser.parse_args(arguments)
+    print(measure.machine())
+    worker, found = Worker("1", "shares"), list[dict[str, Any]]()
+    for name in options.types.split(",") if options.types else sorted(filter(generating_classes, model_classes())):
+        answers, problem = worker.judge(name, options.timeout)
+        found += answers or [{"model_type": name, "model_class": "", "status": "unbuilt", "reason": problem}]
+        last = found[-1]
+        print(f"{last['status']:<8} {name} ({last['model_class']})  {last['reason'][:200]}", flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    worker.close()
+    count = Counter(each["status"] for each in found)
+    print(f"of {len(found)} model types:", ", ".join(f"{number} {what}" for what, number in count.most_common()))
+    asked = len(found) - count["encoder"] - count["no text"]
+    print(f"{count['shares']} of the {asked} that generate text without an encoder share a batch")
+    return int(count["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

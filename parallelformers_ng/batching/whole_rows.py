@@ -1,0 +1,66 @@
+"""Rows of models that keep nothing between steps: every step runs each sequence from its beginning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from parallelformers_ng.batching.prepared import inputs_of
+from parallelformers_ng.batching.row import Row
+from parallelformers_ng.errors import BatchingError
+
+
+def runs_whole(model: Any, row: Row) -> bool:
+    """Whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
+
+    Raises:
+        BatchingError: it has a cache of a kind of its own.
+    """
+    longer = torch.cat((row.ids, row.ids[:, -1:]), -1)
+    whole = bool(_inputs(model, row, longer)["input_ids"].shape[1] > row.ids.shape[1])
+    if not whole and row.cache is None:
+        raise BatchingError("the model keeps no cache that rows can be added to")
+    return whole
+
+
+def whole_logits(model: Any, rows: list[Row]) -> torch.Tensor:
+    """Run sequences side by side, with padding behind the shorter ones: no token of theirs looks at it.
+
+    Returns:
+        The logits of their newest tokens, `[rows, vocabulary]`.
+
+    Raises:
+        BatchingError: the model takes something of which it is not known how to pad it.
+    """
+    inputs = [_inputs(model, row, row.ids) for row in rows]
+    lengths = [each["input_ids"].shape[1] for each in inputs]
+    padding = model.config.get_text_config().pad_token_id
+    joint = dict(inputs[0])
+    for name, value in joint.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.shape != (1, lengths[0]):
+            raise BatchingError(f"it is not known how to pad {name}")
+        behind = padding or 0 if name == "input_ids" else 0
+        padded = (
+            pad(each[name], (0, max(lengths) - length), value=behind)
+            for each, length in zip(inputs, lengths, strict=True)
+        )
+        joint[name] = torch.cat(list(padded))
+    logits = model(**joint, return_dict=True).logits
+    return logits[range(len(rows)), [length - 1 for length in lengths]]
+
+
+def _inputs(model: Any, row: Row, ids: torch.Tensor) -> dict[str, Any]:
+    """What the model is called with for a sequence, `generate`'s own way."""
+    given = {
+        name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
+    }
+    new = ids.shape[1] - row.prompt_mask.shape[1]
+    mask = pad(row.prompt_mask, (0, new), value=1)
+    if given.get("attention_mask") is not None:
+        given["attention_mask"] = mask
+    steps = {"next_sequence_length": 1} if new and given.get("use_cache") else {}
+    return inputs_of(model, ids, (mask.cumsum(-1) - 1).clamp(min=0), is_first_iteration=not new, **steps, **given)
