@@ -199,13 +199,24 @@ def test_replicas_compute_each_call_with_its_adapter(whole) -> None:
         assert same(answers(model), whole)
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "tensor+pipeline"])
-def test_stages_are_refused_and_leave_the_workers_free(groups, strategy: str) -> None:
-    fit = {"strategy": strategy, **({"tensor": 2} if "+" in strategy else {})}
-    group = groups(4)
-    with pytest.raises(UnsupportedModelError, match="adapters is cut so far with strategy='tensor'"):
-        parallelize(four_adapters(), workers=group, fit=fit)
-    assert not group.in_use
+STAGES = [(2, {"strategy": "pipeline"}), (4, {"strategy": "tensor+pipeline", "tensor": 2})]
+
+
+@pytest.mark.parametrize(("ranks", "fit"), STAGES)
+def test_stages(groups, whole, tmp_path: Path, ranks: int, fit: dict[str, Any]) -> None:
+    alone = four_adapters()
+    with parallelize(four_adapters(), workers=groups(ranks), fit=fit, batching=True) as model:
+        assert model.get_base_model().shard_plan.stages == 2
+        assert same(answers(model), whole)
+        switching(model, whole, 12)
+        model.save_pretrained(tmp_path / "cut")
+        model.set_adapter("adapter3")
+    alone.save_pretrained(tmp_path / "alone")
+    for file in (tmp_path / "alone").rglob("*.safetensors"):
+        want, found = load_file(file), load_file(tmp_path / "cut" / file.relative_to(tmp_path / "alone"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole["adapter3"])
+    assert same(answers(model), whole)
 
 
 class _Switches(StoppingCriteria):
