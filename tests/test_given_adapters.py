@@ -17,6 +17,7 @@ from tests.apart import find_packages
 from tests.patience import await_incarnation, kill
 from tests.quantized_checkpoints import GREEDY
 from tests.test_given import DEQUANTIZE, by_bitsandbytes, by_blocks, by_torchao, state_of
+from tests.test_lora import draw
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
 
@@ -35,17 +36,6 @@ def configs() -> list[peft.LoraConfig]:
         peft.LoraConfig(r=rank, target_modules=each, modules_to_save=head, task_type="CAUSAL_LM")
         for rank, each, head in zip((4, 3, 2), targets, heads, strict=True)
     ]
-
-
-def draw(model: Any) -> Any:
-    """The same random adapters in models that have the same."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
-    return model.eval()
 
 
 def adapted(model: Any) -> Any:

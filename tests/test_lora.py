@@ -53,6 +53,17 @@ def adapted(model: Any, *configs: Any, **options: Any) -> Any:
     return randomise(found, seed=3).eval()
 
 
+def draw(model: Any) -> Any:
+    """The same random adapters in models that have the same; what they are added to stays."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    return model.eval()
+
+
 def outputs(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = case.inputs()
     prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
