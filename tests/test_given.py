@@ -92,7 +92,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     ("make", "scheme"),
     [
         (by_torchao, "int8"), (by_torchao, "int4"), (by_torchao, "fp8"),
-        (by_bitsandbytes, "int8"), (by_bitsandbytes, "nf4"), (by_bitsandbytes, "fp4"),
+        (by_bitsandbytes, "int8"), (by_bitsandbytes, "nf4"), (by_bitsandbytes, "fp4"), (by_blocks, "fp8"),
     ],
 )  # fmt: skip
 def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: Path, groups) -> None:

@@ -15,7 +15,7 @@ from parallelformers_ng import UnsupportedModelError, parallelize, plan
 from parallelformers_ng.model.parallelized import deployment_of
 from tests.apart import find_packages
 from tests.patience import await_incarnation, kill
-from tests.quantized_checkpoints import GREEDY
+from tests.quantized_checkpoints import GREEDY, fp8
 from tests.test_given import DEQUANTIZE, by_bitsandbytes, by_blocks, by_torchao, state_of
 from tests.test_lora import draw
 from tests.zoo.build import largest_difference
@@ -79,7 +79,10 @@ MADE: dict[str, tuple[Callable[[str], tuple[Any, Any]], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MADE), ("bitsandbytes-int8", 3), ("fp8-blocks", 3)])
+RANKS = [*((name, 2) for name in MADE), ("bitsandbytes-int8", 3), ("fp8-blocks", 3)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), RANKS)
 def test_it_computes_and_comes_back(name: str, ranks: int, groups, tmp_path: Path) -> None:
     make, scheme, kind = MADE[name]
     given, plain = make(scheme)
@@ -89,9 +92,8 @@ def test_it_computes_and_comes_back(name: str, ranks: int, groups, tmp_path: Pat
     layers = {path: type(layer) for path, layer in model.named_modules()}
     assert layers["base_model.model.model.layers.1.mlp.down_proj"].__name__ == kind
     config, before = getattr(given.config, "quantization_config", None), state_of(model)
-    stays = scheme == "int8" or name == "torchao-int4"  # what kernels read
-    options = None if stays else DEQUANTIZE
-    parallelize(model, workers=groups(ranks), quantize=options)
+    stays = scheme != "nf4" and (scheme == "int8" or ranks == 2)  # in parts that scales go with
+    parallelize(model, workers=groups(ranks), quantize=None if stays else DEQUANTIZE)
     assert bool(given.shard_plan.quantized) == stays
     assert all(".base_layer." in each for each in given.shard_plan.quantized)
     assert not given.shard_plan.tensors["model.layers.0.mlp.up_proj.lora_B.default.weight"].is_replicated
@@ -161,6 +163,17 @@ def test_a_worker_that_dies() -> None:
         await_incarnation(given, 1)
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), want["second"][1])
         agree(answers(model), want)
+
+
+def test_the_directory_of_an_adapter_over_a_quantized_checkpoint(groups, tmp_path: Path) -> None:
+    base = fp8(tmp_path / "base", [16, 32])
+    base.name_or_path = str(tmp_path / "base")
+    alone = draw(peft.get_peft_model(base, configs()[0]))
+    alone.save_pretrained(tmp_path / "adapter")
+    with parallelize(tmp_path / "adapter", workers=groups(2), dtype="float32") as model:
+        assert model.get_base_model().shard_plan.quantized
+        assert largest_difference(model(**text_inputs()).logits, alone(**text_inputs()).logits) <= 1e-4
+        assert torch.equal(model.generate(**text_inputs(), **GREEDY), alone.generate(**text_inputs(), **GREEDY))
 
 
 def kinds(model: nn.Module) -> dict[str, tuple[type, list[str]]]:
