@@ -46,7 +46,7 @@ class NormOverRanks(ParallelLayer):
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model as it is without adapters, of the same tensors; itself where it has none.
+    """The model as it is without adapters, of the same tensors and single layers; itself where it has none.
 
     Raises:
         UnsupportedModelError: it has adapters that cannot be cut.
