@@ -23,6 +23,7 @@ from tests.zoo.build import randomise
 from tests.zoo.case import text_inputs, token_ids
 from tests.zoo.decoders import GEMMA3, decoder, gpt2
 
+find_packages()  # before the workers start: one test has adapters
 STEPS = 12
 HOW: dict[str, Any] = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
 REPLAYS = STEPS - 2  # the prompt's pass gives the first token, and the first step is not recorded
@@ -381,7 +382,6 @@ def test_rows_go_on_without_recordings_that_have_no_room(
 
 
 def test_a_recording_serves_the_adapters_that_it_was_made_with(pair: WorkerGroup) -> None:
-    find_packages()
     import peft
 
     configs = [peft.LoraConfig(r=8, lora_alpha=64, target_modules=["k_proj", "v_proj"]) for _ in range(2)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, FineGrainedFP8Config, LlamaForCausalLM
 
 from parallelformers_ng import CheckpointError, ParallelError, UnsupportedModelError, parallelize, plan, save_sharded
 from tests.apart import find_packages
@@ -30,7 +30,7 @@ def by_torchao(scheme: str) -> tuple[Any, Any]:
         "int4": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32)),
         "fp8": ao.Float8WeightOnlyConfig,
     }
-    model, plain = llama(), llama()
+    model, plain = llama().requires_grad_(False), llama()
     ao.quantize_(model, configs[scheme](), lambda layer, path: type(layer) is nn.Linear and path != "lm_head")
     for path, layer in model.named_modules():
         if hasattr(layer, "weight") and hasattr(layer.weight, "dequantize"):
@@ -57,6 +57,29 @@ def by_bitsandbytes(scheme: str) -> tuple[Any, Any]:
         plain.get_submodule(path).weight.data = in_high_precision(made)
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=scheme == "int8", load_in_4bit=scheme != "int8")
     model.is_quantized = True
+    setattr(model, "is_loaded_in_8bit" if scheme == "int8" else "is_loaded_in_4bit", True)  # by which peft knows it
+    return model.eval(), plain
+
+
+def by_blocks(scheme: str) -> tuple[Any, Any]:
+    """A model with transformers' own layers of 8-bit floats, whose blocks have scales, and a plain one alike."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    assert scheme == "fp8"
+    model, plain = llama().requires_grad_(False), llama()
+    for path, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear or path == "lm_head":
+            continue
+        made = FP8Linear(layer.in_features, layer.out_features, block_size=(16, 32)).requires_grad_(False)
+        blocks = layer.weight.unflatten(1, (-1, 32)).unflatten(0, (-1, 16))
+        scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        made.weight.data = (blocks / scales[:, None, :, None]).reshape(layer.weight.shape).to(torch.float8_e4m3fn)
+        made.weight_scale_inv.data = scales
+        model.set_submodule(path, made)
+        read = made.weight.float().unflatten(1, (-1, 32)).unflatten(0, (-1, 16)) * scales[:, None, :, None]
+        plain.get_submodule(path).weight.data = read.reshape(layer.weight.shape)
+    model.config.quantization_config = FineGrainedFP8Config(weight_block_size=[16, 32])
+    model.is_quantized = True
     return model.eval(), plain
 
 
@@ -69,7 +92,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     ("make", "scheme"),
     [
         (by_torchao, "int8"), (by_torchao, "int4"), (by_torchao, "fp8"),
-        (by_bitsandbytes, "int8"), (by_bitsandbytes, "nf4"), (by_bitsandbytes, "fp4"),
+        (by_bitsandbytes, "int8"), (by_bitsandbytes, "nf4"), (by_bitsandbytes, "fp4"), (by_blocks, "fp8"),
     ],
 )  # fmt: skip
 def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: Path, groups) -> None:
@@ -130,11 +153,3 @@ def test_what_is_refused_leaves_it_as_it_was(groups) -> None:
     assert {path: type(module) for path, module in model.named_modules()} == kinds
     assert hasattr(model.model.layers[0].mlp.up_proj.weight, "quant_state")
     assert model(**text_inputs()).logits.isfinite().all()
-
-
-def test_adapters_over_quantized_weights_are_refused_with_what_to_do_instead() -> None:
-    peft = pytest.importorskip("peft")
-    model, _ = by_bitsandbytes("int8")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(UnsupportedModelError, match="pass the directory of the adapter"):
-        plan(adapted, 2, quantize=DEQUANTIZE)

@@ -53,6 +53,17 @@ def adapted(model: Any, *configs: Any, **options: Any) -> Any:
     return randomise(found, seed=3).eval()
 
 
+def draw(model: Any) -> Any:
+    """The same random adapters in models that have the same; what they are added to stays."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    return model.eval()
+
+
 def outputs(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = case.inputs()
     prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
@@ -146,17 +157,58 @@ def test_ia3(name: str) -> None:
     check(adapted(FAMILIES[name].make(), config), FAMILIES[name], 3)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("gpt2", 3)])
-def test_dora(name: str, ranks: int) -> None:
+BOTH = FitOptions(strategy="tensor+pipeline", tensor=2)
+
+
+@pytest.mark.parametrize(("name", "ranks", "fit"), [("llama", 2, None), ("gpt2", 3, None), ("llama", 4, BOTH)])
+def test_dora(name: str, ranks: int, fit: FitOptions | None) -> None:
     model = adapted(
         FAMILIES[name].make(), use_dora=True, target_modules={"gpt2": ["c_attn", "c_proj"]}.get(name, "all-linear")
     )
     with torch.no_grad():  # magnitudes like those of the weights
         for parameter in (value for key, value in model.named_parameters() if "magnitude" in key):
             parameter.abs_()
-    plan = check(model, FAMILIES[name], ranks)
+    plan = check(model, FAMILIES[name], ranks, fit)
     magnitudes = [tensor for key, tensor in plan.tensors.items() if "magnitude" in key]
-    assert {tensor.is_replicated for tensor in magnitudes} == {True, False}
+    parts = {tensor.bytes_on(0) / tensor.bytes_whole for tensor in magnitudes} - {0}
+    assert min(parts) < max(parts) == 1
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
+def test_stages(name: str, ranks: int, tensor: int | None) -> None:
+    """Of one rank, or of two that cut them: an adapter lies where its layer does."""
+    fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
+    plan = check(adapted(FAMILIES[name].make()), FAMILIES[name], ranks, fit)
+    added = [tensor for name, tensor in plan.tensors.items() if "lora_" in name]
+    assert len(added) > 8
+    for each in added:
+        held = [bool(each.bytes_on(rank)) for rank in range(ranks)]
+        assert held in ([True] * (ranks // 2) + [False] * (ranks // 2), [False] * (ranks // 2) + [True] * (ranks // 2))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
+def test_stages_with_embeddings_heads_and_copies(ranks: int, tensor: int | None, tied: bool) -> None:
+    model = adapted(
+        decoder("Llama", tied=tied),
+        peft.LoraConfig(r=3, target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head", "mlp"]),
+        peft.LoraConfig(r=2, target_modules=["v_proj"]),
+    )
+    fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
+    for names in (["default"], ["adapter2"], ["default", "adapter2"]):
+        model.base_model.set_adapter(names)
+        check(model, FAMILIES["llama"], ranks, fit)
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
+def test_parts_of_a_module_with_a_trained_copy_are_in_all_stages(ranks: int, tensor: int | None) -> None:
+    case = FAMILIES["roberta-classifier"]
+    model = adapted(case.make(), target_modules=["query", "output.dense"], task_type="SEQ_CLS")
+    fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
+    plan = check(model, case, ranks, fit)
+    copy = plan.tensors["classifier.modules_to_save.default.dense.weight"]
+    assert all(copy.bytes_on(rank) for rank in range(ranks))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -228,12 +280,6 @@ def test_a_merged_adapter_is_refused() -> None:
     model.merge_adapter()
     with pytest.raises(UnsupportedModelError, match="unmerge_adapter"):
         make_plan(model.get_base_model(), 2, None, None, FitOptions())
-
-
-def test_a_pipeline_is_refused() -> None:
-    model = adapted(decoder("Llama")).get_base_model()
-    with pytest.raises(UnsupportedModelError, match="strategy='tensor'"):
-        make_plan(model, 2, None, None, FitOptions(strategy="pipeline"))
 
 
 def test_an_adapter_that_the_modelling_code_reads_past_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from parallelformers_ng import (
 from parallelformers_ng.model.parallelized import deployment_of
 from tests.apart import find_packages
 from tests.patience import await_incarnation, kill
-from tests.test_lora import GREEDY, adapted
+from tests.test_lora import GREEDY, adapted, draw
 from tests.zoo.build import largest_difference, randomise
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder
@@ -65,6 +65,24 @@ def answers(model: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole() -> dict[str, torch.Tensor]:
     return answers(four_adapters())
+
+
+LONG = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+"""So many that a call takes several rounds, and others come meanwhile."""
+
+
+def one_row() -> dict[str, torch.Tensor]:
+    return {name: tensor[:1] for name, tensor in text_inputs().items()}
+
+
+@pytest.fixture(scope="module")
+def long() -> dict[str, torch.Tensor]:
+    """What `LONG` gives of one row, with each adapter."""
+    alone, found = four_adapters(), {}
+    for name in NAMES:
+        alone.set_adapter(name)
+        found[name] = alone.generate(**one_row(), **LONG)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +129,9 @@ def test_scales(model) -> None:
 
 
 def test_a_task_names_its_adapter(model, whole) -> None:
-    inputs = {name: tensor[:1] for name, tensor in text_inputs().items()}
 
     async def together() -> list[torch.Tensor]:
-        calls = (model.agenerate(**inputs, **GREEDY, adapter_names=[name]) for name in NAMES)
+        calls = (model.agenerate(**one_row(), **GREEDY, adapter_names=[name]) for name in NAMES)
         return await asyncio.gather(*calls)
 
     for name, tokens in zip(NAMES, asyncio.run(together()), strict=True):
@@ -134,53 +151,43 @@ class _FirstPut(BaseStreamer):
         self.begun.set()
 
 
-def switching(model: Any, whole: dict[str, torch.Tensor], calls: int) -> None:
+def switching(model: Any, long: dict[str, torch.Tensor], calls: int) -> None:
     """Eight threads generate, one row each, while each sets its adapter as soon as the call before it has begun."""
-    inputs = {name: tensor[:1] for name, tensor in text_inputs().items()}
-    turn = threading.Lock()
-
-    def call(number: int) -> bool:
-        name, streamer = NAMES[(number * 7 + number // 5) % 4], _FirstPut()
-        with turn, ThreadPoolExecutor(1) as thread:
-            model.set_adapter(name)
-            answer = thread.submit(model.generate, **inputs, **GREEDY, streamer=streamer)
-            assert streamer.begun.wait(60)
-            thread.shutdown(wait=False)
-        return torch.equal(answer.result(60), whole[name][:1])
-
+    free, answers = threading.Semaphore(8), list[tuple[str, Future[torch.Tensor]]]()
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(call, range(calls)))
+        for number in range(calls):
+            name, streamer = NAMES[(number * 7 + number // 5) % 4], _FirstPut()
+            assert free.acquire(timeout=60)
+            model.set_adapter(name)
+            answer = threads.submit(model.generate, **one_row(), **LONG, streamer=streamer)
+            answer.add_done_callback(lambda _: free.release())
+            assert streamer.begun.wait(60)
+            answers.append((name, answer))
+    assert all(torch.equal(answer.result(), long[name]) for name, answer in answers)
 
 
 @pytest.mark.parametrize("batching", [True, False])
-def test_adapters_are_switched_while_eight_threads_generate(groups, whole, batching: bool) -> None:
+def test_adapters_are_switched_while_eight_threads_generate(groups, long, batching: bool) -> None:
     with parallelize(four_adapters(), workers=groups(2), batching=batching) as model:
-        switching(model, whole, 20)
+        switching(model, long, 20)
 
 
 @pytest.mark.slow
-def test_adapters_are_switched_a_thousand_times(groups, whole) -> None:
+def test_adapters_are_switched_a_thousand_times(groups, long) -> None:
     with parallelize(four_adapters(), workers=groups(2), batching=True) as model:
-        switching(model, whole, 1000)
+        switching(model, long, 1000)
 
 
-LONG = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
-
-
-def test_calls_that_overlap_are_decoded_each_with_its_adapter(groups) -> None:
+def test_calls_that_overlap_are_decoded_each_with_its_adapter(groups, long) -> None:
     """All four are under way before the first one ends."""
-    inputs, alone, want = {name: tensor[:1] for name, tensor in text_inputs().items()}, four_adapters(), []
-    for name in NAMES:
-        alone.set_adapter(name)
-        want.append(alone.generate(**inputs, **LONG))
 
     async def together(model: Any) -> list[torch.Tensor]:
-        calls = (model.agenerate(**inputs, **LONG, adapter_names=[name]) for name in (*NAMES, *NAMES))
+        calls = (model.agenerate(**one_row(), **LONG, adapter_names=[name]) for name in (*NAMES, *NAMES))
         return await asyncio.gather(*calls)
 
     with parallelize(four_adapters(), workers=groups(2), batching=True) as model:
         found = asyncio.run(together(model))
-    assert all(torch.equal(tokens, each) for tokens, each in zip(found, (*want, *want), strict=True))
+    assert all(torch.equal(tokens, long[name]) for tokens, name in zip(found, (*NAMES, *NAMES), strict=True))
 
 
 def test_layers_that_come_before_they_run(groups, whole, tmp_path: Path) -> None:
@@ -193,19 +200,30 @@ def test_layers_that_come_before_they_run(groups, whole, tmp_path: Path) -> None
         assert same(answers(model), whole)
 
 
-def test_replicas_compute_each_call_with_its_adapter(whole) -> None:
+def test_replicas_compute_each_call_with_its_adapter(whole, long) -> None:
     with parallelize(four_adapters(), 1, workers={"device": "cpu", "replicas": 2}) as model:
-        switching(model, whole, 12)
+        switching(model, long, 12)
         assert same(answers(model), whole)
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "tensor+pipeline"])
-def test_stages_are_refused_and_leave_the_workers_free(groups, strategy: str) -> None:
-    fit = {"strategy": strategy, **({"tensor": 2} if "+" in strategy else {})}
-    group = groups(4)
-    with pytest.raises(UnsupportedModelError, match="adapters is cut so far with strategy='tensor'"):
-        parallelize(four_adapters(), workers=group, fit=fit)
-    assert not group.in_use
+STAGES = [(2, {"strategy": "pipeline"}), (4, {"strategy": "tensor+pipeline", "tensor": 2})]
+
+
+@pytest.mark.parametrize(("ranks", "fit"), STAGES)
+def test_stages(groups, whole, long, tmp_path: Path, ranks: int, fit: dict[str, Any]) -> None:
+    alone = four_adapters()
+    with parallelize(four_adapters(), workers=groups(ranks), fit=fit, batching=True) as model:
+        assert model.get_base_model().shard_plan.stages == 2
+        assert same(answers(model), whole)
+        switching(model, long, 12)
+        model.save_pretrained(tmp_path / "cut")
+        model.set_adapter("adapter3")
+    alone.save_pretrained(tmp_path / "alone")
+    for file in (tmp_path / "alone").rglob("*.safetensors"):
+        want, found = load_file(file), load_file(tmp_path / "cut" / file.relative_to(tmp_path / "alone"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole["adapter3"])
+    assert same(answers(model), whole)
 
 
 class _Switches(StoppingCriteria):
@@ -291,6 +309,12 @@ def test_deparallelize(groups, whole) -> None:
     assert same(answers(model), whole)
 
 
+def test_an_exception_leaves_the_with(groups) -> None:
+    with pytest.raises(KeyError, match="of the caller"), parallelize(four_adapters(), workers=groups(2)) as model:
+        raise KeyError("of the caller")
+    assert not hasattr(model.get_base_model(), "shard_plan")
+
+
 REFUSED = {
     "merge_and_unload": (),
     "unload": (),
@@ -332,7 +356,7 @@ def test_a_directory_with_an_adapter(groups, tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    alone = adapted(base, config)
+    alone = draw(peft.get_peft_model(base, config))
     alone.save_pretrained(tmp_path / "adapter")
     with parallelize(tmp_path / "adapter", workers=groups(2), dtype="float32") as model:
         assert isinstance(model, peft.PeftModelForCausalLM)

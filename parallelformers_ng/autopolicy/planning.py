@@ -66,19 +66,19 @@ def make_plan(
     parts = fit.parts(world_size)
     plain: Any = without_adapters(model)
 
-    def cut() -> ShardPlan:
-        selection = select(plain, custom, world_size, parts)
-        made = build_plan(plain, world_size, selection, dtype, parts=parts, quantize=quantize)
+    def adapted(made: ShardPlan) -> ShardPlan:
         dequantize = quantize is not None and quantize.dequantize
         return made if plain is model else with_adapters(made, plain, model, dtype, dequantize)
 
+    def cut() -> ShardPlan:
+        selection = select(plain, custom, world_size, parts)
+        return adapted(build_plan(plain, world_size, selection, dtype, parts=parts, quantize=quantize))
+
     def staged() -> ShardPlan:
-        if plain is not model:
-            raise UnsupportedModelError("a model with adapters is cut so far with strategy='tensor'; merge them first")
         width, stages = fit.tensor or 1, world_size // (fit.tensor or 1)
-        selection = select(model, custom, width) if width > 1 else UNCUT
-        stage = build_plan(model, width, selection, dtype, quantize=quantize)
-        return in_stages(stage, model, parts or [1 / stages] * stages, merged=may_merge(model))
+        selection = select(plain, custom, width) if width > 1 else UNCUT
+        stage = adapted(build_plan(plain, width, selection, dtype, quantize=quantize))
+        return in_stages(stage, model, parts or [1 / stages] * stages, may_merge(plain), plain)
 
     if fit.strategy == "auto" and world_size > 1 and custom is quantize is fit.cache is None:
         return better(cut, staged)

@@ -2,7 +2,7 @@
 
 Its state is read as a checkpoint of its library is, into a plain model whose weights are unread. Each quantized layer
 becomes what that one has in its place, and keeps its hooks, until its own parts come back. The caller holds these
-meanwhile, in few bits as they are.
+meanwhile, in few bits as they are. Adapters stay in their places, over the layers that become plain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.loading import model_of
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.sharding.active_adapters import layers_with_adapters
+from parallelformers_ng.sharding.adapters import with_layers, without_adapters
 from parallelformers_ng.sharding.casting import holds_plain_weights
 from parallelformers_ng.sharding.tensors import dotted
 
@@ -40,30 +40,33 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     Raises:
         UnsupportedModelError: it is quantized in a way that cannot be read, or not without high precision.
     """
-    described = {name: tensor for name, tensor in model.named_parameters() if hasattr(tensor, "tensor_data_names")}
-    if not described and (not getattr(model, "is_quantized", False) or holds_plain_weights(model)):
+    bare: Any = without_adapters(model)
+    described = {name: tensor for name, tensor in bare.named_parameters() if hasattr(tensor, "tensor_data_names")}
+    if not described and (not getattr(model, "is_quantized", False) or holds_plain_weights(bare)):
         return None
-    if layers_with_adapters(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is given with adapters over quantized weights; pass the directory of the adapter,"
-            " whose base each rank reads in part"
-        )
     config = copy.deepcopy(model.config)
     said = vars(config).pop("quantization_config", None)
     said = said.to_dict() if hasattr(said, "to_dict") else said
     if described:
         said = {"quant_method": "torchao"}
-    where, dtype = f"the {type(model).__name__} given", dtype or model.dtype
+    where, dtype = f"the {type(model).__name__} given", dtype or bare.dtype
     if said is None:
         raise UnsupportedModelError(
             f"{where} is quantized, and its configuration does not say by what; pass the path of its checkpoint, of"
             " which each rank reads its part where that can be read"
         )
-    state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(model.state_dict())}
+    state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(bare.state_dict())}
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
     header["tensor_names"] = json.dumps(list(header))
-    stored = Stored(state, said, where, dtype, lambda: model, header, dequantize)
-    return model_of(type(model), config, where, dtype, {}, unpacked(stored))
+    stored = Stored(state, said, where, dtype, lambda: bare, header, dequantize)
+    plain = model_of(type(model), config, where, dtype, {}, unpacked(stored))
+    if bare is model:
+        return plain
+    adapted: Any = with_layers(model, {path: layer for path, layer in plain.named_modules() if _unpacked(layer)})
+    for name in _MARKS:
+        vars(adapted).pop(name, None)
+    vars(adapted.config).pop("quantization_config", None)
+    return adapted
 
 
 class Given:
@@ -81,9 +84,9 @@ class Given:
         self._layers: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
         self.names: set[str] = set()
         for path, module in plain.named_modules():
-            held = [name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor)]
-            if any(not isinstance(module.get_parameter(name).node, FetchedLeaf) for name in held):
+            if _unpacked(module):
                 self._enter(model.get_submodule(path), module)
+                held = (name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor))
                 self.names |= {dotted(path, name) for name in held}
 
     def _enter(self, layer: nn.Module, plain: nn.Module) -> None:
@@ -104,6 +107,14 @@ class Given:
         vars(self._model).update(self._marks)
         if self._quantization is not None:
             self._model.config.quantization_config = self._quantization
+
+
+def _unpacked(layer: nn.Module) -> bool:
+    """Whether a layer of a plain model has weights that are made of what is stored as small numbers and scales."""
+    return any(
+        isinstance(tensor, LazyTensor) and not isinstance(tensor.node, FetchedLeaf)
+        for tensor in layer._parameters.values()
+    )
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,7 +68,7 @@ def surround(around: list[nn.Module], model: nn.Module) -> None:
 def _surrounding(cls: Any) -> Any:
     """A subclass of `cls` with its name, for objects around a parallelized model."""
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"__enter__": lambda self: self, "__exit__": lambda self, *_: self.deparallelize(), "_whole_class": cls}
+    members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
     for name, why in {**REFUSED, **REFUSED_OF_PEFT}.items():
         if hasattr(cls, name) and not hasattr(nn.Module, name):
             members[name] = _refusing(getattr(cls, name), why)
@@ -80,6 +80,10 @@ def _surrounding(cls: Any) -> Any:
     if hasattr(cls, "save_pretrained"):
         members["save_pretrained"] = _saving(cls.save_pretrained)
     return type(cls.__name__, (cls,), members)
+
+
+def _end(self: Any, *_: object) -> None:
+    self.deparallelize()
 
 
 def _adapters(around: nn.Module) -> Adapters:

@@ -46,7 +46,7 @@ class NormOverRanks(ParallelLayer):
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model as it is without adapters, of the same tensors; itself where it has none.
+    """The model as it is without adapters, of the same tensors and single layers; itself where it has none.
 
     Raises:
         UnsupportedModelError: it has adapters that cannot be cut.
@@ -54,11 +54,37 @@ def without_adapters(model: nn.Module) -> nn.Module:
     places = list(_places(model))
     if not places:
         return model
-    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    plain = copy.deepcopy(model, tensors)
+    plain = copy.deepcopy(model, _shared(model))
     for place in places:
         plain.set_submodule(place.path, plain.get_submodule(place.layers[0]))
     return plain
+
+
+def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
+    """A model with adapters, of the same tensors, but with other layers in the places of its quantized ones.
+
+    Args:
+        layers: by the paths that those have without adapters.
+
+    Raises:
+        UnsupportedModelError: one of those has a trained copy, which is as it is.
+    """
+    places, shared = list(_places(model)), _shared(model)
+    for path, layer in layers.items():
+        place = next((place for place in places if is_within(path, place.path)), None)
+        own, *copies = [path] if place is None else place.moved(path)
+        if copies:
+            raise UnsupportedModelError(
+                f"{own} is quantized, and so is {copies[0]}, which is trained; leave it out of modules_to_save"
+            )
+        shared[id(model.get_submodule(own))] = layer
+    return copy.deepcopy(model, shared)
+
+
+def _shared(model: nn.Module) -> dict[int, Any]:
+    """What a copy of a model has in common with it, by id: tensors, and modules without others in them."""
+    modules = (module for module in model.modules() if not module._modules)
+    return {id(each): each for each in (*model.parameters(), *model.buffers(), *modules)}
 
 
 def with_adapters(

@@ -18,7 +18,9 @@ from parallelformers_ng.sharding.stages import find_stages, tensors_of, units
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 
-def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged: bool = True) -> ShardPlan:
+def in_stages(
+    plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged: bool = True, plain: nn.Module | None = None
+) -> ShardPlan:
     """Lay a plan out over stages.
 
     Args:
@@ -26,6 +28,8 @@ def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged
         model: the model, on any device.
         shares: what part of the model each stage is to hold, 1 in all.
         merged: of blocks that follow one another in a stage, only the last one's result goes to the others.
+        plain: the model without adapters, where it has any: they go with the part that they are in. A part of a module
+            that has trained copies is on all ranks.
 
     Returns:
         The plan for all ranks, those of a stage beside each other.
@@ -33,7 +37,8 @@ def in_stages(plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged
     Raises:
         PlacementError: there are fewer parts than stages.
     """
-    parts = _parts(model)
+    modules = dict(model.named_modules())
+    parts = [unit for unit in _parts(plain or model) if unit in modules]
     names = {unit: list(tensors_of(model, unit)) for unit in parts}
     placed = {name for held in names.values() for name in held}
     sizes: list[Mapping[Hashable, float]] = [
