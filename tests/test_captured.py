@@ -327,7 +327,7 @@ def test_rows_that_are_decoded_together_share_recordings(
         assert replays >= 30  # of 39 steps at least, the first of a kind runs as it is and the next is recorded
         assert all(map(torch.equal, together(model), want))
         assert count(group)[0] <= 3 - recordings
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("parallelformers_ng")]
 
 
 def test_rows_outgrow_a_recorded_cache(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,9 @@ class ReusableCache:
         Nothing is copied where that is what `lend` gave it, whatever was written there since.
         """
         held = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
-        if len(held) == len(self._lent) and all(mine is its for mine, its in zip(self._lent, held, strict=True)):
+        if len(held) == len(self._lent) and all(
+            mine.is_set_to(its) for mine, its in zip(self._lent, held, strict=True)
+        ):
             return
         for layer, its in zip(self.layers, growing.layers, strict=True):
             layer.renew()
