@@ -1,4 +1,4 @@
-"""The static cache that recorded steps of a batch write to, and the batch's own cache, which is a view of it meanwhile."""
+"""The static cache of recorded steps, and the cache of the batch, which is a view of it between them."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from parallelformers_ng import UnsupportedModelError, parallelize, plan
 from parallelformers_ng.model.parallelized import deployment_of
+from tests.adapters import draw
 from tests.apart import find_packages
 from tests.patience import await_incarnation, kill
 from tests.quantized_checkpoints import GREEDY, fp8
 from tests.test_given import DEQUANTIZE, by_bitsandbytes, by_blocks, by_torchao, state_of
-from tests.test_lora import draw
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
 

@@ -19,8 +19,9 @@ from parallelformers_ng.options import FitOptions, QuantizeOptions
 from parallelformers_ng.sharding.active_adapters import layers_with_adapters
 from parallelformers_ng.sharding.adapters import without_adapters
 from parallelformers_ng.sharding.inject import cut
+from tests.adapters import GREEDY, adapted
 from tests.apart import find_packages
-from tests.zoo.build import largest_difference, randomise
+from tests.zoo.build import largest_difference
 from tests.zoo.case import Case, text_inputs
 from tests.zoo.decoders import decoder, falcon, gpt2
 from tests.zoo.families import ALL
@@ -37,31 +38,8 @@ SIZES = {
     "t5": (2, 3),
     "bert": (3,),
 }
-GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-EVERYWHERE = {"r": 4, "target_modules": "all-linear", "use_rslora": True}
-
 
 ROUNDING = {"idefics2": 1e-3}  # where fp32 differs from fp64 by 4e-4 in one process; in fp64 the cut one is equal
-
-
-def adapted(model: Any, *configs: Any, **options: Any) -> Any:
-    """peft's model around a tiny one, with random adapters: B of a new one is zero."""
-    configs = configs or (peft.LoraConfig(**{**EVERYWHERE, **options}),)
-    found = peft.get_peft_model(model, configs[0])
-    for number, config in enumerate(configs[1:], 2):
-        found.add_adapter(f"adapter{number}", config)
-    return randomise(found, seed=3).eval()
-
-
-def draw(model: Any) -> Any:
-    """The same random adapters in models that have the same; what they are added to stays."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
-    return model.eval()
 
 
 def outputs(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
