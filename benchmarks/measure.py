@@ -54,6 +54,17 @@ def memory(pid: int) -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
+def forget_peak(pid: int) -> None:
+    """Let `peak_memory` count from now on (`man 5 proc_pid_clear_refs`)."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_memory(pid: int) -> int:
+    """The most that has been resident, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
 def report(
     title: str, unit: str, figures: dict[str, list[float]], against: str = "", higher_is_better: bool = False
 ) -> None:

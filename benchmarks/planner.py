@@ -4,8 +4,9 @@
     python -m benchmarks.planner --simulate
 
 In each round the ranks are probed, as `--device here` does, and then each shape is decoded, so that a machine that is
-slow for a while is so for both. Memory is that of the fullest rank's process: what it has more with a model and its
-caches than without. `--simulate` starts nothing: it lets hosts up to 1,000 fail and come back, and ranks wait for the
+slow for a while is so for both. Memory is that of the fullest rank's process: what it has more, at most, with a model
+and a long batch than without, where its allocator gives back what is freed; as it is set else, it keeps up to 256 MB of
+that. `--simulate` starts nothing: it lets hosts up to 1,000 fail and come back, and ranks wait for the
 slowest.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import statistics
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
@@ -55,17 +57,27 @@ def expected(config: PreTrainedConfig, ranks: int) -> tuple[Observation, float]:
     return observe(model, made, fullest, 1, _PROMPT + _TOKENS), long.used
 
 
-def measured(group: WorkerGroup, config: PreTrainedConfig) -> tuple[float, float]:
-    """Seconds of a decode step, and bytes that the fullest rank's process has more than before."""
-    before = [measure.memory(pid)["Rss"] for pid in group.pids]
-    with running(group, config, torch.float32) as model:
-        seconds = step_seconds(model, _PROMPT, _TOKENS)
-        ids = torch.ones(_BATCH, _LENGTH - 1, dtype=torch.long)
-        asked = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **asked)
-        after = [measure.memory(pid)["Rss"] for pid in group.pids]
-        del output  # and with it the caches
-    return seconds, max(high - low for high, low in zip(after, before, strict=True))
+_GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+
+
+def peak_bytes(config: PreTrainedConfig, ranks: int) -> float:
+    """Bytes that the fullest of new ranks has more than before, at most, with a model and a long batch."""
+    ids = torch.ones(_BATCH, _LENGTH - 1, dtype=torch.long)
+    asked = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _GIVES_BACK.items():
+            patch.setenv(name, value)
+        group = start_group(ranks, device="cpu")
+    with group:
+        with running(group, LlamaConfig(**_TINY), torch.float32) as model:
+            step_seconds(model, _PROMPT, _TOKENS)
+        before = [measure.memory(pid)["Rss"] for pid in group.pids]
+        for pid in group.pids:
+            measure.forget_peak(pid)
+        with running(group, config, torch.float32) as model:
+            model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+            most = [measure.peak_memory(pid) for pid in group.pids]
+    return max(high - low for high, low in zip(most, before, strict=True))
 
 
 def main() -> None:
@@ -85,27 +97,21 @@ def main() -> None:
         with start_group(1, device="cpu") as single, start_group(ranks, device="cpu") as group:
             for _ in range(options.rounds):
                 alone, found = probe(single, torch.float32), probe(group, torch.float32)
+                cluster = as_cluster(found, alone, ranks, torch.float32)
                 for shape in options.shapes:
                     row = figures.setdefault(f"{shape}, {ranks} ranks", {})
-                    _add(row, seen[shape], measured(group, _CONFIGS[shape]), found, alone, ranks)
+                    split = arrangement(cluster, seen[shape][0], _ANY, torch.float32, "eager", (ranks, 1, 1), 1)
+                    row.setdefault("step", []).append(split.step_seconds)
+                    with running(group, _CONFIGS[shape], torch.float32) as model:
+                        row.setdefault("step measured", []).append(step_seconds(model, _PROMPT, _TOKENS))
+        for shape in options.shapes:
+            figures[f"{shape}, {ranks} ranks"] |= {
+                "bytes": [seen[shape][1]],
+                "bytes measured": [peak_bytes(_CONFIGS[shape], ranks)],
+            }
     for name, row in figures.items():
         _show(name, row)
     measure.save(options.json, "planner", figures)
-
-
-def _add(
-    row: dict[str, list[float]],
-    seen: tuple[Observation, float],
-    real: tuple[float, float],
-    found: Probe,
-    alone: Probe,
-    ranks: int,
-) -> None:
-    cluster = as_cluster(found, alone, ranks, torch.float32)
-    observation, size = seen
-    step = arrangement(cluster, observation, _ANY, torch.float32, "eager", (ranks, 1, 1), 1).step_seconds
-    for name, value in (("step", step), ("step measured", real[0]), ("bytes", size), ("bytes measured", real[1])):
-        row.setdefault(name, []).append(value)
 
 
 def _show(name: str, row: dict[str, list[float]]) -> None:

@@ -258,7 +258,7 @@ def test_int8_is_advised_where_it_would_fit(small_device: None) -> None:
     assert not any("with quantize='int8'" in note for note in found(fits - 1).notes)
 
 
-PROBE = here.Probe(step=1e-3, layer=5e-3, operator=2e-3, bandwidth=1e9, flops=1e10)
+PROBE = here.Probe(step=1e-3, layer=5e-3, operator=2e-3, layer_bandwidth=1e9, bandwidth=2e9, flops=1e10)
 
 
 def test_a_step_here_takes_its_layers_its_operators_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_a_step_here_takes_its_layers_its_operators_and_its_bytes(monkeypatch: p
     few, many = (steps(GPT2Config(n_layer=count)) for count in (1, 2))
     works = [seen(GPT2Config(n_layer=count), batch=1, length=8).step for count in (1, 2)]
     operators = [len(each.work) - each.exchanges for each in works]
-    takes = (operators[1] - operators[0]) * 2e-3 + 12 * 768**2 * 2 / 1e9
+    takes = (operators[1] - operators[0]) * 2e-3 + 12 * 768**2 * 2 / 2e9
     assert many[1] - few[1] == pytest.approx(takes, rel=0.02)
 
 

@@ -166,13 +166,19 @@ def compute_seconds(cluster: Cluster, works: Sequence[Work], dtype: torch.dtype,
     """What a device takes for the operators of a pass, one after another: for each what it takes at least, and to move
     its bytes or to do its arithmetic, whichever takes longer (the roofline model, Williams et al. 2009)."""
     device = cluster.device
-    reads, computes = device.bandwidth * device.read_share, device.flops[dtype] * device.flops_share
+    at_once = device.layer_seconds is not None
+    computes = device.flops[dtype] * device.flops_share
+
+    def seconds(work: Work) -> float:
+        bandwidth = device.layer_bandwidth if at_once and work.native else device.bandwidth
+        return max(work.moved / (bandwidth * device.read_share), work.flops / computes)
+
     operators = [work for work in works if not work.exchanged]
     if decode == "compile":
         operators = fused(works)
-    busy = sum(max(work.moved / reads, work.flops / computes) for work in operators)
-    if device.layer_seconds is not None:
-        busy += len({work.unit for work in operators if work.native}) * device.layer_seconds
+    busy = sum(seconds(work) for work in operators)
+    if at_once:
+        busy += len({work.unit for work in operators if work.native}) * (device.layer_seconds or 0.0)
         operators = [work for work in operators if not work.native]
     busy += len(operators) * device.operator_seconds
     return max(busy, len(operators) * device.host_seconds) if decode == "eager" else busy

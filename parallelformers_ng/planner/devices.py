@@ -44,6 +44,7 @@ class Device:
         step_seconds: of a step besides the model's own operators: the choice of a token and the loop around it.
         layer_seconds: of a decoder layer that one call computes, besides its bytes and its arithmetic; None where there
             is no such call.
+        layer_bandwidth: what such a layer reads, as `bandwidth`.
     """
 
     memory: float
@@ -57,6 +58,7 @@ class Device:
     flops_share: float = 0.6
     step_seconds: float = 50e-6
     layer_seconds: float | None = None
+    layer_bandwidth: float = math.inf
 
     @property
     def usable(self) -> float:

@@ -21,7 +21,8 @@ from parallelformers_ng.planner.observation import observe
 from parallelformers_ng.runtime.group import WorkerGroup
 
 _SLIM = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
-_WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+_WIDTH = 1024
+_WIDE = {"hidden_size": _WIDTH, "intermediate_size": 4 * _WIDTH, "num_attention_heads": 16, "num_key_value_heads": 16}
 _WIDE_BYTES = 400e6
 """More than caches hold."""
 _LAYERS, _TOKENS, _PROMPT, _ROUNDS = 17, 16, 128, 5
@@ -35,13 +36,15 @@ class Probe:
         step: of a decode step without a layer.
         layer: of a decoder layer that one call computes, its sums included, without bytes worth naming.
         operator: of an operator of another layer.
-        bandwidth: bytes.
+        layer_bandwidth: bytes that such decoder layers read.
+        bandwidth: bytes that other operators read.
         flops: operations.
     """
 
     step: float
     layer: float
     operator: float
+    layer_bandwidth: float
     bandwidth: float
     flops: float
 
@@ -74,6 +77,7 @@ def as_cluster(found: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> 
         flops_share=1.0,
         step_seconds=found.step,
         layer_seconds=alone.layer,
+        layer_bandwidth=found.layer_bandwidth,
     )
     # Ranks copy what they sum: each reads what the others wrote.
     link = Link(found.bandwidth, 0.0, max(0.0, found.layer - alone.layer) / 2, "measured")
@@ -83,24 +87,38 @@ def as_cluster(found: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> 
 def probe(group: WorkerGroup, dtype: torch.dtype) -> Probe:
     """Decode small models of random shape on a group that is there, and a wide one."""
     slim = [LlamaConfig(**_SLIM, num_hidden_layers=count, vocab_size=128) for count in (1, _LAYERS)]
-    plain = [
-        GPT2Config(n_embd=64, n_head=4, n_layer=count, vocab_size=128, bos_token_id=None, eos_token_id=None)
-        for count in (1, 5)
-    ]
-    count = round(_WIDE_BYTES / dtype.itemsize / (4 * 1024**2 + 3 * 1024 * 4096))
+    plain = [_plain(64, 4, count) for count in (1, 5)]
+    count = round(_WIDE_BYTES / dtype.itemsize / (16 * _WIDTH**2))
     wide = LlamaConfig(**_WIDE, num_hidden_layers=count, vocab_size=128)
     one, many = (_step_of(group, config, dtype) for config in slim)
     layer = _more(many, one) / (_LAYERS - 1)
-    operators = [_operators(config, group.world_size, dtype) for config in plain]
+    operators = (_operators(plain[1], group.world_size, dtype) - _operators(plain[0], group.world_size, dtype)) / 4
     few, more = (_step_of(group, config, dtype) for config in plain)
-    operator = _more(more, few) / (operators[1] - operators[0])
+    operator = _more(more, few) / 4 / operators
     with running(group, wide, dtype) as model:
         size = max(model.shard_plan.bytes_per_rank)
         step = step_seconds(model, 8, _TOKENS)
         prompt = statistics.median(_seconds(model, _PROMPT, 1) for _ in range(_ROUNDS))
     reading = _more(step, one + (count - 1) * layer)
     operations = 2 * size / dtype.itemsize * _PROMPT
-    return Probe(_more(one, layer), layer, operator, size / reading, operations / _more(prompt, step))
+    count = round(_WIDE_BYTES / dtype.itemsize / (12 * _WIDTH**2))
+    with running(group, _plain(_WIDTH, 16, count), dtype) as model:
+        plain_size = max(model.shard_plan.bytes_per_rank)
+        plain_reading = _more(step_seconds(model, 8, _TOKENS), few + (count - 1) * operators * operator)
+    return Probe(
+        _more(one, layer),
+        layer,
+        operator,
+        size / reading,
+        plain_size / plain_reading,
+        operations / _more(prompt, step),
+    )
+
+
+def _plain(width: int, heads: int, layers: int) -> PreTrainedConfig:
+    """A model whose layers no single call computes."""
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    return GPT2Config(n_embd=width, n_head=heads, n_layer=layers, vocab_size=128, **ends)
 
 
 def _more(long: float, short: float) -> float:
