@@ -24,9 +24,8 @@ from benchmarks import measure
 from benchmarks.decode import SHAPES
 from parallelformers_ng import forecast, plan, start_group
 from parallelformers_ng.planner.arrangement import Memory, arrangement, memory_of
-from parallelformers_ng.planner.here import Probe, as_cluster, probe, running, step_seconds
+from parallelformers_ng.planner.here import as_cluster, probe, running, step_seconds
 from parallelformers_ng.planner.observation import Observation, observe
-from parallelformers_ng.runtime.group import WorkerGroup
 
 _TINY = {
     "hidden_size": 64,

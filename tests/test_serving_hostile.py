@@ -11,7 +11,6 @@ import pytest
 from benchmarks.chaos_http import ALLOWED, HONEST, send_hostile
 from parallelformers_ng import parallelize
 from parallelformers_ng.model.parallelized import deployment_of
-from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.options import ServeOptions
 from tests.serving import serving, tiny_model, tiny_tokenizer
@@ -34,25 +33,63 @@ def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
 
 
 def test_large_bodies_go_on_one_after_another(monkeypatch):
-    asyncio.run(_one_after_another(monkeypatch))
+    monkeypatch.setattr("parallelformers_ng.serving.guard._LARGE_BYTES_A_SECOND", 100_000)
+    statuses, waits = asyncio.run(_asked(200, [b"x" * 200_000] * 3, monkeypatch))
+    assert statuses == [200, 200, 503]  # for the last would wait for longer than clients may take
+    assert waits == [0.0, 2.0]
 
 
-async def _one_after_another(monkeypatch):
-    waits = []
+def test_refusals_go_out_so_many_a_second(monkeypatch):
+    monkeypatch.setattr("parallelformers_ng.serving.guard._REFUSALS_A_SECOND", 10)
+    monkeypatch.setattr("parallelformers_ng.serving.guard._REFUSALS_AT_ONCE", 2)
+    statuses, waits = asyncio.run(_asked(404, [b"{}"] * 4, monkeypatch))
+    assert statuses == [404] * 4
+    assert waits == pytest.approx([0.0, 0.0, 0.1, 0.2])
+    assert asyncio.run(_asked(200, [b"{}"] * 4, monkeypatch)) == ([200] * 4, [])
+
+
+def test_large_headers_are_refused(monkeypatch):
+    headers = [(b"x", b"y" * 20_000)] * 2
+    assert asyncio.run(_asked(200, [b"{}"], monkeypatch, headers))[0] == [431]
+    assert asyncio.run(_asked(200, [b"{}"], monkeypatch, headers[:1]))[0] == [200]
+
+
+async def _asked(status, bodies, monkeypatch, headers=()):
+    """Send requests to a guard one after another, on a clock that stands still.
+
+    Returns:
+        The status of each answer, and how long each was made to wait.
+    """
+    statuses, waits = [], []
+
+    async def answer(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": status, "headers": []})
 
     async def sleep(seconds):
         waits.append(seconds)
 
-    monkeypatch.setattr("parallelformers_ng.serving.guard._LARGE_BYTES_A_SECOND", 1000)
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 50.0)
-    guard = Guard(lambda *_: None, ServeOptions(model="x", client_timeout=3))
+    async def tell(message):
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    guard = Guard(answer, ServeOptions(model="x", client_timeout=3))
+    guard._giving_back = asyncio.get_running_loop().create_future()
     with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "time", lambda: 50.0)
         patch.setattr("parallelformers_ng.serving.guard.asyncio.sleep", sleep)
-        for size in (1000, 2000, 500):
-            await guard._turn(size)
-        with pytest.raises(ApiError, match="too many large requests"):
-            await guard._turn(1)
-    assert waits == [0.0, 1.0, 3.0]
+        for body in bodies:
+            sent = [{"type": "http.request", "body": body}]
+            scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": list(headers)}
+            await guard(scope, _then_silent(sent), tell)
+    return statuses, waits
+
+
+def _then_silent(messages):
+    async def receive():
+        return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+    return receive
 
 
 def test_hostile_requests_are_refused_and_disturb_nobody(groups):

@@ -8,6 +8,7 @@ import binascii
 import contextlib
 import hmac
 import logging
+from itertools import chain
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,13 +24,41 @@ _LARGE_BYTES = 64 << 10
 _LARGE_BYTES_A_SECOND = 8 << 20
 """Of large bodies. To read a megabyte of JSON takes about 15 ms, in which no token of any answer goes on."""
 _CALM_SECONDS = 1.0
+_REFUSALS_A_SECOND = 100
+_REFUSALS_AT_ONCE = 20
+_MOST_HEADER_BYTES = 32 << 10
+
+
+class _Pace:
+    """Lets so much of something pass in a second, one after another.
+
+    Args:
+        a_second: how much.
+        at_once: how much may pass without a wait after none has for long.
+    """
+
+    def __init__(self, a_second: float, at_once: float = 1.0) -> None:
+        self._a_second = a_second
+        self._before = (at_once - 1) / a_second
+        self._free = 0.0  # from when the next may pass, on the loop's clock
+
+    def wait(self) -> float:
+        """Seconds until the next may pass."""
+        return max(0.0, self._free - asyncio.get_running_loop().time())
+
+    async def turn(self, amount: float = 1.0) -> None:
+        """Wait for the turn of so much."""
+        wait = self.wait()
+        self._free = max(self._free, asyncio.get_running_loop().time() - self._before) + amount / self._a_second
+        await asyncio.sleep(wait)
 
 
 class Guard:
     """Serves an application to those who may use it.
 
     A request is read whole, within its limits of bytes and seconds, before the application sees it. From then on the
-    client has nothing to say but that it is gone, which cancels what is done for it.
+    client has nothing to say but that it is gone, which cancels what is done for it. So many bytes of large bodies are
+    read in a second, and so many requests refused: who sends such leaves the processor to the others.
 
     Args:
         app: the application.
@@ -46,7 +75,8 @@ class Guard:
         self.draining = False
         self.in_flight = 0
         self._giving_back: asyncio.Future[None] | None = None
-        self._next_large = 0.0  # on the loop's clock
+        self._large = _Pace(_LARGE_BYTES_A_SECOND)
+        self._refusals = _Pace(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -67,7 +97,9 @@ class Guard:
             async with asyncio.timeout(self._options.client_timeout):
                 body = await self._body(scope, receive)
             if body is not None and len(body) > _LARGE_BYTES:
-                await self._turn(len(body))
+                if self._large.wait() > self._options.client_timeout:
+                    raise ApiError(503, "too many large requests are waiting; ask again later", code="overloaded")
+                await self._large.turn(len(body))
         except ApiError as error:
             await _refuse(error, scope, receive, send)
             return
@@ -89,15 +121,6 @@ class Guard:
             if len(body) > _LARGE_BYTES and (self._giving_back is None or self._giving_back.done()):
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
-    async def _turn(self, size: int) -> None:
-        """Large bodies go on one after another, with time for everybody else in between."""
-        now = asyncio.get_running_loop().time()
-        wait = max(0.0, self._next_large - now)
-        if wait > self._options.client_timeout:
-            raise ApiError(503, "too many large requests are waiting; ask again later", code="overloaded")
-        self._next_large = now + wait + size / _LARGE_BYTES_A_SECOND
-        await asyncio.sleep(wait)
-
     async def _give_back(self) -> None:
         """Large bodies leave much freed memory behind, of which the allocator would keep more with each."""
         await asyncio.sleep(_CALM_SECONDS)
@@ -106,6 +129,8 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         if scope["path"] == _OPEN:
             return
+        if sum(map(len, chain(*scope["headers"]))) > _MOST_HEADER_BYTES:
+            raise ApiError(431, f"the headers are larger than {_MOST_HEADER_BYTES} bytes")
         if self.draining:
             raise ApiError(503, "the server is about to end; ask another, or later", code="draining")
         # A preflight is sent by the browser itself, which adds no key.
@@ -144,9 +169,11 @@ class Guard:
                 return b"".join(parts)
 
     def _patient(self, send: Send) -> Send:
-        """`send`, for clients that read. One that does not is left."""
+        """`send`, for clients that read. One that does not is left, and one that is refused waits for its turn."""
 
         async def sending(message: Message) -> None:
+            if 400 <= message.get("status", 0) < 500 and self._refusals.wait() < self._options.client_timeout:
+                await self._refusals.turn()
             async with asyncio.timeout(self._options.client_timeout):
                 await send(message)
 
