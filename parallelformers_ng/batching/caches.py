@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from parallelformers_ng.errors import BatchingError
+from parallelformers_ng.sharding.cache_names import CACHES
 
-_NAMES = ("past_key_values", "cache_params", "state")
+_NAMES = (*CACHES, "state")
 _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexer_position_ids": (1, -1)}
 """What layers hold for each token, and which of its dimensions are rows and columns."""
 

@@ -28,6 +28,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
 from parallelformers_ng.errors import GroupError
+from parallelformers_ng.sharding.cache_names import CACHE
 
 Forward = Callable[..., Any]
 """The forward of a model."""
@@ -78,7 +79,7 @@ class CapturedStep:
         """The step's output, from the recording."""
         logits = self._compute(arguments)
         self._cache.advance()
-        values = {"logits": logits, "past_key_values": self._cache.cache}
+        values = {"logits": logits, CACHE: self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
     def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
@@ -146,7 +147,7 @@ class CapturedSteps:
         @functools.wraps(forward)
         def forward_captured(*args: Any, **kwargs: Any) -> Any:
             reusable = self._current
-            if reusable is None or kwargs.get("past_key_values") is not reusable.cache or not reusable.is_begun:
+            if reusable is None or kwargs.get(CACHE) is not reusable.cache or not reusable.is_begun:
                 return forward(*args, **kwargs)
             return self._step(reusable, forward, args, kwargs)
 
@@ -272,8 +273,8 @@ class CapturedSteps:
 def odd_output(output: Any, cache: Any) -> str:
     """What a step's output has besides the logits and the cache, which are all that a recording gives; "" where it has
     no more."""
-    more = sorted(set(output.keys()) - {"logits", "past_key_values"})
-    if output.get("past_key_values", cache) is not cache:
+    more = sorted(set(output.keys()) - {"logits", CACHE})
+    if output.get(CACHE, cache) is not cache:
         more.append("another cache")
     return f"the output of a step has {', '.join(more)}" if more else ""
 

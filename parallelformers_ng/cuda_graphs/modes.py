@@ -17,12 +17,12 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.sharding.cache_names import CACHES
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
 MOST_POSITIONS = 1 << 14
 """Of a cache that nobody asked for. For 8 billion parameters it is an eighth of what a step reads of weights."""
-_CACHES = ("past_key_values", "cache_params")
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
@@ -130,7 +130,7 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
     config = given.get("generation_config") or model.generation_config
     said = any(given.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
     fixed = given.get("cache_implementation", getattr(config, "cache_implementation", None))
-    if not said and (fixed is not None or any(given.get(name) is not None for name in _CACHES)):
+    if not said and (fixed is not None or any(given.get(name) is not None for name in CACHES)):
         given["disable_compile"] = True
     return given
 
@@ -153,7 +153,7 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
 
     if not model._can_compile_fullgraph:
         return f"transformers does not compile {type(model).__name__}, whose steps are no single graph"
-    if any(arguments.get(name) is not None for name in _CACHES):
+    if any(arguments.get(name) is not None for name in CACHES):
         return "the caller's cache is used"
     if asked("cache_implementation") not in (None, "static"):
         return f"cache_implementation={asked('cache_implementation')!r} was asked for"

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import SUBCACHES
 from parallelformers_ng.generation.int8_layer import Int8Layer
+from parallelformers_ng.sharding.cache_names import CACHE
 
 _kind: str | None = None
 
@@ -82,7 +83,7 @@ def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
     if kind is None:
         return None
     name = type(model).__name__
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if CACHE not in inspect.signature(model.forward).parameters:
         raise ParallelError(f"fit: cache is {kind!r}, and {name} takes no cache of keys and values; leave it out")
     if kind == "offload" and model.config.is_encoder_decoder:
         raise ParallelError(

@@ -35,6 +35,7 @@ from parallelformers_ng.kernels.operators import (
     shape_of,
 )
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.heads import HeadParallel
 from parallelformers_ng.sharding.layers import parallel_class
@@ -56,7 +57,7 @@ class FusedDecoderLayer(nn.Module):
         attention, feed = self.halves()
         step = None if attention is None else attention.step_for(hidden_states, **kwargs)
         if attention is not None and step is not None:
-            attended = attention.run(hidden_states, step, kwargs["past_key_values"])
+            attended = attention.run(hidden_states, step, kwargs[CACHE])
         elif feed is None:
             return super().forward(hidden_states, **kwargs)
         else:
@@ -172,22 +173,22 @@ class AttentionHalf(_Half):
         self,
         hidden: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
         """What `run` needs besides the cache, given the arguments of the layer; None where the kernel does not compute
         them."""
+        cache = others.pop(CACHE, None)
         if (
             not self.may_stand_for_modules(hidden)
-            or type(past_key_values) is not DynamicCache
-            or past_key_values.offloading
+            or type(cache) is not DynamicCache
+            or cache.offloading
             or position_embeddings is None
             or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
         ):
             return None
         step = Step.of(self, hidden.shape[0], position_embeddings, attention_mask)
-        return step if step.fits and self.may_extend(past_key_values, step) else None
+        return step if step.fits and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
         """Whether the kernel can append to what the cache has of this layer, and read it."""

@@ -15,6 +15,7 @@ from parallelformers_ng.collectives.shared_memory import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 from parallelformers_ng.kernels.decoder_layer import AttentionHalf, FeedHalf, FusedDecoderLayer, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
+from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
 
@@ -44,7 +45,7 @@ class DecoderStack(nn.ModuleList):
             for layer in self:
                 hidden = layer(hidden, **kwargs)
             return hidden
-        run = functools.partial(whole.run, step=step, cache=kwargs["past_key_values"])
+        run = functools.partial(whole.run, step=step, cache=kwargs[CACHE])
         if not isinstance(last, Placed):
             return run(hidden)
         for layer in self:
@@ -121,7 +122,7 @@ class _StackInC:
         step = self._first.step_for(hidden, **kwargs)
         if step is None:
             return None
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         if not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None

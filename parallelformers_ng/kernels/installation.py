@@ -27,6 +27,7 @@ from parallelformers_ng.kernels.recognition import (
     is_rms_norm,
     modelling,
 )
+from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.quantized import QuantizedLinear, hold
 
@@ -130,7 +131,7 @@ def _distance(family: str, quantized: bool) -> float:
         cache = DynamicCache()
         for index, (keys, values) in enumerate(cached):
             cache.update(keys, values, index)
-        output = model(inputs_embeds=embedded, past_key_values=cache).last_hidden_state
+        output = model(inputs_embeds=embedded, **{CACHE: cache}).last_hidden_state
         parts = [output, *(part for layer in cache.layers for part in (layer.keys, layer.values))]
         return torch.cat([part.flatten() for part in parts])
 

@@ -24,6 +24,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.kernels.recognition import is_computed_at_once
 from parallelformers_ng.sharding import look_ups
+from parallelformers_ng.sharding.cache_names import CACHES
 from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -33,8 +34,6 @@ _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
 _LOOK_UPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
 """Operators that read of their first input no more than they give."""
-_CACHES = ("past_key_values", "cache_params")
-"""Names under which models give their caches, and take them."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
             first, output = recorder.record(lambda: share(**prompt, use_cache=True))
             if model.config.is_encoder_decoder:
                 token["encoder_outputs"] = (output.encoder_last_hidden_state,)
-            name = next((each for each in _CACHES if output.get(each) is not None), "")
+            name = next((each for each in CACHES if output.get(each) is not None), "")
             if not name:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} keeps nothing from token to token; it cannot be planned"
@@ -340,5 +339,5 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _caches_of(output: Any) -> Iterator[Tensor]:
-    for name in _CACHES:
+    for name in CACHES:
         yield from tensors_in(output.get(name))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from parallelformers_ng.sharding.cache_names import CACHES
 from parallelformers_ng.sharding.tensors import dotted
 
 
@@ -126,7 +127,7 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
         yield output
     elif isinstance(output, dict):
         for name, value in output.items():
-            if not name.endswith("past_key_values") and name not in ("cache_params", "state", "mems"):
+            if not name.endswith(CACHES) and name not in ("state", "mems"):
                 yield from tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
