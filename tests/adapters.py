@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from tests.apart import find_packages
 from tests.zoo.build import randomise
@@ -13,6 +16,18 @@ from tests.zoo.decoders import decoder
 
 find_packages()
 import peft  # noqa: E402
+
+
+def _refuses_peft() -> str:
+    """Why transformers puts no adapters of this peft into a model, "" where it does."""
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        return f"transformers {transformers.__version__}, peft {peft.__version__}: {error}"
+    return ""
+
+
+adapters_of_transformers = pytest.mark.skipif(bool(_refuses_peft()), reason=_refuses_peft())
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "use_rslora": True}

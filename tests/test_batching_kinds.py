@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.sharding.cache_names import CACHE
 from tests.zoo.build import build
 from tests.zoo.decoders import decoder
 
@@ -69,7 +71,7 @@ KINDS: dict[str, Callable[[], Any]] = {
             indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=16, indexer_compress_ratio=2
         ),
     ),
-    "chunks": lambda: twin(tf.Llama4ForConditionalGeneration, tf.Llama4Config()),
+    "chunks": lambda: twin(tf.Llama4ForCausalLM, tf.Llama4TextConfig()),
     "experts of odd widths": lambda: twin(tf.InklingForConditionalGeneration, tf.InklingConfig()),
     "layers that run several times": lambda: twin(tf.HrmTextForCausalLM, tf.HrmTextConfig()),
 }
@@ -78,6 +80,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_that_share(kind: str) -> None:
     model = KINDS[kind]()
+    if isinstance(model, tf.XLMWithLMHeadModel) and CACHE in inspect.signature(model.forward).parameters:
+        pytest.skip("this release of transformers gives XLM a cache")
     assert "" in [proof.why_alone(model, in_pieces) for in_pieces in (True, False)]
 
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.sharding.cache_names import CACHE
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder, gpt2
@@ -83,7 +84,7 @@ def assert_same(got: Any, want: Any) -> None:
     elif isinstance(want, dict):
         assert list(got) == list(want)
         for name in want:
-            if name != "past_key_values":
+            if name != CACHE:
                 assert_same(got[name], want[name])
     elif isinstance(want, (list, tuple)):
         assert len(got) == len(want)
@@ -97,9 +98,9 @@ def assert_same(got: Any, want: Any) -> None:
 def test_options(pair: Pair, options: dict[str, Any]) -> None:
     limit = {} if "generation_config" in options else {"max_new_tokens": 6}
     got, want = pair.both(**limit, **options)
-    if isinstance(want, dict) and "past_key_values" in want:
-        assert isinstance(got["past_key_values"], type(want["past_key_values"]))
-        assert got["past_key_values"].get_seq_length() == want["past_key_values"].get_seq_length()
+    if isinstance(want, dict) and CACHE in want:
+        assert isinstance(got[CACHE], type(want[CACHE]))
+        assert got[CACHE].get_seq_length() == want[CACHE].get_seq_length()
     assert_same(got, want)
 
 
@@ -260,7 +261,7 @@ def test_edits_after_the_call_are_honoured(pair: Pair) -> None:
 def test_text_streamer_in_another_thread(pair: Pair) -> None:
     class Decoder:
         def decode(self, tokens: Any, **kwargs: Any) -> str:
-            return " ".join(str(int(token)) for token in tokens) + "\n"
+            return " ".join(str(int(token)) for token in torch.as_tensor(tokens).flatten()) + "\n"
 
     streamer = TextIteratorStreamer(Decoder(), timeout=30)
     one = {name: value[:1] for name, value in pair.inputs.items()}

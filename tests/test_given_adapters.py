@@ -13,7 +13,7 @@ from torch import nn
 
 from parallelformers_ng import UnsupportedModelError, parallelize, plan
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.adapters import draw
+from tests.adapters import adapters_of_transformers, draw
 from tests.apart import find_packages
 from tests.patience import await_incarnation, kill
 from tests.quantized_checkpoints import GREEDY, fp8
@@ -129,6 +129,7 @@ def test_it_computes_and_comes_back(name: str, ranks: int, groups, tmp_path: Pat
         assert all(torch.equal(logits, own[each][0]) for each, (logits, _) in answers(model).items())
 
 
+@adapters_of_transformers
 def test_adapters_of_transformers_and_replicas() -> None:
     made = []
     for each in by_bitsandbytes("int8"):

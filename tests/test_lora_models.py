@@ -18,7 +18,7 @@ from parallelformers_ng import (
     plan,
     save_sharded,
 )
-from tests.adapters import GREEDY, NAMES, answers, draw, four_adapters, same
+from tests.adapters import GREEDY, NAMES, adapters_of_transformers, answers, draw, four_adapters, same
 from tests.apart import find_packages
 from tests.zoo.build import largest_difference, randomise
 from tests.zoo.case import text_inputs
@@ -170,6 +170,7 @@ def with_transformers(*names: str) -> Any:
     return randomise(model, seed=4).eval()
 
 
+@adapters_of_transformers
 def test_adapters_of_transformers(groups, tmp_path: Path) -> None:
     alone, model = with_transformers("one", "two"), with_transformers("one", "two")
     parallelize(model, workers=groups(2))

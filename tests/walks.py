@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.sharding.cache_names import CACHE
 from tests.test_generate import assert_same
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import EXPERTS, decoder, gpt2
@@ -302,7 +303,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, dict):
-        return {name: comparable(item) for name, item in value.items() if name != "past_key_values"}
+        return {name: comparable(item) for name, item in value.items() if name != CACHE}
     if isinstance(value, (list, tuple)):
         return [comparable(item) for item in value if not hasattr(item, "get_seq_length")]
     return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,15 @@ def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
     return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
 
 
+_reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
+
+
+def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
+    """With the name of its file, which cloudpickle leaves out: tracebacks of ranks show its lines."""
+    make, parts = _reduce_code(code)
+    return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+
 class ReferencePickler(cloudpickle.Pickler):
     """Classes of `__main__` and notebooks go by value; tensors go beside the pickle, not through it.
 
@@ -33,7 +43,9 @@ class ReferencePickler(cloudpickle.Pickler):
             through it.
     """
 
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({torch.Generator: _reduce_generator})
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {torch.Generator: _reduce_generator, types.CodeType: _reduce_code_with_file}
+    )
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:
         super().__init__(buffer, protocol=5)

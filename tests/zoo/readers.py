@@ -163,4 +163,6 @@ READERS = {
     "blip": (blip, lambda: {**image_inputs(), "input_ids": token_ids()}),
     "blip-2": (blip_2, lambda: image_text_inputs(4)),
 }
+if tf.__version__ == "5.24.0":  # there the model asks its language model for `image_outputs`, which that does not have
+    del READERS["llama4-images"]
 CASES = [Case(name, make, inputs, generates=True) for name, (make, inputs) in READERS.items()]
