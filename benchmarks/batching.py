@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks import measure
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
-from parallelformers_ng.model.replica import RUNNER
+from parallelformers_ng.model.groups import RUNNER
 from parallelformers_ng.runtime.group import WorkerGroup
 
 SHAPE = SHAPES["135M"]

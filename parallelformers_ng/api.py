@@ -28,8 +28,9 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.around import surround, with_adapter, within
 from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.parallelized import enter, is_parallelized
-from parallelformers_ng.model.replica import Replica, group_makers
+from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.budgets import Budget, budget_of
 from parallelformers_ng.offload.tiers import tiers_for
 from parallelformers_ng.options import (

@@ -86,7 +86,7 @@ def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
 
 def rows_at_once(model: Any) -> list[int]:
     """How many rows run with each round from now on."""
-    queue, found = remote_of(model).calls.dispatchers[0].shared.queue, [0]
+    queue, found = remote_of(model).calls.shared[0].queue, [0]
     next_round = queue._next_round
 
     def counting() -> Any:
@@ -359,7 +359,7 @@ def test_awaited_calls_are_those_of_generate(groups, batching):
 def test_by_default_calls_share_once_two_have_come_at_the_same_time(groups):
     prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2)) as model, ThreadPoolExecutor(2) as pool:
-        most, trial = rows_at_once(model), remote_of(model).calls.dispatchers[0].shared.trial
+        most, trial = rows_at_once(model), remote_of(model).calls.shared[0].trial
         want = model.generate(prompt, **how)
         model.generate(prompt, **how)
         assert not trial._has_begun, "it was tried for calls that came one after another"

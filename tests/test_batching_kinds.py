@@ -108,7 +108,7 @@ def test_their_calls_share_on_the_ranks(groups: Any, make: Callable[[], Any]) ->
 
 
 def _rows_of_each_round(model: Any) -> list[int]:
-    queue, found = remote_of(model).calls.dispatchers[0].shared.queue, [0]
+    queue, found = remote_of(model).calls.shared[0].queue, [0]
     next_round = queue._next_round
 
     def counting() -> Any:

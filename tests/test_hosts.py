@@ -17,7 +17,7 @@ from parallelformers_ng.cli import serve
 from parallelformers_ng.errors import DivergedError, ParallelError, PlacementError, StartupError, WorkerDiedError
 from parallelformers_ng.hosts import agent
 from parallelformers_ng.hosts.hosts import Hosts
-from parallelformers_ng.model.replica import RUNNER
+from parallelformers_ng.model.groups import RUNNER
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.options import ServeOptions
 from tests.patience import await_end, kill

@@ -36,7 +36,7 @@ def test_each_has_the_tokens_that_it_has_alone(pretended: WorkerGroup) -> None:
         want = [make().generate(**call) for call in calls()]
         with parallelize(make(), workers=pretended, batching={"prefill_chunk": 4, "rows": 3}) as model:
             got = together(model, calls())
-            assert not remote_of(model).calls.dispatchers[0].shared.trial.why_alone(type(model), model.config)
+            assert not remote_of(model).calls.shared[0].trial.why_alone(type(model), model.config)
             assert all(map(torch.equal, got, want))
 
 

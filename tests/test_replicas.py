@@ -13,9 +13,9 @@ import torch
 
 from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, ParallelError, PlacementError, StaleCacheError
+from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
-from parallelformers_ng.model.replica import group_makers
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from tests.patience import await_end, await_incarnation, kill
@@ -108,8 +108,9 @@ def test_all_replicas_learn_what_the_caller_changes(model: Any) -> None:
     before = generate(model)
     model.generation_config.max_new_tokens = 3
     try:
-        for dispatcher in remote_of(model).calls.dispatchers:
-            short = dispatcher.generate(model, "", type(gpt2()).generate, (IDS,), {"do_sample": False})
+        calls = remote_of(model).calls
+        for place in range(len(calls.dispatchers)):
+            short = calls.generate_at(place, model, "", type(gpt2()).generate, (IDS,), {"do_sample": False})
             assert torch.equal(short, before[:, : IDS.shape[1] + 3])
     finally:
         model.generation_config.max_new_tokens = None

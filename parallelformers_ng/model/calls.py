@@ -1,26 +1,37 @@
-"""Where the calls of a parallelized model go: to the replica with the least to do, or the one that has their caches."""
+"""The calls of a parallelized model: which replica serves one; whether `generate` runs alone, is decoded together with
+others, or has its loop in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from parallelformers_ng.batching.proof import Trial
-from parallelformers_ng.cuda_graphs.modes import StaticSteps
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
+from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.caller_state import RandomStream
 from parallelformers_ng.model.deployment import Deployment
-from parallelformers_ng.model.dispatch import CallOptions, Dispatcher
-from parallelformers_ng.model.random_stream import RandomStream
+from parallelformers_ng.model.marks import has_own_loop, own_loop
+from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
+from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.model.shared_calls import SharedCalls
-from parallelformers_ng.options import BatchingOptions
+from parallelformers_ng.options import BatchingOptions, checked_seconds
+from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.sharding.tensors import is_within
+
+log = logging.getLogger("parallelformers_ng")
 
 
 class Calls:
@@ -38,6 +49,7 @@ class Calls:
         hooks: the caller's.
         adapters: the model's, None where it has none.
         dispatchers: one for each replica.
+        shared: of each replica the calls that are decoded together; none where each call runs alone.
     """
 
     def __init__(
@@ -52,12 +64,16 @@ class Calls:
         self.deployment = deployment
         self.hooks = HookRegistry(model, deployment.plan)
         self.adapters = Adapters.of(model)
-        stream = RandomStream(seed)
-        shared = None if batching is None else functools.partial(SharedCalls, batching, Trial(prove_at_once))
+        self._stream = RandomStream(seed)
+        self._steps = steps
+        self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
-            Dispatcher(model, replica, deployment.plan, stream, self.hooks, self.adapters, steps, shared)
-            for replica in deployment.replicas
+            Dispatcher(model, replica, self._stream, self.hooks, self.adapters) for replica in deployment.replicas
         ]
+        self.shared: list[SharedCalls] = []
+        if batching is not None:
+            trial, rows = Trial(prove_at_once), RowSteps(steps, self.hooks)
+            self.shared = [SharedCalls(batching, trial, each, self.adapters, rows) for each in self.dispatchers]
         self._in_flight = [0] * len(self.dispatchers)
         self._lock = threading.Lock()
 
@@ -80,32 +96,145 @@ class Calls:
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
     ) -> Any:
         """As `Dispatcher.call`."""
-        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
-            return dispatcher.call(model, path, method, args, kwargs, how)
+        with self.with_adapters(), self._turn(args, kwargs) as place:
+            return self.dispatchers[place].call(model, path, method, args, kwargs, how)
 
     def generate(
         self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """As `Dispatcher.generate`."""
-        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
-            return dispatcher.generate(model, path, original, args, kwargs)
+        """`generate` on the workers; in this process, one forward per request, where something cannot cross to them.
+
+        Args:
+            path: of the model, or of the model within it, that generates.
+            original: its class's `generate`.
+        """
+        with self.with_adapters(), self._turn(args, kwargs) as place:
+            return self.generate_at(place, model, path, original, args, kwargs)
+
+    def generate_at(
+        self, place: int, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """`generate` by the replica at `place`."""
+        module = model.get_submodule(path)
+        bound = inspect.signature(original).bind_partial(module, *args)
+        named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
+        merged = {**named, **kwargs}
+        own = {name: merged.pop(name, None) for name in ("seed", "timeout", "streamer")}
+        how = CallOptions(**own)
+        if merged.get("assistant_model") is not None:
+            return self._generate_here(module, original, merged, how)
+        dispatcher = self.dispatchers[place]
+        busy = dispatcher.replica.group.busy
+        if path or not self.shared or not self._may_share(self.shared[place], busy):
+            return self._generate_alone(dispatcher, model, path, original, merged, how)
+        # Beside others a call has no place in the order in which the caller's generator is drawn from.
+        shared = self.shared[place]
+        draw_seed = self._stream.draw_seed if shared.queue.busy or busy else None
+        try:
+            found = shared.generate(module, merged, how.seed, how.timeout, how.streamer, draw_seed)
+        except NotPortableError as error:
+            return self._generate_instead(module, original, merged, how, error)
+        if not isinstance(found, str):
+            return found
+        log.debug("generate runs alone: %s", found)
+        return self._generate_alone(dispatcher, model, path, original, merged, how)
+
+    def _may_share(self, shared: SharedCalls, busy: bool) -> bool:
+        """By default calls share a batch from when two first come at the same time: others need no proof."""
+        if not shared.trial.is_due and not busy:
+            return False
+        return not (may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"))
+
+    def _generate_alone(
+        self,
+        dispatcher: Dispatcher,
+        model: Any,
+        path: str,
+        original: Callable[..., Any],
+        given: dict[str, Any],
+        how: CallOptions,
+    ) -> Any:
+        module, steps = model.get_submodule(path), None if path else self._steps
+        as_they_are = given
+        if dispatcher.replica.group.device == "cuda":
+            check_compiler(module, given, self.deployment.plan.world_size)
+            as_they_are = eager_generation(module, given)
+        sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
+        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.paths else reason):
+            self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
+            sent = as_they_are
+        not_captured = functools.partial(self._not_captured, dispatcher)
+        there = how if steps is None or not steps.captured or reason else replace(how, not_captured=not_captured)
+        try:
+            return dispatcher.call(model, path, "generate", (), sent, there)
+        except NotPortableError as error:
+            return self._generate_instead(module, original, given, how, error)
+        except torch.OutOfMemoryError as error:
+            if there is how or not not_captured(str(error).partition("\n")[0]) or how.streamer is not None:
+                raise  # what was streamed cannot be taken back
+            return dispatcher.call(model, path, "generate", (), as_they_are, how)
+
+    def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
+        """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""
+        steps = self._steps
+        if steps is None:
+            return False
+        self._say_once(steps.without, why)
+        if steps.by_default:
+            self._steps = None
+            dispatcher.replica.call("forget_steps")
+        return steps.by_default
+
+    def _generate_instead(
+        self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions, why: Exception
+    ) -> Any:
+        self._say_once("generate runs its loop in this process, a request per token, which is slower", str(why))
+        return self._generate_here(model, original, kwargs, how)
+
+    def _generate_here(self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions) -> Any:
+        if how.streamer is not None:
+            kwargs = {**kwargs, "streamer": how.streamer}
+        # The time is that of the whole loop, not of each of its requests.
+        limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
+        if how.seed is None and not self._stream.is_own:
+            with limit, own_loop():
+                return original(model, **kwargs)
+        with limit, self._stream.of_call(how.seed) as (before, store):
+            with own_loop(), torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(before)
+                output = original(model, **kwargs)
+                after = torch.get_rng_state()
+            store(after)
+        return output
 
     def generating(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        """As `Dispatcher.generating`."""
+        """Run a method of the modelling code that calls `generate`: on the workers, but in this process where an
+        argument cannot cross to them, and where the loop of a `generate` around it runs here, with the same objects.
+
+        Args:
+            module: the model, or a model within it.
+            name, original: the method, and its class's.
+            call: runs it on the workers.
+        """
         with self.with_adapters():
-            return self.dispatchers[0].generating(module, name, original, call, args, kwargs)
+            if not has_own_loop():
+                try:
+                    return call()
+                except NotPortableError as error:
+                    self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
+            return original(module, *args, **kwargs)
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Within it this thread's calls run with the adapters that are active now."""
         return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
-    def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Dispatcher]:
-        """The dispatcher that a call goes through, which counts as busy with it meanwhile."""
+    def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+        """Which replica a call goes to: the one that has its caches, else the one with the least to do."""
         if len(self.dispatchers) == 1:
-            yield self.dispatchers[0]
+            yield 0
             return
         place = self._place_of_caches((args, kwargs))
         with self._lock:
@@ -113,7 +242,7 @@ class Calls:
                 place = min(range(len(self.dispatchers)), key=self._waiting)
             self._in_flight[place] += 1
         try:
-            yield self.dispatchers[place]
+            yield place
         finally:
             with self._lock:
                 self._in_flight[place] -= 1
@@ -141,3 +270,8 @@ class Calls:
         if len(found) > 1:
             raise ParallelError("the caches of this call are with several replicas; use those of one conversation")
         return next(iter(found), None)
+
+    def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
+        if (what, level) not in self._said:
+            self._said.add((what, level))
+            log.log(level, "%s: %s", what, why)

@@ -22,7 +22,8 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.replica import Replica, attach, build_ranks
+from parallelformers_ng.model.groups import attach, build_ranks
+from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
 from parallelformers_ng.wire.format import OUT_OF_MEMORY

@@ -20,9 +20,9 @@ from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.calls import Calls
-from parallelformers_ng.model.dispatch import CallOptions
 from parallelformers_ng.model.gradients import refuse_gradients
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
+from parallelformers_ng.model.replica import CallOptions
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
 REMOTE = "_parallelformers_ng"

@@ -1,70 +1,38 @@
-"""A group of workers that has the whole model among its ranks, and the caches that they hold."""
+"""A group of workers that has the whole model among its ranks, the caches that they hold, and the way of a call there:
+from a `Call` to an `Answer`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.nn.modules import module as torch_module
+from transformers.cache_utils import Cache
+
 from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
-from parallelformers_ng.errors import PlacementError
+from parallelformers_ng.errors import PlacementError, WorkerError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
-from parallelformers_ng.hosts.launching import hosts_of
-from parallelformers_ng.options import WorkerOptions
-from parallelformers_ng.runtime.cores import usable_cpus
+from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
+from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.streaming import deliver
+from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
+from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.caller_state import Edits, RandomStream, Stream
+from parallelformers_ng.model.groups import revive
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.placement import check_platform, placement
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.wire.format import FileDescriptor
-
-RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
-_BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
-
-
-def group_makers(
-    num_gpus: int | None, options: WorkerOptions, in_turn: bool = False
-) -> list[functools.partial[WorkerGroup]]:
-    """What starts the group of each replica, at first and again.
-
-    In a torchrun job it does not return but in the process of rank 0: the others serve.
-
-    Args:
-        in_turn: of the ranks of a replica one computes at a time: each gets the threads that it would have if there
-            were no other replica, which is busy elsewhere.
-
-    Raises:
-        UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: there are not as many devices as asked for.
-    """
-    check_platform()
-    count, ids = options.replicas, options.device_ids
-    hosts, num_gpus = hosts_of(num_gpus, options)
-    size, kind = placement(num_gpus, options.device, ids, count)
-    if hosts is not None and kind != "cpu":
-        raise PlacementError("workers on several hosts run on the CPU alone so far; pass workers={'device': 'cpu'}")
-    return [
-        functools.partial(
-            WorkerGroup,
-            size,
-            kind,
-            target=RUNNER,
-            device_ids=None if ids is None else ids[index * size : (index + 1) * size],
-            backend=options.backend,
-            timeout=options.timeout,
-            start_timeout=options.start_timeout,
-            threads=max(1, usable_cpus() // size) if in_turn and hosts is None else None,
-            among=(index, count),
-            hosts=hosts,
-        )
-        for index in range(count)
-    ]
+from parallelformers_ng.wire.interrupts import CriticalSection
+from parallelformers_ng.worker.call import Answer, Call
 
 
 class Replica:
@@ -154,58 +122,135 @@ class Replica:
         self._is_over = True
 
 
-def attach(
-    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
-) -> None:
-    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
-    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    held = checkpoint.held(plan)
-    group.call_each("attach", [(of_rank, held) for of_rank in fds])
-    for names, size in _batches(plan.held, held):
-        group.call("load", names)
-        if progress is not None:
-            progress(size)
-    group.call("loaded")
+@dataclass(frozen=True)
+class CallOptions:
+    """What is asked of one call alone.
+
+    Attributes:
+        seed: where its random stream begins; None follows the model's, or the caller's generator.
+        timeout: seconds until it must be done; None is the group's.
+        streamer: is given the tokens as they are chosen.
+        not_captured: its decode steps become CUDA graphs, and this is told why, where they do not; None: they stay.
+        unsure: as in `Call`.
+    """
+
+    seed: int | None = None
+    timeout: float | None = None
+    streamer: Any = None
+    not_captured: Callable[[str], object] | None = None
+    unsure: bool = False
 
 
-def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Tensors to load with one request each, so that progress shows, and their bytes."""
-    names: list[str] = []
-    size = 0
-    for tensor in plan.stored():
-        if checkpoint.is_read(tensor):
-            names.append(tensor.name)
-            size += tensor.bytes_whole
-            if size >= _BATCH_BYTES:
-                yield names, size
-                names, size = [], 0
-    if names:
-        yield names, size
+def may_be_hooked(hooks: HookRegistry) -> bool:
+    """Whether a call has to look for forward hooks of the caller."""
+    return bool(hooks.paths) or torch_module._has_any_global_hook()
 
 
-def build_ranks(group: WorkerGroup, skeleton: Skeleton) -> None:
-    """Build the modules of a group's ranks. What the first ranks of this process find out about the kernels, later ones
-    are told."""
-    global _layers_agree
-    _layers_agree = group.call("build", skeleton, _layers_agree)
+class Dispatcher:
+    """Turns calls of a model into requests for one group of workers.
 
+    Args:
+        model: the parallelized model.
+        replica: the workers.
+        stream: what calls without a seed follow.
+        hooks: the caller's.
+        adapters: the model's, None where it has none.
 
-_layers_agree: bool | None = None
+    Attributes:
+        edits: what the workers do not know yet of the model's settings.
+    """
 
+    def __init__(
+        self,
+        model: Any,
+        replica: Replica,
+        stream: RandomStream,
+        hooks: HookRegistry,
+        adapters: Adapters | None,
+    ) -> None:
+        self.replica = replica
+        self.edits = Edits(model)
+        self._stream = stream
+        self._hooks = hooks
+        self._adapters = adapters
 
-def revive(
-    make_group: Callable[[], WorkerGroup],
-    skeleton: Skeleton,
-    plan: ShardPlan,
-    store: ShardStore,
-    checkpoint: Checkpoint,
-) -> WorkerGroup:
-    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
-    group = make_group()
-    try:
-        build_ranks(group, skeleton)
-        attach(group, plan, store, checkpoint)
-    except BaseException:
-        group.close()
-        raise
-    return group
+    def call(
+        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
+    ) -> Any:
+        """Run a method on the workers.
+
+        Args:
+            path: dotted path of the module, "" for the model.
+            method: its method.
+            how: what is asked of this call alone.
+
+        Raises:
+            NotPortableError: an argument cannot cross by value; nothing was run.
+            GroupError: see its subclasses.
+        """
+        end = self.replica.deadline_of(how.timeout)
+        with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
+            # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
+            workers = self.replica.ready(end)
+            streams = how.streamer is not None
+            call = Call(
+                path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.not_captured is not None
+            )
+            # What is noted here, and what the workers have done, must not part.
+            with CriticalSection(), self._stream.of_call(how.seed) as stream:
+                return self._request(model, call, how, end, hooks, workers, stream)
+
+    def _request(
+        self,
+        model: Any,
+        call: Call,
+        how: CallOptions,
+        end: float,
+        hooks: CallHooks | None,
+        workers: tuple[WorkerGroup, int],
+        stream: Stream,
+    ) -> Any:
+        """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
+        group, incarnation = workers
+        registry, caches = self.replica.caches, dict[int, Cache]()
+        if not all(isinstance(value, PLAIN) for value in (*call.args, *call.kwargs.values())):
+            call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: registry.send(cache, caches))
+            call.has_caches = bool(caches)
+        state = None
+        if any(call.kwargs.get(name) is not None for name in STATEFUL):
+            state = ObjectState(stateful_arguments(call.kwargs))
+            call.returns_state = bool(state.parts)
+        if hooks is not None:
+            if state is not None:
+                hooks.check_apart_from(state)
+            call.hooks = hooks.packed
+        call.rng = stream[0].numpy().tobytes()
+        call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
+        call.configs, call.attributes, arrived = self.edits.changes(model, incarnation)
+        call.adapters = None if self._adapters is None else self._adapters.active()
+        call.cache_block = next(registry.blocks)
+        if registry.unwanted:
+            call.freed_caches = registry.take_freed()
+        on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
+        try:
+            answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event, to_devices=True)
+            arrived()
+            if answer.rng is not None:
+                stream[1](answer.rng.clone())  # torch wants its own storage
+            if state is not None:
+                state.restore(answer.states)
+            if hooks is not None:
+                hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
+            if answer.uncaptured and how.not_captured is not None:
+                how.not_captured(answer.uncaptured)
+            for number, info in answer.caches.items():
+                registry.refresh(caches.get(number), incarnation, number, info)
+            if type(answer.output) is torch.Tensor:
+                return answer.output
+            return map_handles(answer.output, lambda handle: registry.receive(handle, incarnation))
+        except BaseException as error:  # an interrupt may come as late as here
+            if hooks is not None and isinstance(error, WorkerError) and group.alive:
+                changes = group.call("hook_changes", call.cache_block, timeout=end - time.monotonic())
+                hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
+            registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
+            raise

@@ -13,8 +13,7 @@ from parallelformers_ng.batching.queue import Queue
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.sharing import shared_call, tokens_of
 from parallelformers_ng.model.adapters import Adapters
-from parallelformers_ng.model.edits import Edits
-from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.model.replica import Dispatcher
 from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.worker.call import Call
@@ -26,8 +25,7 @@ class SharedCalls:
     Args:
         options: the limits.
         trial: says whether any call of the model may.
-        replica: the workers.
-        edits: what they do not know yet of the model's settings.
+        dispatcher: of the replica whose workers decode them.
         adapters: the model's, None where it has none.
         steps: whether their steps become CUDA graphs.
 
@@ -39,15 +37,13 @@ class SharedCalls:
         self,
         options: BatchingOptions,
         trial: Trial,
-        replica: Replica,
-        edits: Edits,
+        dispatcher: Dispatcher,
         adapters: Adapters | None,
         steps: RowSteps,
     ) -> None:
         self.trial = trial
         self.queue = Queue(options, trial)
-        self._replica = replica
-        self._edits = edits
+        self._replica, self._edits = dispatcher.replica, dispatcher.edits
         self._adapters = adapters
         self._steps = steps
 

@@ -1,0 +1,118 @@
+"""Groups of workers: what starts those of a model, and how one gets the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+from parallelformers_ng.checkpoint.loading import Checkpoint
+from parallelformers_ng.checkpoint.progress import Progress
+from parallelformers_ng.checkpoint.skeleton import Skeleton
+from parallelformers_ng.checkpoint.store import ShardStore
+from parallelformers_ng.errors import PlacementError
+from parallelformers_ng.hosts.launching import hosts_of
+from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.runtime.cores import usable_cpus
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.placement import check_platform, placement
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.wire.format import FileDescriptor
+
+RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
+_BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
+
+
+def group_makers(
+    num_gpus: int | None, options: WorkerOptions, in_turn: bool = False
+) -> list[functools.partial[WorkerGroup]]:
+    """What starts the group of each replica, at first and again.
+
+    In a torchrun job it does not return but in the process of rank 0: the others serve.
+
+    Args:
+        in_turn: of the ranks of a replica one computes at a time: each gets the threads that it would have if there
+            were no other replica, which is busy elsewhere.
+
+    Raises:
+        UnsupportedPlatformError: workers cannot run on this system.
+        PlacementError: there are not as many devices as asked for.
+    """
+    check_platform()
+    count, ids = options.replicas, options.device_ids
+    hosts, num_gpus = hosts_of(num_gpus, options)
+    size, kind = placement(num_gpus, options.device, ids, count)
+    if hosts is not None and kind != "cpu":
+        raise PlacementError("workers on several hosts run on the CPU alone so far; pass workers={'device': 'cpu'}")
+    return [
+        functools.partial(
+            WorkerGroup,
+            size,
+            kind,
+            target=RUNNER,
+            device_ids=None if ids is None else ids[index * size : (index + 1) * size],
+            backend=options.backend,
+            timeout=options.timeout,
+            start_timeout=options.start_timeout,
+            threads=max(1, usable_cpus() // size) if in_turn and hosts is None else None,
+            among=(index, count),
+            hosts=hosts,
+        )
+        for index in range(count)
+    ]
+
+
+def attach(
+    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
+    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
+    held = checkpoint.held(plan)
+    group.call_each("attach", [(of_rank, held) for of_rank in fds])
+    for names, size in _batches(plan.held, held):
+        group.call("load", names)
+        if progress is not None:
+            progress(size)
+    group.call("loaded")
+
+
+def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
+    """Tensors to load with one request each, so that progress shows, and their bytes."""
+    names: list[str] = []
+    size = 0
+    for tensor in plan.stored():
+        if checkpoint.is_read(tensor):
+            names.append(tensor.name)
+            size += tensor.bytes_whole
+            if size >= _BATCH_BYTES:
+                yield names, size
+                names, size = [], 0
+    if names:
+        yield names, size
+
+
+def build_ranks(group: WorkerGroup, skeleton: Skeleton) -> None:
+    """Build the modules of a group's ranks. What the first ranks of this process find out about the kernels, later ones
+    are told."""
+    global _layers_agree
+    _layers_agree = group.call("build", skeleton, _layers_agree)
+
+
+_layers_agree: bool | None = None
+
+
+def revive(
+    make_group: Callable[[], WorkerGroup],
+    skeleton: Skeleton,
+    plan: ShardPlan,
+    store: ShardStore,
+    checkpoint: Checkpoint,
+) -> WorkerGroup:
+    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
+    group = make_group()
+    try:
+        build_ranks(group, skeleton)
+        attach(group, plan, store, checkpoint)
+    except BaseException:
+        group.close()
+        raise
+    return group
