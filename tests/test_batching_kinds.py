@@ -82,6 +82,8 @@ def test_kinds_that_share(kind: str) -> None:
     model = KINDS[kind]()
     if isinstance(model, tf.XLMWithLMHeadModel) and CACHE in inspect.signature(model.forward).parameters:
         pytest.skip("this release of transformers gives XLM a cache")
+    if kind == "columns that come last" and tf.__version__.startswith("5.17."):
+        pytest.skip("this release keeps the positions of its columns in the model's cache, not in its layers")
     assert "" in [proof.why_alone(model, in_pieces) for in_pieces in (True, False)]
 
 

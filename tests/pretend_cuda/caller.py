@@ -24,4 +24,4 @@ def believe(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: DEVICES)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr("parallelformers_ng.model.replica.RUNNER", TARGET)
+    monkeypatch.setattr("parallelformers_ng.model.groups.RUNNER", TARGET)
