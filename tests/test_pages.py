@@ -97,9 +97,11 @@ def test_a_file_is_known_for_as_long_as_it_is_mapped(tensors: list[torch.Tensor]
     address = tensors[0].data_ptr()
     file = file_at(address)
     assert file is not None
-    assert file.direct is not None
+    descriptors = file.descriptor, file.direct
+    assert None not in descriptors
+    del file
     tensors.clear()
     assert file_at(address) is None
-    for descriptor in (file.descriptor, file.direct):
+    for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -22,13 +23,20 @@ class MappedFile:
         start: the address of its first byte.
         size: bytes.
         descriptor: the file.
-        direct: the file, opened to be read past the system's cache of files; None where its file system cannot.
     """
 
     start: int
     size: int
     descriptor: int
-    direct: int | None
+
+    @functools.cached_property
+    def direct(self) -> int | None:
+        """The file, opened to be read past the system's cache of files; None where its file system cannot."""
+        with contextlib.suppress(OSError):
+            opened = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, opened)
+            return opened
+        return None
 
 
 _FILES: weakref.WeakKeyDictionary[mmap.mmap, MappedFile] = weakref.WeakKeyDictionary()
@@ -42,12 +50,9 @@ def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
     """
     mapping = mmap.mmap(descriptor, size, flags=FLAGS, prot=ACCESS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    own, direct = os.dup(descriptor), None
+    own = os.dup(descriptor)
     weakref.finalize(mapping, os.close, own)
-    with contextlib.suppress(OSError):
-        direct = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        weakref.finalize(mapping, os.close, direct)
-    _FILES[mapping] = MappedFile(start, len(mapping), own, direct)
+    _FILES[mapping] = MappedFile(start, len(mapping), own)
     return mapping
 
 

@@ -6,8 +6,6 @@ weights as they were, and no worker can spoil another's.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import math
 import mmap
@@ -26,11 +24,11 @@ from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.table import human_bytes
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
-TRIM_EVERY = 64 << 20  # bytes given up or read between two calls that hand free pages of the heap back to the system
 _LINE = 64
 _OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone
 
@@ -241,7 +239,8 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
             del whole
             pending += plans[0].bytes_whole
             if pending >= TRIM_EVERY:
-                pending = give_back_freed()
+                give_back_freed()
+                pending = 0
             if progress is not None:
                 progress(store.plan.bytes_held(names[0]))
     except BaseException:
@@ -298,18 +297,3 @@ def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
     while view:
         count = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[count:], offset + count
-
-
-def give_back_freed() -> int:
-    """Hand freed memory back: heap pages to the system, which glibc may keep after the model's small tensors, and
-    device memory to the ranks, of which torch keeps all for this process."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    trim_heap()
-    return 0
-
-
-def trim_heap() -> None:
-    """Hand freed pages of the heap back to the system."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and needs none
-        ctypes.CDLL(None).malloc_trim(0)

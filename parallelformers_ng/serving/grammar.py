@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from parallelformers_ng.checkpoint.store import trim_heap
+from parallelformers_ng.runtime.freed_memory import trim_heap
 
 
 @functools.lru_cache(maxsize=2)

@@ -12,7 +12,7 @@ from itertools import chain
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parallelformers_ng.checkpoint.store import give_back_freed
+from parallelformers_ng.runtime.freed_memory import give_back_freed
 from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.options import ServeOptions
 

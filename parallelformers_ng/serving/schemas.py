@@ -9,7 +9,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from parallelformers_ng.checkpoint.store import trim_heap
+from parallelformers_ng.runtime.freed_memory import trim_heap
 from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.grammar import (
     LARGE_CHARACTERS,

@@ -14,12 +14,13 @@ from parallelformers_ng.checkpoint.nodes import Node, release
 from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.checkpoint.sharded_directory import write_rank
 from parallelformers_ng.checkpoint.staging import Staging
-from parallelformers_ng.checkpoint.store import TRIM_EVERY, give_back_freed, map_shards
+from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
 from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, MovedLayer, Moves
 from parallelformers_ng.offload.tiers import Place, Tiers
+from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.wire.format import FileDescriptor
@@ -91,7 +92,8 @@ class RankWeights:
                 set_tensor(self.model, name, part, self.plan.tensors[name].is_buffer)
             pending += part.nbytes
             if pending >= TRIM_EVERY:
-                pending = give_back_freed()
+                give_back_freed()
+                pending = 0
 
     def loaded(self) -> None:
         """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
