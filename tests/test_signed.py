@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError, RequestTimeoutError
+from parallelformers_ng.wire import meeting
 from parallelformers_ng.wire.format import INLINE_TENSOR_BYTES, FileDescriptor, Kind
 from parallelformers_ng.wire.meeting import Listener, call
 from parallelformers_ng.wire.signed import HEAD_BYTES, Session, SignedChannel
@@ -179,6 +181,40 @@ def test_strangers_keep_nobody_out(listener):
     called[0].close()
     for stranger in strangers:
         stranger.close()
+
+
+def test_who_answers_while_nobody_listens_is_heard_by_the_next_who_does(listener, monkeypatch):
+    """As the agent of a node that waits for the next group, while the program computes for longer than a stranger has
+    to prove itself."""
+    early = []
+    connection = socket.create_connection(listener.address)
+    with pytest.raises(RequestTimeoutError):  # it is greeted, and has not answered yet
+        listener.accept(time.monotonic() + 0.2)
+    monkeypatch.setattr(meeting.socket, "create_connection", lambda *_, **__: connection)
+    thread = threading.Thread(target=lambda: early.append(call(listener.address, KEY, b"early", float("inf"))))
+    thread.start()
+    for stranger in listener._strangers.values():
+        stranger.until = time.monotonic()  # its patience is over, and its answer is there or will be
+    assert select.select([stranger.connection], [], [], PROMPTLY)[0]
+    purpose, (accepted, _) = listener.accept(time.monotonic() + PROMPTLY)
+    thread.join()
+    assert purpose == b"early"
+    accepted.close()
+    early[0][0].close()
+
+
+def test_one_stranger_too_many_has_the_oldest_left_though_it_speaks(listener, monkeypatch):
+    monkeypatch.setattr(meeting, "_STRANGERS", 1)
+    oldest = socket.create_connection(listener.address)
+    with pytest.raises(RequestTimeoutError):
+        listener.accept(time.monotonic() + 0.2)
+    oldest.sendall(b"p")
+    newest = socket.create_connection(listener.address)
+    time.sleep(0.1)  # the listener finds both at once
+    called, (purpose, (connection, _)) = met(listener)
+    assert purpose == b"test"
+    for each in (connection, called[0], oldest, newest):
+        each.close()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "", "::"])

@@ -78,19 +78,18 @@ class Listener:
             RequestTimeoutError: none came before the deadline, on the clock of `time.monotonic`.
         """
         while True:
-            self._leave_silent()
-            patient = min([deadline, *(stranger.until for stranger in self._strangers.values())])
-            try:
-                ready = wait(self._poll, patient, "nobody called before the deadline")
-            except RequestTimeoutError:
-                if patient < deadline:
-                    continue
-                raise
-            for fd in ready:
+            for fd, _ in self._poll.poll(0):
                 if fd == self._socket.fileno():
                     self._greet()
-                elif (admitted := self._hear(fd)) is not None:
+                elif fd in self._strangers and (admitted := self._hear(fd)) is not None:
                     return admitted
+            self._leave_silent()  # once they were heard: they may have answered while nobody listened
+            patient = min([deadline, *(stranger.until for stranger in self._strangers.values())])
+            try:
+                wait(self._poll, patient, "nobody called before the deadline")
+            except RequestTimeoutError:
+                if patient == deadline:
+                    raise
 
     def close(self) -> None:
         """Listen no more. Connections that were accepted stay."""
