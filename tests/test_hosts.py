@@ -132,7 +132,7 @@ def test_a_host_that_is_gone_ends_the_group_and_the_error_names_it(monkeypatch):
 
 
 def test_what_keeps_ranks_from_starting_is_told_with_the_host():
-    with pytest.raises(StartupError, match="host-0: rank 0 raised while importing"):
+    with pytest.raises(StartupError, match=r"host-(\d): rank \1 raised while importing"):
         started("tests.no_such_module:Target", 1, 1)
 
 
