@@ -1,7 +1,7 @@
 """Decode with weights in int8 and int4 beside bf16: two CPU ranks, the shape of Qwen3-0.6B with random weights, in
-turns; beside llama.cpp's Q8_0 with two threads where an interpreter that has `llama_cpp` and `gguf` is named.
+turns; beside llama.cpp with two threads where an interpreter that has `llama_cpp` and `gguf` is named.
 
-    python -m benchmarks.quantized [--rounds 5] [--size 600M] [--llama-cpp PYTHON] [--json OUT]
+    python -m benchmarks.quantized [--rounds 5] [--size 600M] [--only bf16 int8] [--llama-cpp PYTHON] [--peer Q8_0]
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ QUANTIZE: dict[str, dict[str, Any] | None] = {
     "int8": {"scheme": "int8", "embeddings": True},
     "int4": {"scheme": "int4", "embeddings": True},
 }
-PEER = "llama.cpp Q8_0"
 PROMPT, TOKENS = 32, 48
-_PEER = str(Path(__file__).with_name("quantized_peer.py"))
+_PEER = str(Path(__file__).with_name("llama_peer.py"))
 
 
 def whole(size: str) -> LlamaForCausalLM:
@@ -60,11 +59,11 @@ def tokens_per_second(model: Any) -> float:
 
 
 @contextlib.contextmanager
-def peer(python: str, size: str) -> Iterator[Callable[[], float]]:
+def peer(python: str, kind: str, size: str) -> Iterator[Callable[[], float]]:
     """llama.cpp in an interpreter of its own. Gives what asks it for its tokens per second."""
     shape = SHAPES[size]
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, _PEER, folder, *(f"{name}={value}" for name, value in shape.items())]
+        command = [python, _PEER, folder, kind, *(f"{name}={value}" for name, value in shape.items())]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -83,26 +82,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", default="600M", choices=SHAPES)
+    parser.add_argument("--only", nargs="+", choices=QUANTIZE, default=list(QUANTIZE), metavar="WEIGHTS")
     parser.add_argument("--llama-cpp", metavar="PYTHON")
+    parser.add_argument("--peer", choices=("Q8_0", "BF16"), default="Q8_0", help="weights of llama.cpp")
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Callable[[], float]] = {}
-        for name, quantize in QUANTIZE.items():
+        for name in options.only:
             print(f"making {name}", file=sys.stderr)
             model = parallelize(
-                whole(options.size), 2, workers={"device": "cpu"}, quantize=quantize, batching=False, progress=False
+                whole(options.size),
+                2,
+                workers={"device": "cpu"},
+                quantize=QUANTIZE[name],
+                batching=False,
+                progress=False,
             )
             stack.enter_context(model)
             print(f"{name}: {model.memory_allocated()} bytes")
             tokens_per_second(model)
             contestants[name] = partial(tokens_per_second, model)
         if options.llama_cpp is not None:
-            contestants[PEER] = stack.enter_context(peer(options.llama_cpp, options.size))
-            contestants[PEER]()
+            other = f"llama.cpp {options.peer}"
+            contestants[other] = stack.enter_context(peer(options.llama_cpp, options.peer, options.size))
+            contestants[other]()
         figures = measure.interleave(contestants, options.rounds)
-        for against in ("bf16", *([PEER] if PEER in figures else [])):
+        for against in {options.only[0]: None, list(figures)[-1]: None}:
             measure.report(f"decode, {options.size}", "tokens/s", figures, against=against, higher_is_better=True)
         measure.save(options.json, f"quantized {options.size}", figures)
 

@@ -1,4 +1,4 @@
-"""llama.cpp with Q8_0 weights of a shape, for `quantized.py`: writes a model, then prints tokens per second of decode.
+"""llama.cpp with weights of a type and a shape, for `quantized.py`: writes a model, then prints tokens per second.
 
 For each line that it reads: the tokens of a prompt, and how many follow. Needs `llama_cpp` and `gguf` alone.
 """
@@ -13,11 +13,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-Q8 = gguf.GGMLQuantizationType.Q8_0
 
-
-def write(path: str, shape: dict[str, int]) -> None:
-    """A Llama of that shape with random weights, all matrices in Q8_0."""
+def write(path: str, kind: str, shape: dict[str, int]) -> None:
+    """A Llama of that shape with random weights, all matrices of a type of GGUF's."""
+    stored = gguf.GGMLQuantizationType[kind]
     hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     words, heads, kv_heads = shape["vocab_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
     width = shape.get("head_dim", hidden // heads)
@@ -33,7 +32,7 @@ def write(path: str, shape: dict[str, int]) -> None:
     writer.add_rope_dimension_count(width)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(words)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{number}>".encode() for number in range(words)])
     writer.add_token_scores([0.0] * words)
@@ -44,7 +43,7 @@ def write(path: str, shape: dict[str, int]) -> None:
 
     def matrix(name: str, out: int, width_in: int) -> None:
         weight = (numbers.standard_normal((out, width_in), dtype=np.float32)) * np.float32(0.02)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, Q8), raw_dtype=Q8)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, stored), raw_dtype=stored)
 
     matrix("token_embd", words, hidden)
     for layer in range(layers):
@@ -69,7 +68,7 @@ def main() -> None:
     from llama_cpp import Llama
 
     path = str(Path(sys.argv[1]) / "model.gguf")
-    write(path, {name: int(value) for name, value in (word.split("=") for word in sys.argv[2:])})
+    write(path, sys.argv[2], {name: int(value) for name, value in (word.split("=") for word in sys.argv[3:])})
     # A token at a time, also of prompts: for several, version 0.3.36 ends in a segmentation fault where there is AMX.
     model: Any = Llama(path, n_ctx=512, n_batch=1, n_ubatch=1, n_threads=2, n_threads_batch=2, verbose=False)
     print("ready", flush=True)
