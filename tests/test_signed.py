@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError, RequestTimeoutError
+from parallelformers_ng.wire import meeting
+from parallelformers_ng.wire.classes import signature
 from parallelformers_ng.wire.format import INLINE_TENSOR_BYTES, FileDescriptor, Kind
 from parallelformers_ng.wire.meeting import Listener, call
 from parallelformers_ng.wire.signed import HEAD_BYTES, Session, SignedChannel
@@ -179,6 +181,25 @@ def test_strangers_keep_nobody_out(listener):
     called[0].close()
     for stranger in strangers:
         stranger.close()
+
+
+def test_who_answers_while_nobody_accepts_is_heard_later(listener, monkeypatch):
+    monkeypatch.setattr(meeting, "_PATIENCE", 0.5)
+    with socket.create_connection(listener.address) as caller, socket.create_connection(listener.address) as silent:
+        with pytest.raises(RequestTimeoutError):
+            listener.accept(time.monotonic() + 0.1)
+        greeting = caller.recv(1024)
+        nonce, purpose = bytes(32), b"late".ljust(32, b"\0")
+        proof = signature(KEY, "calls", greeting[-32:] + nonce + purpose)
+        caller.sendall(nonce + purpose + proof)
+        time.sleep(0.6)
+        said, (connection, _) = listener.accept(time.monotonic() + PROMPTLY)
+        assert said == b"late"
+        connection.close()
+        with pytest.raises(RequestTimeoutError):
+            listener.accept(time.monotonic() + 0.6)
+        assert len(silent.recv(1024)) == len(greeting)
+        assert silent.recv(1) == b""  # its time ran while somebody accepted
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "", "::"])

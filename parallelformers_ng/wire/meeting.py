@@ -70,6 +70,7 @@ class Listener:
         self._strangers: dict[int, _Stranger] = {}
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._away_since = time.monotonic()  # when `accept` was left last
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
         """The next caller that knows the key: its purpose; the connection and its keys. Others are left.
@@ -77,6 +78,15 @@ class Listener:
         Raises:
             RequestTimeoutError: none came before the deadline, on the clock of `time.monotonic`.
         """
+        away = time.monotonic() - self._away_since
+        for stranger in self._strangers.values():
+            stranger.until += away  # what it said meanwhile was not heard
+        try:
+            return self._admit(deadline)
+        finally:
+            self._away_since = time.monotonic()
+
+    def _admit(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
         while True:
             self._leave_silent()
             patient = min([deadline, *(stranger.until for stranger in self._strangers.values())])
