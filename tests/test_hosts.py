@@ -21,6 +21,7 @@ from parallelformers_ng.hosts.ray import bundle_of, ranks_of_each
 from parallelformers_ng.model.replica import RUNNER
 from parallelformers_ng.options import FitOptions, RayOptions
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.serving import run as serving_run
 from parallelformers_ng.serving.options import ServeOptions
 from tests.patience import await_end, kill
 from tests.saved_model import save_tiny_model
@@ -301,6 +302,22 @@ def test_what_launchers_do_not_take_is_refused(options, message, monkeypatch):
 def test_how_many_devices_of_other_hosts_to_take_has_to_be_said(path):
     with pytest.raises(PlacementError, match="num_gpus is None, and the ranks are on other hosts; say how many"):
         parallelize(path, workers={"launcher": "ray", "device": "cuda"})
+
+
+def test_a_server_on_ray_passes_devices_and_stages_on(monkeypatch):
+    given = {}
+    monkeypatch.setattr(serving_run, "parallelize", lambda *arguments, **options: given.update(options, all=arguments))
+    monkeypatch.setattr(serving_run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    serving_run.load(
+        ServeOptions("model", num_gpus=8, replicas=2, device="cuda", launcher="ray", strategy="tensor+pipeline")
+    )
+    assert given["all"] == ("model", 8)
+    assert {name: given["workers"][name] for name in ("device", "launcher", "replicas")} == {
+        "device": "cuda",
+        "launcher": "ray",
+        "replicas": 1,  # each replica of Serve's has the model
+    }
+    assert given["fit"].over([4, 4]).tensor == 4
 
 
 def test_a_server_on_ray_without_ray_says_what_to_install(monkeypatch, path):

@@ -19,7 +19,7 @@ class Elsewhere:
     """Ranks that others than this process start.
 
     Attributes:
-        make: makes what starts those of one group, given how many are to be on one host at least.
+        make: makes what starts those of one group, given how many beside each other are to be on one host.
         count: how many they are to be, None where nobody has said so.
         devices: how many CUDA devices there are, as far as it decides between these and the CPU.
         each: how many each host will have of so many ranks on "cpu" or "cuda". Asked where stages lie within hosts.
