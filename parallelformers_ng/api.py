@@ -139,8 +139,9 @@ def parallelize(
         world_size, kind = workers.world_size, workers.device
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
+        fitting = fitting.over(workers.hosts.counts if workers.hosts else [world_size])
     else:
-        makers = group_makers(num_gpus, options, in_turn=fitting.has_stages)
+        makers, fitting = group_makers(num_gpus, options, fitting)
         world_size, kind = makers[0].args
     as_asked = None if decode in ("auto", "eager") else decode
     check_fit(fitting, world_size, custom_policies=custom_policies, decode=as_asked)
@@ -228,7 +229,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
                 f"start_group takes no {name}: it starts one group, which serves one model after another and is not"
                 " restarted"
             )
-    (make,) = group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"))
+    (make,), _ = group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"), FitOptions())
     group = make(wait=False)
     try:
         # While the workers import torch, this process makes ready what it will plan and load with.

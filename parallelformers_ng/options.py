@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import dacite
@@ -46,8 +46,8 @@ class WorkerOptions:
     """Where the workers run, how long they are waited for, and what happens when one dies.
 
     Attributes:
-        device: "cuda", "cpu", or "auto": CUDA where present, else CPU.
-        device_ids: the CUDA device of each rank; by default 0, 1, 2, ….
+        device: "cuda", "cpu", or "auto": CUDA where present, with "ray" in the cluster, else CPU.
+        device_ids: the CUDA device of each rank, where this process starts them; by default 0, 1, 2, ….
         backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
         timeout: seconds that a request may take.
         start_timeout: seconds until the workers must be ready.
@@ -135,7 +135,7 @@ class FitOptions:
         strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some of the layers,
             which follow one another. "tensor+pipeline": every `tensor` ranks beside each other hold some of the layers,
             and each a part of these. "auto": "tensor" where that spreads the model, else "pipeline"; the plan says why.
-        tensor: ranks of each stage, for "tensor+pipeline".
+        tensor: ranks of each stage, for "tensor+pipeline"; with ranks on several hosts by default as many as each has.
         ratio: for each rank, or each stage, how much it is to hold beside the others: `(1, 3)` gives the second three
             times the first.
         max_memory: what each device may hold of weights, by number, and how much of the rest the "cpu": bytes, or a
@@ -160,7 +160,7 @@ class FitOptions:
         if self.strategy not in STRATEGIES:
             known = ", ".join(map(repr, STRATEGIES))
             raise ParallelError(f"fit: strategy is {self.strategy!r}; it takes one of {known}")
-        if (self.tensor is None) == (self.strategy == BOTH):
+        if self.tensor is not None and self.strategy != BOTH:
             raise ParallelError(
                 f"fit: tensor is {self.tensor} and strategy {self.strategy!r}; strategy={BOTH!r} takes tensor=, the"
                 " ranks of each stage, and no other does"
@@ -175,12 +175,35 @@ class FitOptions:
         """Whether layers are computed by some ranks after others."""
         return self.strategy in ("pipeline", BOTH)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not said yet how many ranks each stage has."""
+        return self.strategy == BOTH and self.tensor is None
+
+    def over(self, counts: Sequence[int]) -> FitOptions:
+        """The same, with stages that lie within hosts of so many ranks where it is open. A ParallelError says that
+        these have none of two ranks or more."""
+        if not self.is_open or len(counts) == 1:
+            return self
+        tensor = math.gcd(*counts)
+        if tensor == 1:
+            raise ParallelError(
+                f"fit: tensor is None, and hosts of {list(counts)} ranks have no stages of 2 or more; give another"
+                " number of ranks, or take strategy='pipeline'"
+            )
+        return replace(self, tensor=tensor)
+
     def stages(self, world_size: int) -> int:
         """How many stages so many ranks make, 1 where all do every layer together.
 
         Raises:
-            ParallelError: they make none, or one.
+            ParallelError: they make none, or one, or an unknown number.
         """
+        if self.is_open:
+            raise ParallelError(
+                f"fit: tensor is None and strategy {BOTH!r}; give tensor=, the ranks of each stage. By default these"
+                " are those of each host, where there are several"
+            )
         width = self.tensor or 1
         if world_size % width or world_size == width > 1:
             raise ParallelError(

@@ -20,9 +20,9 @@ _PATIENT = {
 
 
 @contextlib.contextmanager
-def ray_cluster(nodes: int, cpus: int) -> Iterator[Any]:
+def ray_cluster(nodes: int, cpus: int, gpus: int = 0) -> Iterator[Any]:
     """A running cluster, to which this process is connected: a head without room for ranks, and so many nodes with room
-    for so many each."""
+    for so many each, and as many devices as it is to believe in."""
     with mock.patch.dict(os.environ, _PATIENT):
         import ray
         from ray.cluster_utils import Cluster
@@ -31,7 +31,7 @@ def ray_cluster(nodes: int, cpus: int) -> Iterator[Any]:
         try:
             add_node(cluster, 0, include_dashboard=False)
             for _ in range(nodes):
-                add_node(cluster, cpus)
+                add_node(cluster, cpus, num_gpus=gpus)
             ray.init(address=cluster.address, log_to_driver=False)
             yield cluster
         finally:

@@ -25,13 +25,15 @@ class SimulatedHosts:
         self.counts = list(counts)
         self._apart = apart
         self.key = secrets.token_bytes(32)
-        self.threads: list[threading.Thread] = []
+        self.agents: list[threading.Thread] = []
         self._listener = Listener("127.0.0.1", self.key)
 
-    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+    def start(
+        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
+    ) -> tuple[Listener, list[int]]:
         for number in range(len(self.counts)):
-            self.threads.append(threading.Thread(target=self._serve, args=(number, deadline), daemon=True))
-            self.threads[-1].start()
+            self.agents.append(threading.Thread(target=self._serve, args=(number, deadline), daemon=True))
+            self.agents[-1].start()
         return self._listener, self.counts
 
     def _serve(self, number: int, deadline: float) -> None:

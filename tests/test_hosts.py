@@ -17,8 +17,11 @@ from parallelformers_ng.cli import serve
 from parallelformers_ng.errors import DivergedError, ParallelError, PlacementError, StartupError, WorkerDiedError
 from parallelformers_ng.hosts import agent
 from parallelformers_ng.hosts.hosts import Hosts
+from parallelformers_ng.hosts.ray import bundle_of, ranks_of_each
 from parallelformers_ng.model.groups import RUNNER
+from parallelformers_ng.options import FitOptions, RayOptions
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.serving import run as serving_run
 from parallelformers_ng.serving.options import ServeOptions
 from tests.patience import await_end, kill
 from tests.saved_model import save_tiny_model
@@ -205,7 +208,8 @@ def test_a_loaded_model_goes_to_ranks_that_are_all_here(path):
 
 def test_stages_across_hosts_sum_within_each(path):
     with started(RUNNER, 2, 2) as group:
-        cut = parallelize(path, workers=group, fit={"strategy": "tensor+pipeline", "tensor": 2}, progress=False)
+        cut = parallelize(path, workers=group, fit={"strategy": "tensor+pipeline"}, progress=False)
+        assert (cut.shard_plan.strategy, cut.shard_plan.stages) == ("tensor+pipeline", 2)
         whole = AutoModelForCausalLM.from_pretrained(path).eval()
         ids = torch.randint(1, 131, (2, 7))
         assert torch.allclose(cut(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
@@ -217,6 +221,57 @@ def test_stages_across_hosts_sum_within_each(path):
 def test_stages_that_do_not_lie_within_hosts_are_refused(path):
     with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="stages of 2 ranks do not lie within hosts"):
         parallelize(path, workers=group, fit={"strategy": "tensor+pipeline", "tensor": 2}, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "tensor", "message"),
+    [
+        ([8, 8], 8, None),
+        ([2, 4, 2], 2, None),
+        ([1, 1], None, r"hosts of \[1, 1\] ranks have no stages of 2 or more"),
+        ([3, 2], None, r"hosts of \[3, 2\] ranks have no stages of 2 or more"),
+        ([4], None, "give tensor=, the ranks of each stage"),
+    ],
+)
+def test_stages_are_by_default_the_ranks_of_a_host(counts, tensor, message):
+    fit = FitOptions("tensor+pipeline")
+    if message is None:
+        assert fit.over(counts).tensor == tensor
+        assert FitOptions("tensor+pipeline", 3).over(counts).tensor == 3
+        assert FitOptions().over(counts) == FitOptions()
+    else:
+        with pytest.raises(ParallelError, match=message):
+            fit.over(counts).stages(sum(counts))
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "bundle"),
+    [
+        ("cpu", 1, {"CPU": 2, "disk": 3}),
+        ("cuda", 1, {"CPU": 2, "GPU": 1, "disk": 3}),
+        ("cuda", 4, {"CPU": 8, "GPU": 4, "disk": 12}),
+    ],
+)
+def test_a_bundle_has_what_the_ranks_of_a_stage_take(device, width, bundle):
+    assert bundle_of(RayOptions(cpus=2, resources={"disk": 3}), device, width) == bundle
+
+
+@pytest.mark.parametrize(
+    ("devices", "world_size", "each"),
+    [
+        ([8, 8], 16, 8),
+        ([8, 8], 12, 6),
+        ([8, 8, 8], 12, 6),
+        ([8, 4, 4], 16, 4),
+        ([0, 8], 8, 8),
+        ([3, 3], 5, 1),
+        ([2], 16, 1),
+        ([], 4, 1),
+    ],
+)
+def test_stages_on_ray_are_as_large_as_its_nodes_have_room_for(devices, world_size, each):
+    nodes = [{"CPU": 64.0, "GPU": float(count), "memory": 1e9} if count else {"CPU": 64.0} for count in devices]
+    assert ranks_of_each(world_size, {"CPU": 2, "GPU": 1}, nodes) == each
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch, path):
@@ -232,13 +287,37 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch, path):
         ({"launcher": "ray", "ray": {"adress": "auto"}}, r"ray has no option 'adress' \(did you mean 'address'\?\)"),
         ({"launcher": "ray", "ray": {"cpus": 0}}, "cpus is 0; it takes a number, more than 0"),
         ({"launcher": "ray", "ray": {"cpus": "two"}}, "ray: cpus is 'two'"),
-        ({"launcher": "ray", "device": "cuda"}, "on the CPU alone so far"),
+        (
+            {"launcher": "ray", "device": "cuda", "device_ids": [0, 1]},
+            r"device_ids \[0, 1\] name devices of this machine",
+        ),
     ],
 )
 def test_what_launchers_do_not_take_is_refused(options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ParallelError, match=message):
         start_group(2, **options)
+
+
+def test_how_many_devices_of_other_hosts_to_take_has_to_be_said(path):
+    with pytest.raises(PlacementError, match="num_gpus is None, and the ranks are on other hosts; say how many"):
+        parallelize(path, workers={"launcher": "ray", "device": "cuda"})
+
+
+def test_a_server_on_ray_passes_devices_and_stages_on(monkeypatch):
+    given = {}
+    monkeypatch.setattr(serving_run, "parallelize", lambda *arguments, **options: given.update(options, all=arguments))
+    monkeypatch.setattr(serving_run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    serving_run.load(
+        ServeOptions("model", num_gpus=8, replicas=2, device="cuda", launcher="ray", strategy="tensor+pipeline")
+    )
+    assert given["all"] == ("model", 8)
+    assert {name: given["workers"][name] for name in ("device", "launcher", "replicas")} == {
+        "device": "cuda",
+        "launcher": "ray",
+        "replicas": 1,  # each replica of Serve's has the model
+    }
+    assert given["fit"].over([4, 4]).tensor == 4
 
 
 def test_a_server_on_ray_without_ray_says_what_to_install(monkeypatch, path):

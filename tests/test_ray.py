@@ -14,10 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.hosts import compare
 from parallelformers_ng import parallelize, start_group
+from parallelformers_ng.collectives.spanning import interface_of
 from parallelformers_ng.errors import ParallelError, StartupError, WorkerDiedError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.options import ServeOptions
 from tests.patience import await_end, await_incarnation
+from tests.pretend_cuda.caller import believe
+from tests.pretend_cuda.ray_agent import PretendedAgent
 from tests.ray_cluster import add_node, ray_cluster
 from tests.saved_model import save_tiny_model
 from tests.serving import save_served_model
@@ -31,7 +34,7 @@ WORKERS = {"launcher": "ray", "device": "cpu", "start_timeout": 600}
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_cluster(nodes=2, cpus=2) as cluster:
+    with ray_cluster(nodes=2, cpus=2, gpus=2) as cluster:
         yield cluster
 
 
@@ -58,6 +61,58 @@ def test_ranks_go_to_as_few_nodes_as_have_room_with_the_users_environment(cluste
         assert len(group.hosts.names) == 1
         found = [psutil.Process(pid).environ().get("TEST_WORD") for pid in group.pids]
     assert found == ["said", "said"]
+
+
+@pytest.fixture
+def devices(cluster, monkeypatch):
+    """Ray has two on each node, and torch pretended ones."""
+    believe(monkeypatch)
+    monkeypatch.setattr("parallelformers_ng.hosts.ray.Agent", PretendedAgent)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # where the caller is there are none
+
+
+def test_where_the_cluster_has_devices_ranks_take_those_of_their_bundles(cluster, devices, path):
+    ids = torch.arange(1, 8)[None]
+    whole = AutoModelForCausalLM.from_pretrained(path).eval()
+    workers = {**WORKERS, "device": "auto"}
+    with parallelize(path, 4, workers=workers, fit={"strategy": "tensor+pipeline"}, progress=False) as model:
+        group = deployment_of(model).replicas[0].group
+        assert ray.available_resources().get("GPU", 0) == 0
+        assert [
+            each["bundles"] for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"
+        ] == [{0: {"CPU": 2.0, "GPU": 2.0}, 1: {"CPU": 2.0, "GPU": 2.0}}]
+        assert model.shard_plan.stages == 2
+        assert torch.allclose(model(ids).logits, whole(ids).logits, atol=1e-4)
+        names = ["CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"]
+        interface = f"={interface_of(ray.util.get_node_ip_address())}"
+        assert group.call_each("environment", [(names,)]) == [["0,1", interface]] * 4
+        assert group.call_each("devices", [()]) == [{"cuda:0"}, {"cuda:1"}] * 2
+        assert set(model.memory_allocated()) == {
+            f"cuda:{each} on {host}" for host in group.hosts.names for each in (0, 1)
+        }
+
+
+def test_a_device_that_another_has_is_left_alone(cluster, devices):
+    @ray.remote(num_cpus=0, num_gpus=1)
+    class Other:
+        def device(self):
+            return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()[0]
+
+    other = Other.remote()
+    node, taken = ray.get(other.device.remote())
+    with start_group(3, **{**WORKERS, "device": "cuda"}) as group:
+        hosts = [name for name, count in zip(group.hosts.names, group.hosts.counts, strict=True) for _ in range(count)]
+        (seen_by,) = zip(*group.call_each("environment", [(["CUDA_VISIBLE_DEVICES"],)]), strict=True)
+        rest = str(1 - int(taken))
+        assert sorted(seen_by) == sorted(["0,1", "0,1", rest])
+        assert node[:8] in hosts[seen_by.index(rest)]
+    ray.kill(other)
+
+
+def test_more_devices_than_there_are_are_refused_with_what_there_is(cluster, devices):
+    due = r"8 times \{'CPU': 1, 'GPU': 1\}, which 8 ranks on cuda take: of .*'GPU': 4"
+    with pytest.raises(StartupError, match=due):
+        start_group(8, launcher="ray", device="cuda", start_timeout=3)
 
 
 def test_a_node_that_is_killed_in_a_request_is_named_and_the_group_recovers(cluster, path):
@@ -95,7 +150,7 @@ def test_a_node_that_is_killed_in_a_request_is_named_and_the_group_recovers(clus
 
 
 def test_more_ranks_than_have_room_are_refused_with_what_there_is(cluster):
-    with pytest.raises(StartupError, match=r"no room in time for 64 ranks of \{'CPU': 1\}"):
+    with pytest.raises(StartupError, match=r"no room in time for 64 times \{'CPU': 1\}, which 64 ranks on cpu"):
         start_group(64, launcher="ray", device="cpu", start_timeout=3)
 
 

@@ -16,7 +16,7 @@ from parallelformers_ng.errors import GroupError, ParallelError, PlacementError,
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
-from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from tests.patience import await_end, await_incarnation, kill
 from tests.zoo.case import text_inputs
@@ -153,11 +153,10 @@ def test_where_one_dies_the_other_goes_on(ranks: int, strategy: str) -> None:
 
 def test_while_one_replica_is_at_a_stage_another_may_have_its_cores() -> None:
     options = WorkerOptions(device="cpu", replicas=2)
-    own = {maker.keywords["threads"] for maker in group_makers(2, options)}
+    own = {maker.keywords["threads"] for maker in group_makers(2, options, FitOptions())[0]}
     assert own == {None}  # which shares the cores out over the ranks of all
-    assert {maker.keywords["threads"] for maker in group_makers(2, options, in_turn=True)} == {
-        max(1, usable_cpus() // 2)
-    }
+    makers, _ = group_makers(2, options, FitOptions("pipeline"))
+    assert {maker.keywords["threads"] for maker in makers} == {max(1, usable_cpus() // 2)}
 
 
 def test_many_threads_while_one_dies() -> None:

@@ -82,7 +82,7 @@ def test_other_processes_of_the_callers_node_end_at_the_line(monkeypatch):
     ("asked", "message"),
     [
         ({"num_gpus": 3}, r"num_gpus is 3, and torchrun has started 2 processes"),
-        ({"device": "cuda"}, r"on the CPU alone"),
+        ({"device": "cuda", "device_ids": [1, 0]}, r"device_ids \[1, 0\] name devices of this machine"),
         ({"launcher": "slurm"}, r"launcher is 'slurm'; it takes one of 'auto', 'local', 'torchrun'"),
     ],
 )
@@ -91,6 +91,13 @@ def test_what_a_job_cannot_do_is_refused(monkeypatch, asked, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ParallelError, match=message):
         start_group(**asked)
+
+
+def test_each_process_of_a_job_has_one_device(monkeypatch, tmp_path):
+    job(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(PlacementError, match="replicas is 2, and each process of a torchrun job has one device"):
+        parallelize(save_tiny_model(tmp_path), workers={"replicas": 2})
 
 
 def test_a_job_is_asked_for_where_there_is_none():

@@ -13,6 +13,7 @@ from parallelformers_ng.collectives.communicator import Communicator, SingleComm
 from parallelformers_ng.collectives.links import Links
 from parallelformers_ng.collectives.process_group import GlooCommunicator, NcclCommunicator
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, StagedCommunicator, is_built
+from parallelformers_ng.collectives.spanning import SpanningNcclCommunicator
 from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
 from parallelformers_ng.wire.signed import Session
 
@@ -73,20 +74,26 @@ def connect(
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
         rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
-        span: where the group has ranks on other hosts, too: `number` of this one, `counts` of the ranks of each, and of
-            the first rank here `links`: number of another host → socket, and keys of its connection there.
+        span: where the group has ranks on other hosts, too: `number` of this one, `counts` of the ranks of each, the
+            `address` at which the others know this one, and of the first rank here `links`: number of another host →
+            socket, and keys of its connection there.
     """
     arena = Arena(arena_fd, world_size)
-    within = _connect_here(chosen_backend(backend, device.type), rank, device, arena, rendezvous, timeout)
+    backend = chosen_backend(backend, device.type)
     if span is None or len(span["counts"]) == 1:
-        return within
+        return _connect_here(backend, rank, device, arena, rendezvous, timeout)
+    on_host = chosen_backend("auto", "cpu") if backend == "nccl" else backend
+    within = _connect_here(on_host, rank, torch.device("cpu"), arena, rendezvous, timeout)
     links = None
     if span["links"] is not None:
         found = {
             other: (socket.socket(fileno=file.fd), Session(*keys)) for other, (file, *keys) in span["links"].items()
         }
         links = Links(span["number"], found, arena, timeout)
-    return TwoStageCommunicator(within, span["number"], span["counts"], links)
+    between = TwoStageCommunicator(within, span["number"], span["counts"], links)
+    if backend == "nccl":
+        return SpanningNcclCommunicator(between, rank, arena, span["address"], timeout, device)
+    return between if device.type == "cpu" else StagedCommunicator(between)
 
 
 def _connect_here(

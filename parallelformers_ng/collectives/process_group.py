@@ -163,7 +163,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
 
 _NCCL_DEFAULTS = {
-    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, and nobody outside it need reach them
+    ("NCCL_SOCKET_IFNAME",): "=lo",  # where all ranks are on this machine nobody outside it need reach them
     ("NCCL_RAS_ENABLE",): "0",  # a service that tells of the ranks, on a port of its own
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # else a traceback is kept of every collective
 }
@@ -178,9 +178,9 @@ def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _REMEDY = (
-    "NCCL_DEBUG=INFO in the environment has it say more. It needs a device for each rank, the loopback interface"
-    " (NCCL_SOCKET_IFNAME names another) and room in /dev/shm (docker run --shm-size=1g); workers={'backend':"
-    " 'shared_memory'} does without NCCL"
+    "NCCL_DEBUG=INFO in the environment has it say more. It needs a device for each rank, the loopback interface, or"
+    " with several hosts that of the cluster (NCCL_SOCKET_IFNAME names another), and room in /dev/shm (docker run"
+    " --shm-size=1g); workers={'backend': 'shared_memory'} does without NCCL"
 )
 
 

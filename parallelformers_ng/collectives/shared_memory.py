@@ -122,10 +122,10 @@ class SharedMemoryCommunicator(ArenaCommunicator):
 
 
 class StagedCommunicator(Communicator):
-    """Copies each tensor to the host, exchanges it there through shared memory, and copies the result back.
+    """Copies each tensor to the host, exchanges it there, and copies the result back.
 
     For several ranks on one device, which NCCL refuses by design, so that the CUDA path can be checked with a single
-    GPU. Never run on a GPU: unmeasured.
+    GPU; and for ranks of several hosts between which NCCL cannot or must not connect. Never run on a GPU: unmeasured.
 
     Args:
         host: the communicator that exchanges host tensors.

@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
 from parallelformers_ng.runtime import forks, startup
 from parallelformers_ng.runtime.processes import Processes
@@ -67,6 +69,7 @@ def serve(made: tuple[socket.socket, Session], address: Address, key: bytes, num
             "machine": machine(),
             "versions": VERSIONS,
             "listens": list(listener.address),
+            "devices": torch.cuda.device_count(),
         }
         control.send(Kind.EVENT, 0, hello)
         _, _, order = control.recv()
@@ -99,7 +102,7 @@ class _Agent:
     ) -> None:
         self._address, self._key, self._number = address, key, number
         self._control = control
-        self._listener = listener
+        self._listener, self._here = listener, listener.address[0]
         self._order = order
         self._token: bytes = order["token"]
         self._counts: list[int] = order["counts"]
@@ -127,21 +130,23 @@ class _Agent:
 
     def _start(self) -> Processes:
         order, device = self._order, self._order["device"]
+        # The first rank here has the first of the devices that this process sees, and so on.
+        names = [device if device == "cpu" else f"{device}:{index}" for index in range(self._count)]
         deadline = time.monotonic() + order["start_timeout"]
         self._arena = startup.create_arena(self._count)
-        processes = self._processes = Processes(self._arena, [device] * self._count)
+        processes = self._processes = Processes(self._arena, names)
         with contextlib.ExitStack() as opened:
             links = self._links(deadline, opened) if len(self._counts) > 1 else None
             spans = []
             for index in range(self._count):
                 made = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
-                own = {"counts": self._counts, "number": self._number, "caller": _handed(made, opened)}
-                spans.append({**own, "links": None if index else links})
+                own = {"caller": _handed(made, opened), "links": None if index else links}
+                spans.append({"counts": self._counts, "number": self._number, "address": self._here, **own})
             wait = startup.launch(
                 processes,
                 self._arena,
                 target=order["target"],
-                device_names=[device] * self._count,
+                device_names=names,
                 key=group_key(self._key, self._token),
                 backend=order["backend"],
                 timeout=order["timeout"],

@@ -9,12 +9,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
 from parallelformers_ng.hosts.agent import VERSIONS, group_key, machine, purpose
-from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
+from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker, on_host
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable
 from parallelformers_ng.wire.format import Kind
@@ -37,11 +37,15 @@ class Launcher(Protocol):
     @property
     def threads(self) -> int | None: ...
 
-    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+    def start(
+        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
+    ) -> tuple[Listener, list[int]]:
         """Start them. Called in a thread of the group's.
 
         Args:
             world_size: ranks in all.
+            device: "cpu" or "cuda": what they compute on. An agent on whose host they have devices sees these alone, or
+                first.
             deadline: when they must have been started, on the clock of `time.monotonic`.
             check: raises where it is in vain; to be called a few times each second.
 
@@ -72,7 +76,7 @@ class Hosts:
 
     Attributes:
         key: signs the group's pickles and class names.
-        names: of the hosts, once they are ready.
+        names, counts: of the hosts, and of the ranks of each, once they are ready.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -96,6 +100,10 @@ class Hosts:
         return [host.name for host in self._hosts]
 
     @property
+    def counts(self) -> list[int]:
+        return [len(host.pids) for host in self._hosts]
+
+    @property
     def are_here(self) -> bool:
         """Whether all ranks are on one host, and it is this machine."""
         return [host.machine for host in self._hosts] == [machine()]
@@ -110,8 +118,12 @@ class Hosts:
         start_timeout: float,
         **order: Any,
     ) -> Callable[[], None]:
-        """As `startup.launch`. Each host shares its CPUs among its own ranks."""
-        order |= {"start_timeout": start_timeout, "device": device_names[0]}
+        """As `startup.launch`. Each host shares its CPUs among its own ranks.
+
+        Args:
+            device_names: those of CUDA ranks are corrected, in place, once it is known where the ranks are.
+        """
+        order |= {"start_timeout": start_timeout, "device": device_names[0].partition(":")[0]}
         order["threads"] = order["threads"] or self._launcher.threads
         deadline = time.monotonic() + start_timeout
         arguments = (len(device_names), order, deadline)
@@ -123,8 +135,18 @@ class Hosts:
             if self._failure is not None:
                 raise self._failure
             processes.workers.extend(self._workers)
+            if order["device"] == "cuda":
+                device_names[:] = self._device_names()
 
         return wait
+
+    def _device_names(self) -> list[str]:
+        several = len(self._hosts) > 1
+        return [
+            f"cuda:{index}{on_host(host.name) if several else ''}"
+            for host, count in zip(self._hosts, self.counts, strict=True)
+            for index in range(count)
+        ]
 
     def abort(self, reason: str = "the group is ending") -> None:
         """End the collectives of all ranks."""
@@ -179,12 +201,14 @@ class Hosts:
             self._watch()
 
     def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
-        listener, counts = self._launcher.start(world_size, deadline, self._check)
+        listener, counts = self._launcher.start(world_size, order["device"], deadline, self._check)
         called = self._calls(listener, {b"host %d" % number: number for number in range(len(counts))}, deadline)
         with contextlib.ExitStack() as unmet:  # who has called and is not wanted shall know it
             for connection, _ in called.values():
                 unmet.callback(connection.close)
             self._hosts = [_met(*called[number], deadline) for number in range(len(counts))]
+            if order["device"] == "cuda":
+                _check_devices(self._hosts, counts)
             unmet.pop_all()
         order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
         for host in self._hosts:
@@ -304,4 +328,13 @@ def _met(connection: socket.socket, session: Session, deadline: float) -> Host:
                 f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process {version};"
                 " install the same on all hosts, for modules cross pickled"
             )
-    return Host(hello["name"], control, hello["machine"], hello["listens"])
+    return Host(hello["name"], control, hello["machine"], hello["listens"], hello["devices"])
+
+
+def _check_devices(hosts: Sequence[Host], counts: Sequence[int]) -> None:
+    for host, count in zip(hosts, counts, strict=True):
+        if host.devices < count:
+            raise StartupError(
+                f"host {host.name} has {host.devices} CUDA devices, and {count} ranks are to run there; ask for fewer"
+                " ranks there, or see what CUDA_VISIBLE_DEVICES hides, or pass workers={'device': 'cpu'}"
+            )

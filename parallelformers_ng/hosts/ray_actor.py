@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 
 from parallelformers_ng.runtime import forks
+
+
+def reserved_devices() -> list[str]:
+    """Those of the bundle that this runs in, as CUDA_VISIBLE_DEVICES has them."""
+    import ray
+
+    return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
 class Agent:
     """The agent of its host, for one group."""
 
-    def serve(self, address: tuple[str, int], key: bytes, number: int, name: str, seconds: float) -> None:
-        """Call the caller, who listens at `address`, within so many seconds; then as `agent.serve`."""
+    def serve(
+        self, address: tuple[str, int], key: bytes, number: int, name: str, seconds: float, devices: Sequence[str]
+    ) -> None:
+        """Call the caller, who listens at `address`, within so many seconds; then as `agent.serve`.
+
+        Args:
+            devices: those of its ranks, as CUDA_VISIBLE_DEVICES has them; none on the CPU.
+        """
         begin = time.monotonic()
+        if devices:  # Ray has set it to those of this actor, which has none
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         forks.warm_up()  # it imports torch beside this process, not after it
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call

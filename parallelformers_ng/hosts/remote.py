@@ -22,6 +22,11 @@ from parallelformers_ng.wire.transport import Channel
 STEER_SECONDS = 10.0  # for a word to an agent, which reads nothing else
 
 
+def on_host(name: str) -> str:
+    """What stands behind the name of a device where those of several hosts are named."""
+    return f" on {name}"
+
+
 @dataclass(eq=False)
 class Host:
     """A host of the group.
@@ -31,6 +36,7 @@ class Host:
         control: to its agent.
         machine: which one it is.
         listens: where its agent does.
+        devices: how many CUDA devices it sees.
         pids: of its ranks, once they are ready.
         is_lost: its agent hung up, or cannot be reached.
     """
@@ -39,6 +45,7 @@ class Host:
     control: SignedChannel
     machine: str
     listens: list[Any]
+    devices: int
     pids: list[int] = field(default_factory=list)
     is_lost: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -96,7 +103,8 @@ class RemoteWorker:
         else:
             manner = manner_of_end(number, code)
         text = (
-            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) on host {host} died: {manner};"
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name.removesuffix(on_host(host))}) on host {host}"
+            f" died: {manner};"
             " the ranks of a group live and die together, so its group has ended"
         )
         return functools.partial(WorkerDiedError, text, self.rank, number, code, host)

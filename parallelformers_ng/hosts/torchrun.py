@@ -63,6 +63,11 @@ def world_size(asked: int | None) -> int:
     return processes
 
 
+def ranks_of_each() -> int:
+    """How many ranks each node has."""
+    return _number("LOCAL_WORLD_SIZE")
+
+
 def serve_unless_caller() -> None:
     """On the process of rank 0 it returns at once. On any other it serves, and ends the process with the caller's."""
     if _number("RANK") == 0:
@@ -139,7 +144,9 @@ class Torchrun:
                 Torchrun._meeting = _open()
         self.key, self._listener = Torchrun._meeting
 
-    def start(self, world_size: int, deadline: float, check: Callable[[], None]) -> tuple[Listener, list[int]]:
+    def start(
+        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
+    ) -> tuple[Listener, list[int]]:
         def serve_here() -> None:
             with contextlib.suppress(ChannelClosedError):
                 made = call(self._listener.address, self.key, b"host 0", deadline)

@@ -9,12 +9,11 @@ from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
-from parallelformers_ng.errors import PlacementError
-from parallelformers_ng.hosts.launching import hosts_of
-from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.hosts.launching import elsewhere
+from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.placement import check_platform, placement
+from parallelformers_ng.runtime.placement import check_platform, placement, placement_elsewhere
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.format import FileDescriptor
 
@@ -23,15 +22,15 @@ _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress ba
 
 
 def group_makers(
-    num_gpus: int | None, options: WorkerOptions, in_turn: bool = False
-) -> list[functools.partial[WorkerGroup]]:
-    """What starts the group of each replica, at first and again.
+    num_gpus: int | None, options: WorkerOptions, fit: FitOptions
+) -> tuple[list[functools.partial[WorkerGroup]], FitOptions]:
+    """What starts the group of each replica, at first and again; and `fit` in full.
 
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 
     Args:
-        in_turn: of the ranks of a replica one computes at a time: each gets the threads that it would have if there
-            were no other replica, which is busy elsewhere.
+        fit: where it has stages, of the ranks of a replica one computes at a time: each gets the threads that it would
+            have if there were no other replica, which is busy elsewhere. The ranks of a stage are on one host.
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
@@ -39,11 +38,16 @@ def group_makers(
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
-    hosts, num_gpus = hosts_of(num_gpus, options)
-    size, kind = placement(num_gpus, options.device, ids, count)
-    if hosts is not None and kind != "cpu":
-        raise PlacementError("workers on several hosts run on the CPU alone so far; pass workers={'device': 'cpu'}")
-    return [
+    others = elsewhere(num_gpus, options, fit)
+    size, kind = (
+        placement(num_gpus, options.device, ids, count)
+        if others is None
+        else placement_elsewhere(others.count, options.device, ids, others.devices)
+    )
+    if others is not None and fit.is_open:
+        each = others.each(size, kind)
+        fit = fit.over([each] * (size // each))
+    makers = [
         functools.partial(
             WorkerGroup,
             size,
@@ -53,12 +57,13 @@ def group_makers(
             backend=options.backend,
             timeout=options.timeout,
             start_timeout=options.start_timeout,
-            threads=max(1, usable_cpus() // size) if in_turn and hosts is None else None,
+            threads=max(1, usable_cpus() // size) if fit.has_stages and others is None else None,
             among=(index, count),
-            hosts=hosts,
+            hosts=None if others is None else functools.partial(others.make, fit.tensor or 1),
         )
         for index in range(count)
     ]
+    return makers, fit
 
 
 def attach(

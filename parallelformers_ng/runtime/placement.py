@@ -50,6 +50,35 @@ def placement(
     return count, kind
 
 
+def placement_elsewhere(
+    num_gpus: int | None, device: str, device_ids: Sequence[int] | None, devices: int
+) -> tuple[int, str]:
+    """As `placement`, for ranks that this process does not start.
+
+    Args:
+        devices: how many CUDA devices there are where they will be, as far as that is known.
+
+    Raises:
+        PlacementError: it is not said how many devices to take, or which.
+    """
+    kind = device if device != "auto" else "cuda" if devices else "cpu"
+    if device == "auto" and kind == "cpu":
+        _say_once(
+            "no CUDA device where the ranks will be: they run on the CPU (workers={'device': 'cpu'} says so and"
+            " silences this)"
+        )
+    if device_ids is not None:
+        raise PlacementError(
+            f"device_ids {list(device_ids)} name devices of this machine, and the launcher gives each rank its own;"
+            " leave them out. CUDA_VISIBLE_DEVICES on a host says what there is"
+        )
+    if num_gpus is None and kind == "cuda":
+        raise PlacementError("num_gpus is None, and the ranks are on other hosts; say how many there are to be")
+    count = 2 if num_gpus is None else num_gpus
+    check_count(count)
+    return count, kind
+
+
 def check_count(count: Any, argument: str = "num_gpus") -> None:
     """Raise PlacementError where `count` is no number of devices."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -66,7 +66,7 @@ class Hosts(Steering, Protocol):
 
     Attributes:
         key: signs the group's pickles and class names.
-        names: of the hosts, once the ranks are ready.
+        names, counts: of the hosts, and of the ranks of each, once these are ready.
         are_here: whether all ranks are on one host, and it is this machine.
         launch: as `startup.launch`, without an arena.
     """
@@ -75,6 +75,9 @@ class Hosts(Steering, Protocol):
 
     @property
     def names(self) -> list[str]: ...
+
+    @property
+    def counts(self) -> list[int]: ...
 
     @property
     def are_here(self) -> bool: ...

@@ -14,5 +14,6 @@ Here everything is done when the call returns, as under CUDA_LAUNCH_BLOCKING=1.
 - `process_group.py`: NCCL.
 - `worker.py`: a rank on such a device; a group is started with it as its target.
 - `objects.py`, `faults.py`: what callers send to such ranks.
+- `ray_agent.py`: the agent of a Ray node that has such devices.
 - `caller.py`: what the process that calls `parallelize` has to believe.
 """

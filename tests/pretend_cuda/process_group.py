@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
 from tests.pretend_cuda.tensor import DeviceTensor
 
 _POLL_SECONDS = 0.0005
@@ -90,8 +91,17 @@ class ProcessGroupNCCL:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
             options._timeout = self._timeout
-            self._gloo = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+            store = dist.FileStore(self._unique_id(), self._size)
+            self._gloo = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         return self._gloo
+
+    def _unique_id(self) -> str:
+        """Where gloo's ranks meet. As with NCCL, the first one says so in the store, and it is all that goes there."""
+        if self._rank == 0:
+            self._meeting = create_rendezvous()  # open for as long as this process lives
+            self._store.set("0", rendezvous_path(self._meeting))
+            return rendezvous_path(self._meeting)
+        return self._store.get("0").decode()
 
 
 def _hosts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -108,6 +108,12 @@ class PretendedRunner(ModelRunner):
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
 
+    def connect_alone(self, absent: int) -> int:
+        """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""
+        if self.rank == absent:
+            raise ValueError("not today")
+        return self.communicator.within(1).world_size
+
     def launch_after_abort(self) -> None:
         """What a recorded step does where a peer has given up."""
         self.communicator.abort("a peer gave up")

@@ -1,0 +1,158 @@
+"""NCCL between ranks of several hosts, and the interface that it is kept to."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.process_group import NcclCommunicator
+from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
+from parallelformers_ng.errors import CollectiveAbortedError, StartupError
+
+_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+"""Where a peer on another host aborts, NCCL may fail here before this host has heard why. Torch would then wait a
+minute for traces, of which none are kept, and end the process, which can go on."""
+_SLOT_BYTES = 256  # NCCL's unique id has 128
+_SIOCGIFADDR = 0x8915
+_INTERFACES_6 = "/proc/net/if_inet6"
+
+
+class HandedOver(dist.Store):
+    """The store in which ranks of several hosts meet: what `source` sets, the others get, by a gather of all ranks.
+
+    It is no more than NCCL needs, whose first rank sets a unique id that the others get, when a group is connected. So
+    the id goes over connections that are signed.
+
+    Args:
+        between: all ranks, by way of their hosts' memory and the links.
+        source: the rank, among them, that sets.
+    """
+
+    def __init__(self, between: Communicator, source: int) -> None:
+        super().__init__()
+        self._between = between
+        self._source = source
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes, its stub says str
+        # Others are signals of torch's own watch to that of other ranks, whom an abort tells.
+        if "/" in key and ":" not in key:
+            self._exchange(value)
+
+    def get(self, key: str) -> bytes:
+        return self._exchange(b"")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether other ranks have signalled."""
+        return False
+
+    def _exchange(self, own: bytes) -> bytes:
+        slot = torch.zeros(1, _SLOT_BYTES, dtype=torch.uint8)
+        slot[0, : len(own) + 1] = torch.tensor([len(own), *own], dtype=torch.uint8)
+        size, *found = self._between.all_gather(slot, 0)[self._source].tolist()
+        return bytes(found[:size])
+
+
+class SpanningNcclCommunicator(NcclCommunicator):
+    """CUDA ranks of several hosts: one NCCL communicator of all. Never run on a GPU: unmeasured.
+
+    Args:
+        between: the same ranks, for what NCCL needs in order to connect. It belongs to this communicator.
+        place: this rank's among those of its host.
+        arena: that of its host.
+        address: at which this host is known to the others. NCCL is kept to its interface.
+        timeout, device: as in NcclCommunicator.
+
+    Raises:
+        StartupError: as NcclCommunicator; or no interface has the address.
+    """
+
+    def __init__(
+        self,
+        between: TwoStageCommunicator,
+        place: int,
+        arena: Arena,
+        address: str,
+        timeout: float,
+        device: torch.device,
+    ) -> None:
+        self._between = between
+        if "NCCL_SOCKET_IFNAME" not in os.environ:
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
+        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # with fewer, several ranks would set an id
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        store = HandedOver(between, 0)
+        super().__init__(between.rank, between.world_size, store, timeout, arena, place, device=device)
+
+    def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
+        rank, _, _, timeout, arena, _ = super()._of_part(width)
+        return rank, width, HandedOver(self._between, self.rank - rank), timeout, arena, self._place
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._abort_for_failure():
+            return super().sum(tensor)
+
+    def _gather_into(self, parts: list[torch.Tensor], data: torch.Tensor) -> None:
+        with self._abort_for_failure():
+            super()._gather_into(parts, data)
+
+    @contextlib.contextmanager
+    def _abort_for_failure(self) -> Iterator[None]:
+        """Where NCCL fails it is often since a peer on another host has aborted: what that raised is the cause."""
+        try:
+            yield
+        except dist.DistBackendError as error:
+            reason = f"rank {self.rank}: NCCL failed: {error}"
+            self.abort(reason)
+            raise CollectiveAbortedError(reason) from error
+
+    def reset(self) -> None:
+        self._between.reset()
+        super().reset()
+
+    def close(self) -> None:
+        super().close()
+        self._between.close()
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface of this machine that has an address.
+
+    Raises:
+        StartupError: none has it.
+    """
+    find = _find_6 if ":" in address else _find_4
+    found = find(address)
+    if found is None:
+        raise StartupError(
+            f"no interface of this machine has {address} as its own address, so NCCL cannot be kept to it; set"
+            " NCCL_SOCKET_IFNAME to the one at which the other hosts reach this machine"
+        )
+    return found
+
+
+def _find_4(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if answer[20:24] == socket.inet_aton(address):
+                return name
+    return None
+
+
+def _find_6(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with open(_INTERFACES_6) as lines:
+        return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)

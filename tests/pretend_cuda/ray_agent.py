@@ -1,0 +1,19 @@
+"""The agent of a Ray node whose devices are pretended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallelformers_ng.hosts.ray_actor import Agent
+
+
+class PretendedAgent(Agent):
+    """Ray believes in the devices already: this has torch believe in them."""
+
+    def serve(self, *arguments: Any) -> None:
+        import torch
+
+        from tests.pretend_cuda.stubs import DEVICES
+
+        torch.cuda.device_count = lambda: DEVICES
+        super().serve(*arguments)
