@@ -22,11 +22,13 @@ class Shapes:
         lengths: how many modules the lists have: a setting that counts layers has one of these. Any, where no model is
             at hand.
         sizes: all sizes of parameters. A list of nothing but these lists sizes, and no numbers of layers.
-        tables: numbers that count the rows of a long table.
+        rows: numbers that may count the rows of a long table.
+        tables: those that count them still where widths, vocabularies and windows are small: positions and the like.
     """
 
     lengths: Container[int] = range(1000)
     sizes: frozenset[int] = frozenset()
+    rows: frozenset[int] = frozenset()
     tables: frozenset[int] = frozenset()
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
@@ -40,12 +42,13 @@ UNSEEN = Shapes()
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """What a model of full size says; all but `tables`, whose rows are as many as widths there."""
+    """What a model of full size says; `tables` is seen only beside a small copy."""
     lengths = {len(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
-    return Shapes(lengths, frozenset(size for parameter in model.parameters() for size in parameter.shape))
+    sizes = frozenset(size for parameter in model.parameters() for size in parameter.shape)
+    return Shapes(lengths, sizes, long_tables(model))
 
 
 def long_tables(model: nn.Module) -> frozenset[int]:
-    """What `Shapes.tables` is, seen in a copy with small widths and vocabularies."""
+    """Numbers that may count the rows of a model's tables, those of long ones."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return frozenset(count - before for count in rows for before in range(_BEFORE + 1) if count - before > LONG)

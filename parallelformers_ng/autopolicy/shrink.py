@@ -67,32 +67,34 @@ class Shrinking:
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
     """A small copy of `config`; one that is small already comes back as it is."""
-    small = copy.deepcopy(config)
+    small, shapes = copy.deepcopy(config), shrinking.shapes
     parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
     fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
     ids: dict[int, int] = {}
     for part in parts:
-        shrink_layers(part, shrinking.layers, shrinking.shapes)
+        shrink_layers(part, shrinking.layers, shapes)
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)
         if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
             put(part, "num_filters", min(count, _FILTERS))
         mains = {width for main in _MAIN if isinstance(width := setting(part, main), int)}
-        images = setting(part, "patch_size") is not None  # their windows are whole patches
+        patches = setting(part, "patch_size") is not None and setting(part, "vocab_size") is None
         by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
         for name, value in list(own_settings(part)):
             if by_coefficient and name.endswith("_channels"):
                 continue
-            if factor < 1 and _is_width(name, value, mains):
-                put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
+            window = not patches and _is_window(name, value)  # one of tokens
+            if _is_width(name, value, mains):
+                if factor < 1:
+                    put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
             elif fewer < 1 and counts_heads(name) and isinstance(value, int):
                 put(part, name, max(1, int(value * fewer)))
-            elif not is_id(name) and isinstance(value, int) and value in shrinking.shapes.tables:
-                put(part, name, LONG)
-            elif _WINDOW.match(name) and isinstance(value, int) and value > _SCALED_FROM and not images:
+            elif window and value not in shapes.rows - shapes.tables:
                 put(part, name, 4)  # shorter than what the proof decodes
+            elif window or _counts_rows(name, value, shapes):
+                put(part, name, LONG)
         for name in ("rope_parameters", "rope_scaling"):
             if factor < 1 and isinstance(rope := vars(part).get(name), dict):
                 put(part, name, _scale_sections(part, rope))
@@ -109,6 +111,15 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
     if name.endswith("_groups"):
         return isinstance(value, int) and value > 64 and value in mains
     return bool(_WIDTH.search(name))
+
+
+def _is_window(name: str, value: Any) -> bool:
+    return isinstance(value, int) and value > _SCALED_FROM and bool(_WINDOW.match(name))
+
+
+def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:
+    """Whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their ids."""
+    return type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name)
 
 
 def _shrink_coefficients(config: Any, factor: float) -> bool:
@@ -232,8 +243,7 @@ def _shrink_experts(config: Any) -> None:
 def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
     shrunk = False
     for name, size in list(own_settings(config)):
-        counts = "vocab_size" in name or name.endswith("_vocab")
-        if counts and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
+        if _counts_tokens(name) and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
             put(config, name, VOCABULARY)
             shrunk = True
     for name, value in list(own_settings(config)):
@@ -241,6 +251,10 @@ def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
             put(config, name, _small_id(value, ids))
     if shrunk and isinstance(setting(config, "pad_token_id"), int):
         put(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))
+
+
+def _counts_tokens(name: str) -> bool:
+    return "vocab_size" in name or name.endswith("_vocab")
 
 
 def _small_id(value: Any, ids: dict[int, int]) -> Any:
