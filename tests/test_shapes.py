@@ -65,7 +65,7 @@ TABLES = [
     (tf.BartModel, tf.BartConfig(), {"max_position_embeddings": LONG}),  # of LONG + 2 rows
     (tf.LayoutLMModel, tf.LayoutLMConfig(), {"max_position_embeddings": LONG, "max_2d_position_embeddings": LONG}),
     (tf.BarkSemanticModel, tf.BarkSemanticConfig(), {"block_size": LONG}),  # in words of a window
-    (tf.LongformerModel, tf.LongformerConfig(), {"attention_window": 4}),  # as wide as a table is long
+    (tf.LongformerModel, tf.LongformerConfig(), {"attention_window": [4, 4]}),  # as wide as a table is long
     (tf.LlamaForCausalLM, tf.LlamaConfig(max_position_embeddings=4096), {"max_position_embeddings": 4096}),  # no table
 ]
 
