@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from parallelformers_ng.autopolicy.settings import counts_heads, is_id, own_settings, parts_of, put, setting
+from parallelformers_ng.autopolicy.shapes import LONG, UNSEEN, Shapes
 from parallelformers_ng.autopolicy.shrink_layers import shrink_layers
 
 _WIDTH = re.compile(
@@ -26,9 +26,7 @@ _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|position|crop|frame|mel|grid|tubelet|num_channels|codebook_size|cache"
     r"|block_size|pool|merge|depth_|base_channels|input_size|num_input|^in_chan|ngram_size"
 )
-_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_.*positions|max_seq_len(gth)?|n_ctx)$")
-_WINDOW = re.compile(r"^(sliding_window|attention_window|attention_chunk_size|(mamba_)?chunk_size)$")
-_BLOCK = re.compile(r"^(window_size|block_size)$")
+_WINDOW = re.compile(r"^(sliding_window|attention_window|window_size|(attention_|mamba_)?chunk_size|block_size)$")
 _BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
 """What is counted beside 8 experts, at most."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
@@ -55,7 +53,7 @@ class Shrinking:
             with so many heads that they cannot be made tiny otherwise.
         filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
         layers: the fewest layers to keep.
-        lengths: how many modules the lists of the whole model have: a setting that counts layers has one of these.
+        shapes: what the model shows of the numbers in its configuration.
     """
 
     spare: int = 0
@@ -64,39 +62,39 @@ class Shrinking:
     heads: int = 0
     filters: bool = False
     layers: int = 2
-    lengths: Container[int] = range(1000)
+    shapes: Shapes = UNSEEN
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
     """A small copy of `config`; one that is small already comes back as it is."""
-    small = copy.deepcopy(config)
+    small, shapes = copy.deepcopy(config), shrinking.shapes
     parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
     fewer = _fewer_heads(parts, shrinking.heads) if factor < 1 else 1.0
     ids: dict[int, int] = {}
     for part in parts:
-        shrink_layers(part, shrinking.layers, shrinking.lengths)
+        shrink_layers(part, shrinking.layers, shapes)
         _shrink_experts(part)
         if not shrinking.keep_images:
             _shrink_images(part)
         if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
             put(part, "num_filters", min(count, _FILTERS))
         mains = {width for main in _MAIN if isinstance(width := setting(part, main), int)}
+        patches = setting(part, "patch_size") is not None and setting(part, "vocab_size") is None
         by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
         for name, value in list(own_settings(part)):
             if by_coefficient and name.endswith("_channels"):
                 continue
-            if factor < 1 and _is_width(name, value, mains):
-                put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
+            window = not patches and _is_window(name, value)  # one of tokens
+            if _is_width(name, value, mains):
+                if factor < 1:
+                    put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
             elif fewer < 1 and counts_heads(name) and isinstance(value, int):
                 put(part, name, max(1, int(value * fewer)))
-            elif _POSITIONS.match(name) and isinstance(value, int) and value > 256:
-                put(part, name, 256)
-            elif _WINDOW.match(name) and isinstance(value, int) and value > 8:
+            elif window and value not in shapes.rows - shapes.tables:
                 put(part, name, 4)  # shorter than what the proof decodes
-            elif _BLOCK.match(name) and isinstance(value, int) and value > 64:
-                # Where nothing else counts positions, it does (Bark).
-                put(part, name, 4 if any(_POSITIONS.match(other) for other in vars(part)) else 64)
+            elif window or _counts_rows(name, value, shapes):
+                put(part, name, LONG)
         for name in ("rope_parameters", "rope_scaling"):
             if factor < 1 and isinstance(rope := vars(part).get(name), dict):
                 put(part, name, _scale_sections(part, rope))
@@ -113,6 +111,15 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
     if name.endswith("_groups"):
         return isinstance(value, int) and value > 64 and value in mains
     return bool(_WIDTH.search(name))
+
+
+def _is_window(name: str, value: Any) -> bool:
+    return isinstance(value, int) and value > _SCALED_FROM and bool(_WINDOW.match(name))
+
+
+def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:
+    """Whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their ids."""
+    return type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name)
 
 
 def _shrink_coefficients(config: Any, factor: float) -> bool:
@@ -236,8 +243,7 @@ def _shrink_experts(config: Any) -> None:
 def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
     shrunk = False
     for name, size in list(own_settings(config)):
-        counts = "vocab_size" in name or name.endswith("_vocab")
-        if counts and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
+        if _counts_tokens(name) and "type_" not in name and isinstance(size, int) and size > 2 * VOCABULARY:
             put(config, name, VOCABULARY)
             shrunk = True
     for name, value in list(own_settings(config)):
@@ -245,6 +251,10 @@ def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
             put(config, name, _small_id(value, ids))
     if shrunk and isinstance(setting(config, "pad_token_id"), int):
         put(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))
+
+
+def _counts_tokens(name: str) -> bool:
+    return "vocab_size" in name or name.endswith("_vocab")
 
 
 def _small_id(value: Any, ids: dict[int, int]) -> Any:

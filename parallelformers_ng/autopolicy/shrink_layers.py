@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container
 from typing import Any
 
 from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
+from parallelformers_ng.autopolicy.shapes import Shapes
 
 _LAYERS = ("layers", "layer", "depth", "blocks")
 """How the names of settings end that count layers."""
-_LAYER_NUMBERS = re.compile(r"(layer|block|attn|out|visual).*_(indices|indexes|ids|idxs)$")
 _SHARED = "num_kv_shared_layers"
 """How many of the last layers take keys and values from those before."""
 _ONCE = "num_layers_per_stack"
@@ -20,26 +18,26 @@ _KINDS = 6
 """A list that names more is no list of kinds."""
 
 
-def shrink_layers(config: Any, fewest: int, lengths: Container[int]) -> None:
+def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
     """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow.
 
     Args:
         config: one part of a configuration.
         fewest: how many layers are left, at least.
-        lengths: how many modules the lists of the model have. Layers that share their weights are in none.
+        shapes: what the model shows. Layers that share their weights are in no list of modules.
     """
     main = stored_name(config, "num_hidden_layers")
     for name, count in list(own_settings(config)):
         if not isinstance(count, int) or count <= 2 or name == _SHARED:
             continue
-        if name == main or (name.endswith(_LAYERS) and count in lengths):
-            _shrink_count(config, name, count, fewest)
+        if name == main or (name.endswith(_LAYERS) and count in shapes.lengths):
+            _shrink_count(config, name, count, fewest, shapes)
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
             put(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
 
 
-def _shrink_count(config: Any, name: str, count: int, fewest: int) -> None:
+def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shapes) -> None:
     """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
     if isinstance(once := setting(config, _ONCE), int) and count > once:  # 128 and 16: 16 layers that run 8 times
         put(config, _ONCE, min(fewest, once))
@@ -61,7 +59,7 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int) -> None:
     first_dense = setting(config, "first_k_dense_replace")
     if isinstance(first_dense, int) and first_dense:
         put(config, "first_k_dense_replace", 1)
-    _shorten_lists(config, count, kept, outputs)
+    _shorten_lists(config, count, kept, outputs, shapes)
 
 
 def _layers_of_all_kinds(config: Any, count: int) -> int:
@@ -96,7 +94,7 @@ def _output_lists(config: Any) -> list[str]:
     ]  # fmt: skip
 
 
-def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str]) -> None:
+def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str], shapes: Shapes) -> None:
     """Make lists with an item per layer, and lists of layers, fit the layers that are kept."""
     for name, value in list(own_settings(config)):
         if not isinstance(value, (list, tuple)):
@@ -105,9 +103,8 @@ def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str]) -> No
             put(config, name, type(value)(value[:kept]))
         elif name in outputs:  # as many as before, of the layers there are
             put(config, name, type(value)(range(kept - len(value), kept)))
-        elif _LAYER_NUMBERS.search(name) and value:
-            inside = [item for item in value if type(item) is not int or -kept <= item < kept] or [kept - 1]
-            put(config, name, type(value)(inside))
+        elif shapes.numbers_layers(value, count):
+            put(config, name, type(value)([number for number in value if number < kept] or [kept - 1]))
 
 
 def _stages(config: Any, count: int) -> list[int]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.kinds import absent_kinds
 from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
+from parallelformers_ng.autopolicy.shapes import long_tables, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.twin import Twin
@@ -64,7 +65,7 @@ def make_twin(
     failures: list[str] = []
     best: Twin | None = None
     end = time.thread_time() + _SECONDS
-    least = _least(cls, config, layers)
+    least = first_choice(cls, config, layers)
     for model in _models(cls, config, attention, seed, least, failures):
         twin = observe(model, seed + 1)
         if twin.runs_whole:
@@ -82,18 +83,18 @@ def make_twin(
     return best
 
 
-def _least(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int) -> Shrinking:
-    """The first choice, with as few layers as show as many of the model's kinds of layers as a small copy can have."""
+def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
+    """What to spare at first, and the fewest layers that show as many kinds of them as a small copy can have."""
     whole = _skeleton(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
-    lengths = {len(module) for module in whole.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
-    least = Shrinking(lengths=lengths, layers=layers)
+    least = Shrinking(shapes=shapes_of(whole), layers=layers)
     found = {}
     while least.layers <= _DEEPEST:
         small = _skeleton(cls, shrink(config, least))
         if small is None:
             break
+        least = replace(least, shapes=replace(least.shapes, tables=least.shapes.tables | long_tables(small)))
         absent = absent_kinds(whole, small)
         found[least.layers] = len(absent)
         if not absent:
@@ -127,7 +128,7 @@ def _models(
         too_large = []
         for shrinking in waiting:
             try:
-                small = shrink(config, replace(shrinking, layers=least.layers, lengths=least.lengths))
+                small = shrink(config, replace(shrinking, layers=least.layers, shapes=least.shapes))
                 shape = json.dumps(small.to_dict(), sort_keys=True, default=str)
                 if shape in seen:
                     continue

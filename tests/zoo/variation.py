@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
 from parallelformers_ng.autopolicy.settings import parts_of, setting
+from parallelformers_ng.autopolicy.shapes import Shapes
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.twin import Twin
-from parallelformers_ng.autopolicy.twin_making import build_tiny
+from parallelformers_ng.autopolicy.twin_making import build_tiny, first_choice
 from parallelformers_ng.errors import UnsupportedModelError
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
@@ -33,7 +34,7 @@ def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int)
         UnsupportedModelError: no variation runs.
     """
     failures = []
-    for varied in _variations(config):
+    for varied in _variations(config, first_choice(cls, config).shapes):
         try:
             model = build_tiny(cls, varied, None, seed)
         except Exception as error:  # the modelling code decides which sizes go together
@@ -49,11 +50,12 @@ def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int)
     raise UnsupportedModelError(f"no variation of {cls.__name__} runs: {'; '.join(failures[:2])}")
 
 
-def _variations(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _variations(config: PreTrainedConfig, shapes: Shapes) -> Iterator[PreTrainedConfig]:
     """The more that differs, the earlier."""
     for heads, inner, more in ((1, 1, 1), (1, 1, 0), (1, 0, 1), (1, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 1)):
         for spare in (0, 1):
-            small = shrink(config, Shrinking(spare=spare, keep_images=bool(spare), keep_vocabulary=bool(spare)))
+            spared = Shrinking(spare=spare, keep_images=bool(spare), keep_vocabulary=bool(spare), shapes=shapes)
+            small = shrink(config, spared)
             changed = _vary_heads(small) if heads else False
             changed = (_vary_inner(small) if inner else False) or changed
             changed = (_vary_counts(small) if more else False) or changed

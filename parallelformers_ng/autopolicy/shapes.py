@@ -1,0 +1,54 @@
+"""What a model built on `meta` says about the numbers in its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+LONG = 256
+"""Tables with more rows are shortened to about as many."""
+_BEFORE = 2
+"""How many rows a table may have before the first of those that the configuration counts, for padding and the like."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the numbers in a configuration are, by the model that follows from it.
+
+    Attributes:
+        lengths: how many modules the lists have: a setting that counts layers has one of these. Any, where no model is
+            at hand.
+        sizes: all sizes of parameters. A list of nothing but these lists sizes, and no numbers of layers.
+        rows: numbers that may count the rows of a long table.
+        tables: those that count them still where widths, vocabularies and windows are small: positions and the like.
+    """
+
+    lengths: Container[int] = range(1000)
+    sizes: frozenset[int] = frozenset()
+    rows: frozenset[int] = frozenset()
+    tables: frozenset[int] = frozenset()
+
+    def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
+        """Whether a list names some of `count` layers: in order, each once, perhaps with the states after the last."""
+        if not numbers or any(type(number) is not int for number in numbers) or self.sizes.issuperset(numbers):
+            return False
+        return list(numbers) == sorted(set(numbers)) and numbers[0] >= 0 and numbers[-1] <= count
+
+
+UNSEEN = Shapes()
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """What a model of full size says; `tables` is seen only beside a small copy."""
+    lengths = {len(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
+    sizes = frozenset(size for parameter in model.parameters() for size in parameter.shape)
+    return Shapes(lengths, sizes, long_tables(model))
+
+
+def long_tables(model: nn.Module) -> frozenset[int]:
+    """Numbers that may count the rows of a model's tables, those of long ones."""
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    return frozenset(count - before for count in rows for before in range(_BEFORE + 1) if count - before > LONG)

@@ -1,0 +1,87 @@
+"""What numbers in a configuration mean is seen on the model, whatever they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from parallelformers_ng.autopolicy.shapes import LONG, shapes_of
+from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
+from parallelformers_ng.autopolicy.twin_making import make_twin
+
+
+def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
+    """As small as a model of this class shows that it may be."""
+    with torch.device("meta"):
+        return shrink(config, Shrinking(shapes=shapes_of(cls._from_config(config))))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "left"),
+    [
+        ([3, 8, 13], [1]),  # one of them is left
+        ([1, 8, 16], [1]),  # 16: the states after the last layer
+        ([0, 1], [0, 1]),
+        ([3, 8, 17], [3, 8, 17]),  # there are 16 layers
+        ([8, 3], [8, 3]),
+        ([3, 3, 8], [3, 3, 8]),
+        ([-2, 8], [-2, 8]),
+        ([True, 8], [True, 8]),
+        (["3", "8"], ["3", "8"]),
+        ([], []),
+    ],
+)
+def test_a_list_of_numbers_of_layers_is_one_by_what_it_holds(numbers: list, left: list) -> None:
+    config = tf.LlamaConfig(num_hidden_layers=16, odd=numbers)
+    small = shrunk(tf.LlamaForCausalLM, config)
+    assert small.num_hidden_layers == 2
+    assert small.odd == left
+
+
+def test_sizes_of_kernels_are_no_numbers_of_layers() -> None:
+    """3, 7, 11 are in order and fewer than the 16 layers of another count; but kernels are that wide."""
+    config = tf.VitsConfig()
+    small = shrunk(tf.VitsModel, config)
+    assert small.posterior_encoder_num_wavenet_layers < max(config.resblock_kernel_sizes)
+    assert small.resblock_kernel_sizes == config.resblock_kernel_sizes
+
+
+def test_layers_that_a_list_names_are_among_the_first() -> None:
+    """Without that, a twin would need four layers to show one that looks at images."""
+    config = tf.models.mllama.MllamaTextConfig()
+    assert config.cross_attention_layers[0] == 3
+    twin = make_twin(tf.MllamaForCausalLM, config)
+    assert [type(layer).__name__ for layer in twin.model.model.layers] == [
+        "MllamaSelfAttentionDecoderLayer",
+        "MllamaCrossAttentionDecoderLayer",
+    ]
+
+
+TABLES = [
+    (tf.GPT2LMHeadModel, tf.GPT2Config(n_positions=2048), {"n_positions": LONG}),
+    (tf.BartModel, tf.BartConfig(), {"max_position_embeddings": LONG}),  # of LONG + 2 rows
+    (tf.LayoutLMModel, tf.LayoutLMConfig(), {"max_position_embeddings": LONG, "max_2d_position_embeddings": LONG}),
+    (tf.BarkSemanticModel, tf.BarkSemanticConfig(), {"block_size": LONG}),  # in words of a window
+    (tf.LongformerModel, tf.LongformerConfig(), {"attention_window": [4, 4]}),  # as wide as a table is long
+    (tf.LlamaForCausalLM, tf.LlamaConfig(max_position_embeddings=4096), {"max_position_embeddings": 4096}),  # no table
+]
+
+
+@pytest.mark.parametrize(("cls", "config", "wanted"), TABLES, ids=[cls.__name__ for cls, _, _ in TABLES])
+def test_long_tables_are_shortened_where_there_are_any(
+    cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, wanted: dict[str, int]
+) -> None:
+    twin = make_twin(cls, config)
+    assert {name: getattr(twin.model.config, name) for name in wanted} == wanted
+    tables = [module for module in twin.model.modules() if isinstance(module, torch.nn.Embedding)]
+    assert max(table.num_embeddings for table in tables) <= LONG + 2
+
+
+def test_windows_of_tokens_are_shorter_than_what_a_proof_decodes_and_those_of_patches_whole() -> None:
+    assert shrink(tf.GPTNeoConfig()).window_size == shrink(tf.MistralConfig()).sliding_window == 4
+    assert shrink(tf.MistralConfig(patch_size=32)).sliding_window == 4  # images in a decoder of tokens
+    vision = tf.models.qwen2_5_vl.Qwen2_5_VLConfig().vision_config
+    assert shrink(vision).window_size == vision.window_size == 112
