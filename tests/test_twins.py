@@ -12,7 +12,7 @@ from torch import nn
 from parallelformers_ng import plan
 from parallelformers_ng.autopolicy.observation import observe
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.autopolicy.shrink import shrink
+from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.trials import Trials, comparable_probes
 from parallelformers_ng.autopolicy.twin import Twin
@@ -130,6 +130,15 @@ def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with()
     first = small.num_hidden_layers - small.num_kv_shared_layers
     assert 0 < first < small.num_hidden_layers
     assert set(small.layer_types[:first]) == set(small.layer_types[first:]) == set(tf.Gemma3nTextConfig().layer_types)
+
+
+def test_sections_of_layers_go_on_adding_up() -> None:
+    """As in a model that runs those in the middle several times."""
+    config = tf.LlamaConfig(num_hidden_layers=16, n_input_layers=4, n_recurrent_layers=9, n_output_layers=3)
+    for layers, wanted in ((2, (1, 1, 1)), (5, (1, 3, 1))):
+        small = shrink(config, Shrinking(layers=layers))
+        assert (small.n_input_layers, small.n_recurrent_layers, small.n_output_layers) == wanted
+        assert small.num_hidden_layers == sum(wanted)
 
 
 def test_a_backbone_gives_as_many_stages_as_before() -> None:
