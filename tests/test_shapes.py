@@ -25,6 +25,7 @@ def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
         ([3, 8, 13], [1]),  # one of them is left
         ([1, 8, 16], [1]),  # 16: the states after the last layer
         ([0, 1], [0, 1]),
+        ([1, 2, 3, 6], [1, 2, 3, 6]),  # scales of pooling, in a model for images
         ([3, 8, 17], [3, 8, 17]),  # there are 16 layers
         ([8, 3], [8, 3]),
         ([3, 3, 8], [3, 3, 8]),
