@@ -89,6 +89,7 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
     if whole is None:
         return Shrinking(layers=layers)
     least = Shrinking(shapes=shapes_of(whole), layers=layers)
+    least = replace(least, shapes=replace(least.shapes, windows=_sizes_follow_windows(cls, config, least)))
     found = {}
     while least.layers <= _DEEPEST:
         small = _skeleton(cls, shrink(config, least))
@@ -102,6 +103,17 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
         least = replace(least, layers=max(least.layers + 1, min(absent.values()) + 1))
     layers = min(found, key=lambda layers: (found[layers], layers), default=layers)
     return replace(least, layers=layers)
+
+
+def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> bool:
+    """Whether a small copy has other parameters where its windows stay long: so many queries a window, for example."""
+    short = shrink(config, least)
+    long = shrink(config, replace(least, shapes=replace(least.shapes, windows=True)))
+    if short.to_dict() == long.to_dict():
+        return False
+    models = [_skeleton(cls, small) for small in (short, long)]
+    sizes = [model and [parameter.shape for parameter in model.parameters()] for model in models]
+    return sizes[0] != sizes[1]
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
