@@ -10,6 +10,7 @@ import transformers as tf
 from torch import nn
 
 from parallelformers_ng import plan
+from parallelformers_ng.autopolicy import twin_making
 from parallelformers_ng.autopolicy.observation import observe
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
@@ -282,6 +283,20 @@ def test_runs_that_differ_by_rounding_draw_no_random_numbers(
     twin = make_twin(Trembling, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     assert twin.runs_whole is same
     assert ("draws random numbers" in twin.unreached) is not same
+
+
+def test_of_a_model_that_draws_random_numbers_one_size_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VITS draws how long a sound is; larger copies of it drew lengths that took minutes."""
+    sizes: list[int] = []
+
+    def counted(model: tf.PreTrainedModel, seed: int) -> Twin:
+        sizes.append(model.config.hidden_size)
+        return observe(model, seed)
+
+    monkeypatch.setattr(Trembling, "step", 1e-3)
+    monkeypatch.setattr(twin_making, "observe", counted)
+    make_twin(Trembling, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=512))
+    assert len(sizes) == 1
 
 
 REFUSING = [(tf.ViTModel, tf.ViTConfig, "pixel_values"), (tf.BertModel, tf.BertConfig, "input_ids")]

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.kinds import absent_kinds
-from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
+from parallelformers_ng.autopolicy.observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.autopolicy.shapes import long_tables, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
@@ -73,7 +73,8 @@ def make_twin(
             break
         if best is None or len(twin.gradients) > len(best.gradients):
             best = twin
-        if time.thread_time() > end:
+        # A larger copy draws as well; where it draws a length, that may be endless.
+        if time.thread_time() > end or twin.unreached.startswith(DRAWS):
             break
     if best is not None:
         best = observe_single_layers(best, seed + 1)
