@@ -10,7 +10,7 @@ import transformers as tf
 
 from parallelformers_ng.autopolicy.shapes import LONG, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
-from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.autopolicy.twin_making import first_choice, make_twin
 
 
 def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
@@ -25,6 +25,7 @@ def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
         ([3, 8, 13], [1]),  # one of them is left
         ([1, 8, 16], [1]),  # 16: the states after the last layer
         ([0, 1], [0, 1]),
+        ([1, 2, 3, 6], [1, 2, 3, 6]),  # scales of pooling, in a model for images
         ([3, 8, 17], [3, 8, 17]),  # there are 16 layers
         ([8, 3], [8, 3]),
         ([3, 3, 8], [3, 3, 8]),
@@ -85,3 +86,12 @@ def test_windows_of_tokens_are_shorter_than_what_a_proof_decodes_and_those_of_pa
     assert shrink(tf.MistralConfig(patch_size=32)).sliding_window == 4  # images in a decoder of tokens
     vision = tf.models.qwen2_5_vl.Qwen2_5_VLConfig().vision_config
     assert shrink(vision).window_size == vision.window_size == 112
+
+
+def test_a_window_that_sizes_a_parameter_stays_and_others_are_shortened() -> None:
+    """Granite's speech has 15 // 5 queries for each of its windows; a text model's window shows nowhere."""
+    config = tf.GraniteSpeechConfig(window_size=15, downsample_rate=5)
+    assert first_choice(tf.GraniteSpeechForConditionalGeneration, config).shapes.windows
+    config = tf.MistralConfig(sliding_window=9)
+    choice = first_choice(tf.MistralForCausalLM, config)
+    assert shrink(config, choice).sliding_window == 4

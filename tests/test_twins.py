@@ -10,9 +10,10 @@ import transformers as tf
 from torch import nn
 
 from parallelformers_ng import plan
+from parallelformers_ng.autopolicy import twin_making
 from parallelformers_ng.autopolicy.observation import observe
 from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.autopolicy.shrink import shrink
+from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.trials import Trials, comparable_probes
 from parallelformers_ng.autopolicy.twin import Twin
@@ -130,6 +131,15 @@ def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with()
     first = small.num_hidden_layers - small.num_kv_shared_layers
     assert 0 < first < small.num_hidden_layers
     assert set(small.layer_types[:first]) == set(small.layer_types[first:]) == set(tf.Gemma3nTextConfig().layer_types)
+
+
+def test_sections_of_layers_go_on_adding_up() -> None:
+    """As in a model that runs those in the middle several times."""
+    config = tf.LlamaConfig(num_hidden_layers=16, n_input_layers=4, n_recurrent_layers=9, n_output_layers=3)
+    for layers, wanted in ((2, (1, 1, 1)), (5, (1, 3, 1))):
+        small = shrink(config, Shrinking(layers=layers))
+        assert (small.n_input_layers, small.n_recurrent_layers, small.n_output_layers) == wanted
+        assert small.num_hidden_layers == sum(wanted)
 
 
 def test_a_backbone_gives_as_many_stages_as_before() -> None:
@@ -273,6 +283,20 @@ def test_runs_that_differ_by_rounding_draw_no_random_numbers(
     twin = make_twin(Trembling, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     assert twin.runs_whole is same
     assert ("draws random numbers" in twin.unreached) is not same
+
+
+def test_of_a_model_that_draws_random_numbers_one_size_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VITS draws how long a sound is; larger copies of it drew lengths that took minutes."""
+    sizes: list[int] = []
+
+    def counted(model: tf.PreTrainedModel, seed: int) -> Twin:
+        sizes.append(model.config.hidden_size)
+        return observe(model, seed)
+
+    monkeypatch.setattr(Trembling, "step", 1e-3)
+    monkeypatch.setattr(twin_making, "observe", counted)
+    make_twin(Trembling, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=512))
+    assert len(sizes) == 1
 
 
 REFUSING = [(tf.ViTModel, tf.ViTConfig, "pixel_values"), (tf.BertModel, tf.BertConfig, "input_ids")]

@@ -17,6 +17,7 @@ from parallelformers_ng.autopolicy.single_layers import single_layers
 from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, run, sharing_copy
 from parallelformers_ng.sharding.structure import Trace, dotted
 
+DRAWS = "its forward draws random numbers: two runs differ"
 _SECONDS = 4.0
 """Processor time after which only the first inputs are tried on each part."""
 
@@ -101,7 +102,7 @@ class _Observer:
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
             return "its outputs are not numbers"
         if not equal(again, [o.detach() for o in outputs], self.twin.tolerance / 10):
-            return "its forward draws random numbers: two runs differ"
+            return DRAWS
         with contextlib.suppress(RuntimeError, AssertionError):  # it has no gradient
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls

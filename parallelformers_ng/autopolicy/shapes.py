@@ -22,33 +22,33 @@ class Shapes:
         lengths: how many modules the lists have: a setting that counts layers has one of these. Any, where no model is
             at hand.
         sizes: all sizes of parameters. A list of nothing but these lists sizes, and no numbers of layers.
-        rows: numbers that may count the rows of a long table.
-        tables: those that count them still where widths, vocabularies and windows are small: positions and the like.
+        tables: numbers that count the rows of a long table: positions and the like.
+        windows: whether sizes of parameters follow the windows, which are no windows of tokens then.
     """
 
     lengths: Container[int] = range(1000)
     sizes: frozenset[int] = frozenset()
-    rows: frozenset[int] = frozenset()
     tables: frozenset[int] = frozenset()
+    windows: bool = False
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
-        """Whether a list names some of `count` layers: in order, each once, perhaps with the states after the last."""
+        """Whether a list names some of `count` layers: in order, each once, into the last quarter of them, perhaps with
+        the states after the last. Scales of pooling and the like end before."""
         if not numbers or any(type(number) is not int for number in numbers) or self.sizes.issuperset(numbers):
             return False
-        return list(numbers) == sorted(set(numbers)) and numbers[0] >= 0 and numbers[-1] <= count
+        return list(numbers) == sorted(set(numbers)) and numbers[0] >= 0 and 3 * count <= 4 * numbers[-1] <= 4 * count
 
 
 UNSEEN = Shapes()
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """What a model of full size says; `tables` is seen only beside a small copy."""
+    """What a model of full size says; all but `tables` and `windows`, which are seen on small copies."""
     lengths = {len(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
-    sizes = frozenset(size for parameter in model.parameters() for size in parameter.shape)
-    return Shapes(lengths, sizes, long_tables(model))
+    return Shapes(lengths, frozenset(size for parameter in model.parameters() for size in parameter.shape))
 
 
 def long_tables(model: nn.Module) -> frozenset[int]:
-    """Numbers that may count the rows of a model's tables, those of long ones."""
+    """What `Shapes.tables` is, seen in a copy with small widths and vocabularies."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return frozenset(count - before for count in rows for before in range(_BEFORE + 1) if count - before > LONG)

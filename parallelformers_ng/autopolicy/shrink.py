@@ -35,6 +35,8 @@ _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_hea
 _TINY = 128
 _SCALED_FROM = 16
 """Widths below are left alone."""
+_LONG_WINDOW = 8
+"""Windows up to here are shorter than what the proof decodes."""
 _FILTERS = 4
 _SECTIONS = [16, 24, 24]
 VOCABULARY = 131
@@ -81,19 +83,19 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
             put(part, "num_filters", min(count, _FILTERS))
         mains = {width for main in _MAIN if isinstance(width := setting(part, main), int)}
         patches = setting(part, "patch_size") is not None and setting(part, "vocab_size") is None
+        most = math.inf if patches or shapes.windows else _LONG_WINDOW
         by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
         for name, value in list(own_settings(part)):
             if by_coefficient and name.endswith("_channels"):
                 continue
-            window = not patches and _is_window(name, value)  # one of tokens
             if _is_width(name, value, mains):
                 if factor < 1:
                     put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
             elif fewer < 1 and counts_heads(name) and isinstance(value, int):
                 put(part, name, max(1, int(value * fewer)))
-            elif window and value not in shapes.rows - shapes.tables:
-                put(part, name, 4)  # shorter than what the proof decodes
-            elif window or _counts_rows(name, value, shapes):
+            elif _WINDOW.match(name) and isinstance(value, int) and value > most:
+                put(part, name, 4)
+            elif _counts_rows(name, value, shapes):
                 put(part, name, LONG)
         for name in ("rope_parameters", "rope_scaling"):
             if factor < 1 and isinstance(rope := vars(part).get(name), dict):
@@ -111,10 +113,6 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
     if name.endswith("_groups"):
         return isinstance(value, int) and value > 64 and value in mains
     return bool(_WIDTH.search(name))
-
-
-def _is_window(name: str, value: Any) -> bool:
-    return isinstance(value, int) and value > _SCALED_FROM and bool(_WINDOW.match(name))
 
 
 def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:

@@ -27,11 +27,14 @@ def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
         shapes: what the model shows. Layers that share their weights are in no list of modules.
     """
     main = stored_name(config, "num_hidden_layers")
+    sections = _sections(config, main)
     for name, count in list(own_settings(config)):
-        if not isinstance(count, int) or count <= 2 or name == _SHARED:
+        if not isinstance(count, int) or count <= 2 or name in (_SHARED, *sections):
             continue
         if name == main or (name.endswith(_LAYERS) and count in shapes.lengths):
-            _shrink_count(config, name, count, fewest, shapes)
+            _shrink_count(config, name, count, max(fewest, len(sections)) if name == main else fewest, shapes)
+    for section in sections:
+        put(config, section, setting(config, main) - len(sections) + 1 if section == sections[-1] else 1)
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
             put(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
@@ -60,6 +63,15 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
     if isinstance(first_dense, int) and first_dense:
         put(config, "first_k_dense_replace", 1)
     _shorten_lists(config, count, kept, outputs, shapes)
+
+
+def _sections(config: Any, main: str) -> list[str]:
+    """Settings that say how many layers come first, next and last, that of the longest section last; none where no two
+    or more add up to all layers."""
+    others = {name: count for name, count in own_settings(config) if name != main and name.endswith(_LAYERS)}
+    counts = {name: count for name, count in others.items() if isinstance(count, int) and count > 0}
+    adding = len(counts) > 1 and sum(counts.values()) == setting(config, main)
+    return sorted(counts, key=counts.__getitem__) if adding else []
 
 
 def _layers_of_all_kinds(config: Any, count: int) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.kinds import absent_kinds
-from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
+from parallelformers_ng.autopolicy.observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.autopolicy.shapes import long_tables, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
@@ -73,7 +73,8 @@ def make_twin(
             break
         if best is None or len(twin.gradients) > len(best.gradients):
             best = twin
-        if time.thread_time() > end:
+        # A larger copy draws as well; where it draws a length, that may be endless.
+        if time.thread_time() > end or twin.unreached.startswith(DRAWS):
             break
     if best is not None:
         best = observe_single_layers(best, seed + 1)
@@ -89,6 +90,7 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
     if whole is None:
         return Shrinking(layers=layers)
     least = Shrinking(shapes=shapes_of(whole), layers=layers)
+    least = replace(least, shapes=replace(least.shapes, windows=_sizes_follow_windows(cls, config, least)))
     found = {}
     while least.layers <= _DEEPEST:
         small = _skeleton(cls, shrink(config, least))
@@ -102,6 +104,17 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
         least = replace(least, layers=max(least.layers + 1, min(absent.values()) + 1))
     layers = min(found, key=lambda layers: (found[layers], layers), default=layers)
     return replace(least, layers=layers)
+
+
+def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> bool:
+    """Whether a small copy has other parameters where its windows stay long: so many queries a window, for example."""
+    short = shrink(config, least)
+    long = shrink(config, replace(least, shapes=replace(least.shapes, windows=True)))
+    if short.to_dict() == long.to_dict():
+        return False
+    models = [_skeleton(cls, small) for small in (short, long)]
+    sizes = [model and [parameter.shape for parameter in model.parameters()] for model in models]
+    return sizes[0] != sizes[1]
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
