@@ -21,10 +21,10 @@ log = logging.getLogger("parallelformers_ng")
 _OPEN = "/health"
 """The path that needs no key, and that is served to the end."""
 _LARGE_BYTES = 64 << 10
-_LARGE_BYTES_A_SECOND = 8 << 20
+_LARGE_BYTES_A_SECOND = 4 << 20
 """Of large bodies. To read a megabyte of JSON takes about 15 ms, in which no token of any answer goes on."""
 _CALM_SECONDS = 1.0
-_REFUSALS_A_SECOND = 100
+_REFUSALS_A_SECOND = 40
 _REFUSALS_AT_ONCE = 20
 _MOST_HEADER_BYTES = 32 << 10
 
