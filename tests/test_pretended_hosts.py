@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.spanning import HandedOver, interface_of
+from parallelformers_ng.collectives.process_group import NcclCommunicator
+from parallelformers_ng.collectives.spanning import HandedOver, SpanningNcclCommunicator, interface_of
 from parallelformers_ng.collectives.threads import run_ranks
-from parallelformers_ng.errors import PlacementError, StartupError, WorkerDiedError
+from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError
 from parallelformers_ng.hosts import agent
 from parallelformers_ng.hosts.hosts import Hosts
 from parallelformers_ng.hosts.launching import Elsewhere
@@ -189,6 +191,26 @@ def test_in_a_job_of_torchrun_each_rank_has_the_device_of_its_place(
             check(model, whole)
             assert set(model.memory_allocated()) == {"cuda:0", "cuda:1"}
             assert deployment_of(model).replicas[0].group.call("environment", ["NCCL_SOCKET_IFNAME"]) == ["=lo"]
+
+
+@pytest.mark.parametrize("exchange", ["sum", "gather"])
+def test_where_nccl_fails_its_ranks_wait_for_the_cause_of_a_peer(
+    monkeypatch: pytest.MonkeyPatch, exchange: str
+) -> None:
+    """NCCL may fail here before this host has heard why a peer on another one has aborted."""
+
+    def fails(*_: Any) -> Any:
+        raise dist.DistBackendError("remote process exited")
+
+    reasons: list[str] = []
+    ranks = object.__new__(SpanningNcclCommunicator)
+    monkeypatch.setattr(SpanningNcclCommunicator, "abort", lambda _, reason: reasons.append(reason))
+    monkeypatch.setattr(NcclCommunicator, "sum", fails)
+    monkeypatch.setattr(NcclCommunicator, "_gather_into", fails)
+    ranks.rank = 1
+    with pytest.raises(CollectiveAbortedError, match="rank 1: NCCL failed: remote process exited"):
+        ranks.sum(torch.zeros(1)) if exchange == "sum" else ranks._gather_into([], torch.zeros(1))
+    assert reasons == ["rank 1: NCCL failed: remote process exited"]
 
 
 def test_a_loaded_model_is_refused(group: WorkerGroup, whole: Any) -> None:
