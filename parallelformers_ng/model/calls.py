@@ -65,15 +65,18 @@ class Calls:
         self.hooks = HookRegistry(model, deployment.plan)
         self.adapters = Adapters.of(model)
         self._stream = RandomStream(seed)
-        self._steps = steps
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
-            Dispatcher(model, replica, self._stream, self.hooks, self.adapters) for replica in deployment.replicas
+            Dispatcher(model, replica, self._stream, self.hooks, self.adapters, steps)
+            for replica in deployment.replicas
         ]
         self.shared: list[SharedCalls] = []
         if batching is not None:
-            trial, rows = Trial(prove_at_once), RowSteps(steps, self.hooks)
-            self.shared = [SharedCalls(batching, trial, each, self.adapters, rows) for each in self.dispatchers]
+            trial = Trial(prove_at_once)
+            self.shared = [
+                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks))
+                for each in self.dispatchers
+            ]
         self._in_flight = [0] * len(self.dispatchers)
         self._lock = threading.Lock()
 
@@ -154,7 +157,7 @@ class Calls:
         given: dict[str, Any],
         how: CallOptions,
     ) -> Any:
-        module, steps = model.get_submodule(path), None if path else self._steps
+        module, steps = model.get_submodule(path), None if path else dispatcher.steps
         as_they_are = given
         if dispatcher.replica.group.device == "cuda":
             check_compiler(module, given, self.deployment.plan.world_size)
@@ -176,12 +179,12 @@ class Calls:
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
         """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""
-        steps = self._steps
+        steps = dispatcher.steps
         if steps is None:
             return False
         self._say_once(steps.without, why)
         if steps.by_default:
-            self._steps = None
+            dispatcher.steps = None
             dispatcher.replica.call("forget_steps")
         return steps.by_default
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
+from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import PlacementError, WorkerError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
@@ -155,8 +156,10 @@ class Dispatcher:
         stream: what calls without a seed follow.
         hooks: the caller's.
         adapters: the model's, None where it has none.
+        steps: how decode steps are compiled or captured, None where they are not.
 
     Attributes:
+        steps: as given; None, too, once these workers have shown that they cannot capture any.
         edits: what the workers do not know yet of the model's settings.
     """
 
@@ -167,8 +170,10 @@ class Dispatcher:
         stream: RandomStream,
         hooks: HookRegistry,
         adapters: Adapters | None,
+        steps: StaticSteps | None,
     ) -> None:
         self.replica = replica
+        self.steps = steps
         self.edits = Edits(model)
         self._stream = stream
         self._hooks = hooks
