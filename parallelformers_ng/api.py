@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
 from parallelformers_ng.checkpoint.given import Given, open_given
@@ -29,6 +30,7 @@ from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.model.around import surround, with_adapter, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
+from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.parallelized import enter, is_parallelized
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.budgets import Budget, budget_of
@@ -186,6 +188,7 @@ def parallelize(
             checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
             show_progress=progress,
             given=given,
+            code=LiveCode(loaded, CodeCheck(loaded, sharding, sharding.selection)),
         )
         what = "cutting" if source is None else "loading"
         with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
@@ -345,6 +348,6 @@ def _make_plan(
     made = make_plan(model, world_size, custom, dtype, fitting, quantize)
     made.cache = kind_for(model, fitting.cache)
     made.tiers = tiers_for(model, made, budget)
-    if made.warning:
-        log.warning("%s", made.warning)
+    for warning in filter(None, (made.warning, made.why_uncut)):
+        log.warning("%s", warning)
     return made

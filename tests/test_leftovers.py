@@ -17,7 +17,7 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.linear import GatheredColumnParallel
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import Alone, alone
@@ -76,7 +76,9 @@ def kinds(made: ShardPlan, path: str) -> set[Any]:
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_whatever_is_left_gives_cut_what_it_gives_whole(world_size: int) -> None:
     whole, x = model().double(), torch.randn(2, 8, 24, dtype=torch.float64)
-    made = build_plan(whole, world_size, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    made = build_plan(
+        whole, world_size, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True
+    )
     wanted = whole(x)
     for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(x)):
         for mine, want in zip(got, wanted, strict=True):
@@ -96,7 +98,7 @@ def test_a_recurrent_layer_is_held_in_parts_only_where_much_lies_whole() -> None
 
 
 def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
-    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True)
     assert kinds(made, "called") == kinds(made, "image") == {GatheredColumnParallel}
     assert kinds(made, "layers.1.mix") == kinds(made, "attention") == kinds(made, "grouped") == {StoredInParts}
     alone = build_plan(model(), 2, Selection((), ""), exhaustive=True)
@@ -104,7 +106,7 @@ def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
 
 
 def test_a_module_that_holds_parameters_in_parts_is_no_more_whole_for_it() -> None:
-    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom"), exhaustive=True)
+    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True)
     assert StoredInParts in kinds(made, "layers.1")
     assert alone(made, "layers.1") is Alone.UNSURE
     assert alone(made, "layers.1.query") is Alone.PART

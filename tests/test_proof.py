@@ -23,8 +23,8 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.quantized import Stack
-from parallelformers_ng.sharding.registry import Selection
 from parallelformers_ng.sharding.rules import Column, Heads, Row
 from tests.zoo.shuffled import ShuffledForCausalLM
 

@@ -23,7 +23,7 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy, Stored
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.proof import attention_of, identity
 from parallelformers_ng.autopolicy.trials import Trials
 from parallelformers_ng.autopolicy.twin import Twin
@@ -15,7 +16,7 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.policy import Selection
 
 UNCUT = Selection((), "pipeline", vocabulary=False, leftovers=False)
 """What stages of one rank are cut by: nothing."""
@@ -43,7 +44,7 @@ def may_merge(model: PreTrainedModel) -> bool:
 def _prove(model: PreTrainedModel) -> bool | str:
     try:
         with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
-            twin = make_twin(type(model), model.config, attention_of(model), layers=_LAYERS)
+            twin = make_twin(type(model), model.config, attention_of(model), layers=_LAYERS, edits=LiveEdits(model))
     except UnsupportedModelError as error:
         return str(error)
     if not twin.runs_whole:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
+from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.search import Search
 from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
 
 
@@ -42,6 +43,7 @@ _FIRST = 2
 """Ranks of the first search, as few ranks make the quickest trials. More ranks try its rules first."""
 _CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
 _CUSTOM: dict[tuple[Any, ...], str] = {}
+_LIVE: dict[tuple[Any, ...], bool] = {}
 _TWINS: dict[tuple[Any, ...], Twin] = {}
 """The latest twin only: proofs for several world sizes follow one another."""
 
@@ -71,6 +73,31 @@ def _cached(
     if key not in _CACHE:
         _CACHE[key] = _search(model, base, world_size, parts)
     return _CACHE[key]
+
+
+def prove_live_code(
+    model: PreTrainedModel, selection: Selection, world_size: int, parts: Sequence[float] = ()
+) -> Selection:
+    """Let policies cut code of the program's if a small copy that runs this code has the same outputs cut and whole.
+
+    Returns:
+        The selection, `proven` if so; else as it was, under which such code stays uncut.
+    """
+    proven = replace(selection, proven=True)
+    uncut = build_plan(model, world_size, selection, parts=parts).uncut
+    if uncut == build_plan(model, world_size, proven, parts=parts).uncut:
+        return selection  # nothing more would be cut
+    key = (*identity(model), world_size, tuple(parts), selection)
+    if key not in _LIVE:
+        try:
+            trials = Trials(twin_of(model), proven, world_size, parts)
+            prompt = trials.prompt()
+            _LIVE[key] = trials.match([], proven.vocabulary, proven.leftovers) and (
+                prompt is None or trials.same_tokens([], proven.vocabulary, *prompt)
+            )
+        except (UnsupportedModelError, PolicyError):
+            _LIVE[key] = False
+    return proven if _LIVE[key] else selection
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
@@ -107,7 +134,9 @@ def _objection(
         twin = twin_of(model)
     except UnsupportedModelError as error:
         return f"it cannot be proven: {error}"
-    trials = Trials(twin, Selection(policies, "custom", vocabulary=False, leftovers=False), world_size, parts)
+    trials = Trials(
+        twin, Selection(policies, "custom", vocabulary=False, leftovers=False, customs=policies), world_size, parts
+    )
     name = type(model).__name__
     hint = "look for projections that share a layer (fused=) and for what the forward reads (scaled=)"
     if not trials.match([], False):
@@ -122,8 +151,15 @@ def _objection(
 def _search(
     model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...]
 ) -> Proof | UnsupportedModelError:
+    proven = True
     try:
-        twin = twin_of(model)
+        try:
+            twin = twin_of(model)
+        except UnsupportedModelError:
+            if not LiveEdits(model):
+                raise
+            proven = False
+            twin = make_twin(type(model), model.config, attention_of(model))
     except UnsupportedModelError as error:
         # Written policies need no proof. What they leave stays whole, as the plan says.
         return Proof(base, unproven=str(error)) if base.policies else error
@@ -131,7 +167,9 @@ def _search(
     earlier = first if isinstance(first, Proof) else Proof(base)
     search = Search(Trials(twin, base, world_size, parts), earlier.chosen, earlier.selection.vocabulary)
     try:
-        return Proof(search.result(), [*earlier.tried, *search.tried], twin.unreached, search.chosen)
+        return Proof(
+            replace(search.result(), proven=proven), [*earlier.tried, *search.tried], twin.unreached, search.chosen
+        )
     except UnsupportedModelError as error:
         return error
 
@@ -146,14 +184,14 @@ def twin_of(model: PreTrainedModel) -> Twin:
     if key not in _TWINS:
         _TWINS.clear()
         with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
-            _TWINS[key] = make_twin(type(model), model.config, attention_of(model))
+            _TWINS[key] = make_twin(type(model), model.config, attention_of(model), edits=LiveEdits(model))
     return _TWINS[key]
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     """What a twin is made of: models with the same identity share it."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    return type(model), shape, attention_of(model), transformers.__version__
+    return type(model), shape, attention_of(model), transformers.__version__, LiveEdits(model).key
 
 
 def attention_of(model: PreTrainedModel) -> str | None:

@@ -42,6 +42,10 @@ def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Poli
     for block, rules in parts:
         plans.setdefault(block, {}).update(rules)
     return tuple(
-        type(f"Inferred{block}Policy", (Policy,), {"block": block, "plan": plan, "optional": tuple(plan)})
+        type(
+            f"Inferred{block}Policy",
+            (Policy,),
+            {"block": block, "plan": plan, "optional": tuple(plan), "inferred": True},
+        )
         for block, plan in plans.items()
     )

@@ -17,7 +17,7 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
-from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.policy import Selection
 
 _GROUP = 2
 """Inputs that share a scale where groups do: a twin's layers are too narrow for those of a model."""

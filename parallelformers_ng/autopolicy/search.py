@@ -11,7 +11,8 @@ from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
 from parallelformers_ng.autopolicy.trials import Choice, Trials
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.experts import has_experts_interface
-from parallelformers_ng.sharding.registry import Selection, written_places
+from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.registry import written_places
 from parallelformers_ng.sharding.rules import Column, Experts, Rule
 from parallelformers_ng.sharding.structure import called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
@@ -78,7 +79,8 @@ class Search:
         sources = [self.trials.base.source] if self.trials.base.policies else []
         if chosen or not sources:
             sources.append("inferred")
-        return Selection((*self.trials.base.policies, *policies), "+".join(sources), vocabulary, leftovers)
+        base = self.trials.base
+        return Selection((*base.policies, *policies), "+".join(sources), vocabulary, leftovers, base.customs)
 
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
         """Rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""

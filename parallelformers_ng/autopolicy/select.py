@@ -8,7 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.sharding.registry import Selection, is_covered, known_policies, repeated_blocks
+from parallelformers_ng.live_code.stock import foreign_modules
+from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.registry import is_covered, known_policies, repeated_blocks
 from parallelformers_ng.sharding.rules import Policy
 
 
@@ -34,7 +36,11 @@ def select(
     """
     selection, misfits = known_policies(model, custom, world_size)
     if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):
-        return selection
+        if world_size in (None, 1) or not isinstance(model, PreTrainedModel) or not foreign_modules(model):
+            return selection
+        from parallelformers_ng.autopolicy.proof import prove_live_code  # slow to import
+
+        return prove_live_code(model, selection, world_size or 1, parts)
     beside = "".join(f"; {misfit}" for misfit in misfits)
     if world_size is None or not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(

@@ -18,7 +18,7 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
-from parallelformers_ng.sharding.registry import Selection
+from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Rule
 from parallelformers_ng.sharding.structure import tensors
 
@@ -107,7 +107,8 @@ class Trials:
     def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
         """How the ranks of a trial hold the twin."""
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
-        selection = Selection((*self.base.policies, *policies), "inferred", vocabulary, leftovers)
+        base = self.base
+        selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)
         return build_plan(self.twin.model, self.world_size, selection, exhaustive=True, parts=self.parts)
 
     def _on_each_rank(self, plan: ShardPlan, body: Callable[[nn.Module], Any]) -> Callable[[Communicator], Any]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.kinds import absent_kinds
+from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.autopolicy.shapes import long_tables, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
@@ -49,6 +50,7 @@ def make_twin(
     attention: str | None = None,
     seed: int = 0,
     layers: int = Shrinking.layers,
+    edits: LiveEdits | None = None,
 ) -> Twin:
     """Build a twin, and find inputs for it and for its parts.
 
@@ -58,15 +60,19 @@ def make_twin(
         attention: attention implementation, "eager", "sdpa", ….
         seed: of its parameters and inputs.
         layers: how many it has at least, where the model has as many.
+        edits: code that the program has changed since the class built the model.
 
     Raises:
-        UnsupportedModelError: it cannot be built small, or no inputs were found on which it runs.
+        UnsupportedModelError: it cannot be built small or be given that code, or no inputs were found on which it runs.
     """
     failures: list[str] = []
     best: Twin | None = None
     end = time.thread_time() + _SECONDS
     least = first_choice(cls, config, layers)
     for model in _models(cls, config, attention, seed, least, failures):
+        if edits:
+            edits.apply(model)
+            randomise(model, seed)
         twin = observe(model, seed + 1)
         if twin.runs_whole:
             best = twin

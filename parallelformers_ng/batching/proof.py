@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.twin import difference
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching.prefixes import Prefixes
@@ -34,13 +35,15 @@ class Trial:
 
     Args:
         at_once: the first call waits for it. Else calls run one after another until it is known.
+        edits: code that the program changed since the class built the model.
 
     Attributes:
         is_due: it has begun, or must begin with the next call.
         in_pieces: prompts may run side by side, in pieces, and from where they begin alike; else whole, one by one.
     """
 
-    def __init__(self, at_once: bool) -> None:
+    def __init__(self, at_once: bool, edits: LiveEdits | None = None) -> None:
+        self._edits = edits
         self.is_due = self._at_once = at_once
         self._lock = threading.Lock()
         self._has_begun = False
@@ -48,7 +51,7 @@ class Trial:
         self._why_alone = "it is not known yet whether the model's calls may share a batch"
 
     def why_alone(self, cls: Any, config: Any) -> str:
-        """Why a call of a model of this class and configuration runs alone, "" where it may share a batch."""
+        """Say why a call of a model of this class and configuration runs alone; "" if it may share a batch."""
         self.is_due = True
         with self._lock:
             begins, self._has_begun = not self._has_begun, True
@@ -59,13 +62,13 @@ class Trial:
         return self._why_alone
 
     def _try(self, cls: Any, config: Any) -> None:
-        self._why_alone, self.in_pieces = prove(cls, config)
+        self._why_alone, self.in_pieces = prove(cls, config, self._edits)
         if self._why_alone:
             log.info("calls of %s are decoded one after another: %s", cls.__name__, self._why_alone)
 
 
-def prove(cls: Any, config: Any) -> tuple[str, bool]:
-    """Try it on a small copy of a model of this class and configuration.
+def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, bool]:
+    """Try it on a small copy of a model of this class and configuration, with the same code.
 
     Returns:
         Why calls run one after another, "" where they may share a batch; and whether prompts may run in pieces.
@@ -73,7 +76,7 @@ def prove(cls: Any, config: Any) -> tuple[str, bool]:
     if config.is_encoder_decoder:
         return "it has an encoder", False
     try:
-        twin = make_twin(cls, config)
+        twin = make_twin(cls, config, edits=edits)
     except UnsupportedModelError as error:
         return str(error), False
     if not why_alone(twin.model, in_pieces=True):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -22,6 +24,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.hooks.pickling import is_of_library
 from parallelformers_ng.hooks.registry import check
+from parallelformers_ng.live_code.changes import CodeChanges, by_value
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantized import quantize_modules
 from parallelformers_ng.sharding.tensors import get_tensor
@@ -34,10 +37,17 @@ class Skeleton:
     def __init__(self, model: bytes, plan: bytes) -> None:
         self.model = model
         self.plan = plan
+        self.code: CodeChanges | None = None
+        """What ranks have to change of the code that they import, before they build the model."""
 
     @classmethod
-    def of(cls, model: nn.Module, plan: ShardPlan) -> Skeleton:
+    def of(cls, model: nn.Module, plan: ShardPlan, modules: Collection[str] = ()) -> Skeleton:
         """Take the skeleton of `model`.
+
+        Args:
+            model: the model, on any device.
+            plan: how it is cut.
+            modules: names of the modules whose code travels by value.
 
         Raises:
             UnsupportedModelError: some part of the model cannot be pickled; the message says which.
@@ -55,13 +65,16 @@ class Skeleton:
             return None
 
         try:
-            _Pickler(buffer, reference).dump(model)
+            with by_value(modules):
+                _Pickler(buffer, reference).dump(model)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a lock,"
                 " an open file) cannot be copied; remove it before parallelize"
             ) from error
-        return cls(buffer.getvalue(), cloudpickle.dumps(plan))  # apart: its thousands of ranges are no tensors
+        return cls(
+            buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None))
+        )  # apart: its thousands of ranges are no tensors
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """The module tree as ranks have it, with every tensor on `meta`, and the plan of what they hold."""

@@ -36,6 +36,7 @@ MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _IN_VECTORS else 32}
 """With more rows torch's matrix product is as fast or faster."""
 MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
 """With more, the weight is put together once for all of them."""
+_code_is_stock = True
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
@@ -144,10 +145,20 @@ class FusedRMSNorm(nn.Module):
         return out
 
 
+def serve_stock_code(is_stock: bool) -> None:
+    """Say whether models run the libraries' own code. If not, the kernels compute nothing in the place of modules."""
+    global _code_is_stock
+    _code_is_stock = is_stock
+
+
 def may_serve() -> bool:
-    """Whether nothing is going on that only torch's own operators know how to do: gradients, autocast, a trace."""
+    """Whether modules run stock code, and nothing is going on that only torch's own operators know how to do: gradients,
+    autocast, a trace."""
     return (
-        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu")
+        _code_is_stock
+        and not torch.compiler.is_compiling()
+        and torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
     )
 
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.worker.call import Call
+
 Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
 """The state of a random stream, and what takes its state afterwards."""
 
@@ -95,16 +98,19 @@ class Edits:
 
     Args:
         model: the model, as the workers have it.
+        code: the code that it runs in this process.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, code: LiveCode) -> None:
+        self._code = code
         self._owners = owners_of_configurations(model)
         self._built = Snapshot(self._configurations(model))  # what every new incarnation of the workers begins with
         self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
         self._count = 0
         self._lock = threading.Lock()
         # What the workers of an incarnation know: configurations, and all attributes that were set up to a time.
-        self._known = (0, self._built, 0)
+        # Also how often code had changed.
+        self._known = (0, self._built, 0, 0)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """The module at `path` has a new value of an attribute."""
@@ -114,31 +120,37 @@ class Edits:
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
 
-    def changes(
-        self, model: nn.Module, incarnation: int
-    ) -> tuple[dict[str, Any], dict[tuple[str, str], Any], Callable[[], None]]:
-        """What differs from what the workers of this incarnation have.
+    def put_into(self, call: Call, model: nn.Module, incarnation: int) -> Callable[[], None]:
+        """Add to a call what the workers of this incarnation do not know yet.
 
         Returns:
-            Dotted name → value of attributes of configurations; (path, name) → value of attributes of modules; and what
-            is to be called once the workers have them. A request that fails on its way has taught them nothing.
+            What is to be called once the workers have it. A request that fails on its way has taught them nothing.
+
+        Raises:
+            ParallelError: code was changed in a way that the workers cannot follow.
         """
-        known_incarnation, known, time = self._known
+        known_incarnation, known, time, code_count = self._known
         if known_incarnation != incarnation:
-            known, time = self._built, 0
+            known, time, code_count = self._built, 0, 0
+        code = self._code
+        if not (code.step.holds() and (call.method == "__call__" or code.rest.holds())):
+            code.update()
+        if code_count != (codes := code.count):
+            call.code = code.changes
         configs, count = self._configurations(model), self._count
-        if time == count and known.still_holds(configs):
-            return {}, {}, _nothing
+        if time == count and code_count == codes and known.still_holds(configs):
+            return _nothing
         current = Snapshot(configs)
         before, now = known.values(), current.values()
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
 
         def arrived() -> None:
-            self._known = incarnation, current, count
+            self._known = incarnation, current, count, codes
 
-        edited = {name: value for name, value in now.items() if name not in before or before[name] != value}
-        return edited, attributes, arrived
+        call.configs = {name: value for name, value in now.items() if name not in before or before[name] != value}
+        call.attributes = attributes
+        return arrived
 
     def _configurations(self, model: nn.Module) -> dict[str, Any]:
         return {

@@ -67,12 +67,12 @@ class Calls:
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
-            Dispatcher(model, replica, self._stream, self.hooks, self.adapters, steps)
+            Dispatcher(model, replica, self._stream, self.hooks, self.adapters, steps, deployment.code)
             for replica in deployment.replicas
         ]
         self.shared: list[SharedCalls] = []
         if batching is not None:
-            trial = Trial(prove_at_once)
+            trial = Trial(prove_at_once, deployment.code.check.edits)
             self.shared = [
                 SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks))
                 for each in self.dispatchers

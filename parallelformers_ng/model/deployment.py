@@ -22,7 +22,8 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.groups import attach, build_ranks
+from parallelformers_ng.model.groups import attach, build_ranks, compare_code
+from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
@@ -49,6 +50,7 @@ class Deployment:
         checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
             again after a restart.
         given: what the model was given as, where it was quantized, and is again in the end.
+        code: the code that the model runs in this process.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Deployment:
         checkpoint: Checkpoint | None = None,
         show_progress: bool = True,
         given: Given | None = None,
+        code: LiveCode,
     ) -> None:
         self.plan = plan
         self.replicas = list(replicas)
@@ -75,7 +78,8 @@ class Deployment:
         self._limit = limit
         self._lock = threading.Lock()
         self.ended = False
-        self._skeleton = Skeleton.of(model, plan)
+        self.code = code
+        self._skeleton = Skeleton.of(model, plan, code.by_value)
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
@@ -91,6 +95,7 @@ class Deployment:
             for replica in self.replicas:
                 replica.group.wait_until_ready()
                 self._refuse_weights_from_here(type(model).__name__, replica)
+                self._find_foreign_code(model, replica)
                 build_ranks(replica.group, self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             handed = self._checkpoint.of_model(self.plan)
@@ -117,6 +122,16 @@ class Deployment:
             raise
         if not self._keeps_weights:
             self._release_store()
+
+    def _find_foreign_code(self, model: nn.Module, replica: Replica) -> None:
+        """Add to the skeleton what the ranks do not import as this process runs it; once, as all import alike."""
+        if replica is not self.replicas[0]:
+            return
+        known = set(self.code.by_value)
+        changes = self.code.compare(functools.partial(compare_code, replica.group))
+        if self.code.by_value != known:  # some modules that were found here are not there
+            self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
+        self._skeleton.code = changes
 
     def _refuse_weights_from_here(self, name: str, replica: Replica) -> None:
         """Raise PlacementError where weights would have to go from this process to another host."""

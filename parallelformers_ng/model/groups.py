@@ -10,6 +10,7 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.hosts.launching import elsewhere
+from parallelformers_ng.live_code.changes import Digests
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -93,6 +94,12 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
                 names, size = [], 0
     if names:
         yield names, size
+
+
+def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
+    """Have a rank compare code with what it imports, see `live_code.changes.differences`."""
+    found: Digests = group.call("differences", digests)
+    return found
 
 
 def build_ranks(group: WorkerGroup, skeleton: Skeleton) -> None:

@@ -28,7 +28,7 @@ from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 REMOTE = "_parallelformers_ng"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
-_FIXED = frozenset({"forward", "use_kernels", "hf_device_map"})
+_FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 """Attributes that say what a module computes, and where."""
 
 

@@ -74,7 +74,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         raise
     remote_of(model).calls.hooks.leave()
     for module in (*modules, *remote_of(model).around):
-        module.__class__ = type(module)._whole_class  # type: ignore[attr-defined]
+        object.__setattr__(module, "__class__", type(module)._whole_class)  # type: ignore[attr-defined]
         del vars(module)[REMOTE]
 
 

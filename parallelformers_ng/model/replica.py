@@ -29,6 +29,7 @@ from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
 from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream, Stream
 from parallelformers_ng.model.groups import revive
+from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -157,6 +158,7 @@ class Dispatcher:
         hooks: the caller's.
         adapters: the model's, None where it has none.
         steps: how decode steps are compiled or captured, None where they are not.
+        code: the code that the model runs in this process.
 
     Attributes:
         steps: as given; None, too, once these workers have shown that they cannot capture any.
@@ -171,10 +173,11 @@ class Dispatcher:
         hooks: HookRegistry,
         adapters: Adapters | None,
         steps: StaticSteps | None,
+        code: LiveCode,
     ) -> None:
         self.replica = replica
         self.steps = steps
-        self.edits = Edits(model)
+        self.edits = Edits(model, code)
         self._stream = stream
         self._hooks = hooks
         self._adapters = adapters
@@ -231,7 +234,7 @@ class Dispatcher:
             call.hooks = hooks.packed
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
-        call.configs, call.attributes, arrived = self.edits.changes(model, incarnation)
+        arrived = self.edits.put_into(call, model, incarnation)
         call.adapters = None if self._adapters is None else self._adapters.active()
         call.cache_block = next(registry.blocks)
         if registry.unwanted:

@@ -96,7 +96,7 @@ class SharedCalls:
         """
         group, incarnation = self._replica.ready()
         call = Call("", "decode_rows", (), {}, adapters=asked.adapters)
-        call.configs, call.attributes, arrived = self._edits.changes(model, incarnation)
+        arrived = self._edits.put_into(call, model, incarnation)
         asked.positions = self._steps.positions(model)
         why = ""
         try:

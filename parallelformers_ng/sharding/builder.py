@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from operator import attrgetter, truediv
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
+from parallelformers_ng.live_code.stock import names_of
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
@@ -19,13 +19,11 @@ from parallelformers_ng.sharding.heads import Heads
 from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
 from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
-from parallelformers_ng.sharding.policy import Policy, is_block
+from parallelformers_ng.sharding.policy import Policy, Selection, is_block
 from parallelformers_ng.sharding.quantizing import border, choose_encodings
 from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
+from parallelformers_ng.sharding.units import CutUnit, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
-
-if TYPE_CHECKING:
-    from parallelformers_ng.sharding.registry import Selection
 
 _ABOUT_THE_SAME = 1.05
 """A tensor counts as spread evenly, or by the ratio, while the rank that has most of it beside its part has at most
@@ -60,7 +58,8 @@ def build_plan(
     group = border(model, quantize)
 
     def build(shares: Sequence[float] = ()) -> ShardPlan:
-        builder = _Builder(Draft(model, world_size, parts, shares, group))
+        draft = Draft(model, world_size, parts, shares, group, selection.proven)
+        builder = _Builder(draft, selection.customs, lenient=not exhaustive)
         for policy in selection.policies:
             builder.apply(policy)
         if selection.vocabulary:
@@ -90,14 +89,32 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
     """Why a policy does not fit a model, or "" where it does."""
     try:
-        _Builder(Draft(model, world_size)).apply(policy)
+        _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:
         return str(error)
     return ""
 
 
 class _Builder:
-    def __init__(self, draft: Draft) -> None:
+    """Applies policies to a draft.
+
+    Args:
+        draft: the draft.
+        customs: policies of the caller's, whose rules apply whatever code they cut.
+        lenient: leave uncut what an inferred policy does not fit: it was found on a copy made of the configuration,
+            which a program may have made the model unlike. In a proof it is an error.
+
+    Attributes:
+        blocks: paths of the modules that the policies apply to.
+        uncut: path of a module whose layers stay whole, although a policy names them → why.
+        units: path of a module beneath which parts are computed → paths beneath it that they do not reach.
+    """
+
+    def __init__(self, draft: Draft, customs: Sequence[type[Policy]] = (), lenient: bool = False) -> None:
+        self.customs = customs
+        self.lenient = lenient
+        self.uncut: dict[str, str] = {}
+        self.units: dict[str, tuple[str, ...]] = {}
         self.model = draft.model
         self.world_size = draft.world_size
         self.draft = draft
@@ -109,19 +126,57 @@ class _Builder:
         unmatched = set(policy.plan)
         for path, block in blocks:
             self._check_requirements(policy, path, block)
-            heads = self._head_shares(policy, path)
-            for rule_path, rule in policy.plan.items():
-                above = getattr(rule, "heads", None)
-                above = _nearest(rule_path, heads) if above is None else above
-                self.draft.counter = self.draft.modules.get(dotted(path, above))
-                for target in self._targets(dotted(path, rule_path)):
-                    self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
-                    if rule.finds(self.draft, target):
-                        rule.apply(self.draft, target, heads.get(above, []))
-                        unmatched.discard(rule_path)
+            try:
+                heads = self._head_shares(policy, path)
+            except PolicyError as error:
+                if not (policy.inferred and self.lenient):
+                    raise
+                self.uncut[path] = str(error).partition(": ")[2]
+                unmatched.clear()
+                continue
+            for unit in units_of(policy, heads):
+                unmatched -= self._apply_unit(policy, unit, path, heads)
         for rule_path in sorted(unmatched):
             if not any(is_within(rule_path, path) for path in policy.optional):
                 raise PolicyError(_no_match(policy, rule_path, blocks))
+
+    def _apply_unit(
+        self, policy: type[Policy], unit: CutUnit, block: str, heads: dict[str, list[HeadShare]]
+    ) -> set[str]:
+        """Apply the rules of a unit to a block, or leave it uncut if a module in it runs code of the program's.
+
+        Returns:
+            The rules that match a layer.
+        """
+        targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
+        if policy not in self.customs:
+            layers = [target for found in targets.values() for target in found]
+            if reason := unit.not_stock(self.draft, block, layers):
+                self.uncut[dotted(block, unit.root)] = reason
+                return {
+                    path for path, found in targets.items() if any(target in self.draft.modules for target in found)
+                }
+        before = self.draft.notes()
+        matched: set[str] = set()
+        try:
+            for rule_path, found in targets.items():
+                rule = policy.plan[rule_path]
+                above = getattr(rule, "heads", None)
+                above = _nearest(rule_path, heads) if above is None else above
+                self.draft.counter = self.draft.modules.get(dotted(block, above))
+                for target in found:
+                    self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
+                    if rule.finds(self.draft, target):
+                        rule.apply(self.draft, target, heads.get(above, []))
+                        matched.add(rule_path)
+        except PolicyError as error:
+            if not (policy.inferred and self.lenient):
+                raise
+            self.draft.restore(before)
+            self.uncut[dotted(block, unit.root)] = str(error).partition(": ")[2]
+        if matched:
+            self.units[dotted(block, unit.root)] = tuple(dotted(block, other) for other in unit.others)
+        return matched
 
     def _targets(self, path: str) -> list[str]:
         """The places that a rule names: one, or all that its `*` stand for."""
@@ -153,7 +208,11 @@ class _Builder:
 
     def cut_vocabulary(self) -> None:
         """Cut input embeddings and output heads by rows of the vocabulary, tied or not."""
+        readers = [path for path in self.draft.foreign if "weight" in names_of(self.draft.modules[path])]
         for layer in find_vocabulary(self.model, taken=set(self.draft.cuts)):
+            if reader := next((path for path in readers if is_within(layer.path, path)), None):
+                self.uncut[layer.path] = f"{reader or 'the model'}: {self.draft.foreign[reader]}"
+                continue
             self.draft.who = f"vocabulary of {layer.path}"
             cut_rows(self.draft, layer, rule="vocabulary")
 
@@ -187,6 +246,9 @@ class _Builder:
             settings=casts.settings(),
             quantized=quantized,
             misfits=misfits,
+            uncut=self.uncut if self.world_size > 1 else {},
+            units=self.units,
+            selection=selection,
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
+from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
 from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerPlan, Shard
@@ -24,6 +25,7 @@ class Draft:
         shares: what part each rank is to have of what is not counted in heads, as for `spread`.
         group: how much of that is to stay together, as for `spread_columns`.
         modules: dotted path → module.
+        foreign: dotted path of a module that runs code of the program's → what it is; none if a proof has run it.
         cuts: tensor name → one shard per rank, and the rule that made them.
         layers: what the injector will do, each once.
         who: the policy, rule and place that is being applied, for errors.
@@ -37,6 +39,7 @@ class Draft:
         parts: Sequence[float] = (),
         shares: Sequence[float] = (),
         group: int = 1,
+        proven: bool = False,
     ) -> None:
         self.world_size = world_size
         self.parts = parts
@@ -44,10 +47,19 @@ class Draft:
         self.group = group
         self.model = model
         self.modules = dict(model.named_modules())
+        self.foreign = {} if proven else foreign_modules(model)
         self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
         self.layers: dict[tuple[str, Any], LayerPlan] = {}
         self.who = ""
         self.counter: nn.Module | None = None
+
+    def notes(self) -> tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]:
+        """What is noted so far, for `restore`."""
+        return dict(self.cuts), dict(self.layers)
+
+    def restore(self, notes: tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]) -> None:
+        """Forget what was noted since."""
+        self.cuts, self.layers = notes
 
     # -- notes ---------------------------------------------------------------------------------------------------
 

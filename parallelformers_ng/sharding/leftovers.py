@@ -14,12 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from parallelformers_ng.live_code.stock import foreign_layer, names_of
 from parallelformers_ng.sharding.calls import CONVOLUTIONS, is_only_called
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.linear import Column
 from parallelformers_ng.sharding.stored import store
 from parallelformers_ng.sharding.structure import Place, places, uses
-from parallelformers_ng.sharding.tensors import dotted
+from parallelformers_ng.sharding.tensors import dotted, is_within
 
 _ENOUGH = 0.02
 """Nothing more is cut once what is replicated adds no more than this to each rank's share of the bytes."""
@@ -91,8 +92,9 @@ def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
     draft.who, draft.counter = f"leftover on {path}", None
     outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
     looks_up = isinstance(module, nn.Embedding) and module.max_norm is None
+    is_plain = not foreign_layer(module) and not _owner_is_foreign(draft, path)
     multiplies = type(module) in (nn.Linear, Conv1D, *CONVOLUTIONS) and getattr(module, "groups", 1) == 1
-    called = leftover.name == "weight" and is_only_called(draft.model, path)
+    called = leftover.name == "weight" and is_plain and is_only_called(draft.model, path)
     if called and (looks_up or (multiplies and gets_whole)) and leftover.shape[outputs] >= draft.world_size:
         Column("column", gather=True).apply(draft, path, [])
         return True
@@ -101,6 +103,11 @@ def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
         return False
     store(draft, path, leftover.name, dim)
     return True
+
+
+def _owner_is_foreign(draft: Draft, path: str) -> bool:
+    """Whether code of the program's may read the weight at `path` itself."""
+    return any(is_within(path, other) and "weight" in names_of(draft.modules[other]) for other in draft.foreign)
 
 
 def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:

@@ -16,7 +16,7 @@ import torch
 
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range, width_of
-from parallelformers_ng.sharding.table import human_bytes, table
+from parallelformers_ng.sharding.table import human_bytes, pattern_of, table
 
 if TYPE_CHECKING:
     from parallelformers_ng.offload.tiers import Tiers
@@ -144,6 +144,9 @@ class ShardPlan:
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
         quantized: name of a tensor that ranks hold in few bits → how.
+        uncut: path of a module whose layers stay whole, although a policy names them → why.
+        selection: the policies; None on the ranks.
+        units: path of a module beneath which ranks compute parts of a result → paths beneath it that these do not reach.
         misfits: name of one that was to be quantized and stays in high precision → why.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.
@@ -163,6 +166,9 @@ class ShardPlan:
     cache: str | None = None
     quantized: dict[str, Encoding] = field(default_factory=dict)
     misfits: dict[str, str] = field(default_factory=dict)
+    uncut: dict[str, str] = field(default_factory=dict)
+    units: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    selection: Selection | None = None
     strategy: str = "tensor"
     stages: int = 1
     why: str = ""
@@ -246,6 +252,17 @@ class ShardPlan:
         )
 
     @property
+    def why_uncut(self) -> str:
+        """What the program's own code keeps whole, for people; "" if nothing."""
+        if not self.uncut:
+            return ""
+        kinds: dict[str, str] = {}
+        for path, reason in self.uncut.items():
+            kinds.setdefault(pattern_of(f"{path}."), pattern_of(reason))
+        parts = "; ".join(f"{path.strip('.')} ({reason})" for path, reason in [*kinds.items()][:3])
+        return f"computed whole on every rank, as the code is not the libraries' own: {parts}"
+
+    @property
     def cut_share(self) -> float:
         """Share of the cuttable bytes that are cut, between 0 and 1; 1 where there are none.
 
@@ -281,6 +298,7 @@ class ShardPlan:
             "cache": self.cache,
             "quantized": {name: encoding.kind for name, encoding in self.quantized.items()},
             "misfits": self.misfits,
+            "uncut": self.uncut,
             "places": None if self.tiers is None else self.tiers.places,
             "tensors": tensors,
         }

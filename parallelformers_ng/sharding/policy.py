@@ -95,6 +95,7 @@ class Policy:
         holds: paths of layers without which a module of that name is another block, as in an earlier release of
             transformers; the policy then leaves it alone. Policies for several layouts of one
             block hold different ones.
+        inferred: whether it was found on a small copy of a model, which the model itself may be unlike in places.
         requires: attribute path beneath the block → the value for which the plan is right, for settings that change how
             the forward computes. A model with another value is refused.
     """
@@ -104,10 +105,34 @@ class Policy:
     optional: ClassVar[tuple[str, ...]] = ()
     holds: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[dict[str, object]] = {}
+    inferred: ClassVar[bool] = False
 
     @classmethod
     def blocks(cls) -> tuple[str, ...]:
         return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The policies that apply to a model.
+
+    Attributes:
+        policies: each with at least one block in the model.
+        source: "custom", "written" or "inferred", joined by "+" where parts differ; "held in parts"
+            where only leftovers are cut.
+        vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
+        leftovers: whether what the policies leave whole is cut where it is large.
+        customs: those of them that are the caller's, who answers for the code that they cut.
+        proven: whether the others were proven on the code that this model runs. If not, they cut the libraries' own
+            code alone.
+    """
+
+    policies: tuple[type[Policy], ...]
+    source: str
+    vocabulary: bool = True
+    leftovers: bool = True
+    customs: tuple[type[Policy], ...] = ()
+    proven: bool = False
 
 
 def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:

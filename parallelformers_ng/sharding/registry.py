@@ -7,7 +7,6 @@ import importlib
 import logging
 import pkgutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,30 +16,12 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import misfit
-from parallelformers_ng.sharding.policy import Policy, block_names, is_block
+from parallelformers_ng.sharding.policy import Policy, Selection, block_names, is_block
 from parallelformers_ng.sharding.policy_check import check_policy
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 log = logging.getLogger("parallelformers_ng")
 _LEFT_AT_MOST = 0.1
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The policies that apply to a model.
-
-    Attributes:
-        policies: each with at least one block in the model.
-        source: "custom", "written" or "inferred", joined by "+" where parts differ; "held in parts"
-            where only leftovers are cut.
-        vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
-        leftovers: whether what the policies leave whole is cut where it is large.
-    """
-
-    policies: tuple[type[Policy], ...]
-    source: str
-    vocabulary: bool = True
-    leftovers: bool = True
 
 
 def known_policies(
@@ -64,7 +45,7 @@ def known_policies(
         log.info("%s; its blocks are cut as the twin proof allows", why)
     written = [p for p in written if p not in misfits]
     sources = (["custom"] if customs else []) + (["written"] if written else [])
-    return Selection((*customs, *written), "+".join(sources)), list(misfits.values())
+    return Selection((*customs, *written), "+".join(sources), customs=customs), list(misfits.values())
 
 
 @cache

@@ -42,6 +42,7 @@ def table(plan: ShardPlan) -> str:
         + kept
         + _quantization(plan)
         + (f"warning: {plan.warning}\n" if plan.warning else "")
+        + (f"{plan.why_uncut}\n" if plan.uncut else "")
     )
     return head + "\n".join(body)
 

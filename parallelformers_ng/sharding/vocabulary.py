@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.live_code.stock import foreign_layer
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, cannot_cut
@@ -140,7 +141,7 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
     for embedding, head in vocabulary_modules(model):
         if isinstance(embedding, nn.Embedding) and id(embedding) in paths:
             _add_embedding(found, paths[id(embedding)], embedding)
-        if isinstance(head, nn.Linear) and id(head) in paths and not _holds_layers(head):
+        if isinstance(head, nn.Linear) and id(head) in paths and _is_plain(head):
             path = paths[id(head)]
             tensors = (f"{path}.weight",) if head.bias is None else (f"{path}.weight", f"{path}.bias")
             found[path] = VocabularyLayer(path, GatheredColumnParallel, head.weight.shape[0], tensors)
@@ -161,13 +162,14 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
 
 def _add_embedding(found: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
     """Note an embedding, unless it renormalises its rows in place, which a rank can do only to its own."""
-    if embedding.max_norm is None and not _holds_layers(embedding):
+    if embedding.max_norm is None and _is_plain(embedding):
         found[path] = VocabularyLayer(path, VocabularyParallelEmbedding, embedding.weight.shape[0], (f"{path}.weight",))
 
 
-def _holds_layers(module: nn.Module) -> bool:
-    """Whether there are further layers inside: then it is more than its rows (a part for added tokens, an adapter)."""
-    return any(True for _ in module.children())
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is no more than its rows: without layers inside (a part for added tokens, an adapter), and
+    without code of the program's."""
+    return not any(True for _ in layer.children()) and not foreign_layer(layer)
 
 
 def _ask(accessor: object) -> nn.Module | None:

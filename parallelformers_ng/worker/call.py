@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallelformers_ng.live_code.changes import CodeChanges
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 
@@ -33,6 +34,7 @@ class Call:
         hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None where there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
         adapters: those that the call runs with; None where the model has none.
+        code: code that the caller's program has changed since the last call; None if it has changed none.
     """
 
     path: str
@@ -52,6 +54,7 @@ class Call:
     captured: bool = False
     hooks: Any = None
     adapters: ActiveAdapters | None = None
+    code: CodeChanges | None = None
 
 
 @dataclass

@@ -33,7 +33,8 @@ from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation
-from parallelformers_ng.kernels.operators import install_attention
+from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
+from parallelformers_ng.live_code.changes import AppliedChanges, CodeChanges, Digests, differences
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 from parallelformers_ng.sharding.attributes import set_config
@@ -54,6 +55,7 @@ class ModelRunner(RankWeights):
         super().__init__(rank, device, emit)
         self.world_size = world_size
         self.communicator = communicator
+        self.code = AppliedChanges()
         self._captured: dict[str, CapturedSteps] = {}  # those of single calls, and of calls that are decoded together
         if device.type == "cpu":
             install_attention()
@@ -84,12 +86,14 @@ class ModelRunner(RankWeights):
             The same, now.
         """
         self.drop()
+        if skeleton.code is not None:
+            self._take_code(skeleton.code)
         installation.layers_agree = installation.layers_agree or layers_agree
         # Modelling code may also draw from these; seeded alike, the ranks draw alike.
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self.code.of_step:
             installation.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
         keep_caches(self.plan.cache)
@@ -101,6 +105,8 @@ class ModelRunner(RankWeights):
         """Let the model go; the worker is then ready for another."""
         held = self.model is not None
         self._clear()
+        self.code.undo()
+        serve_stock_code(True)
         self.forget_steps()
         look_ups.forget()
         if held:
@@ -228,6 +234,9 @@ class ModelRunner(RankWeights):
         if call.freed_caches:
             self.caches.free(call.freed_caches)
         self.caches.last_number = call.cache_block
+        if call.code is not None:
+            self._take_code(call.code)
+            self.forget_steps()
         if call.hooks is not None or self.hooks is not None:
             self.hooks = self.hooks or InstalledHooks(self.model, self._handle)
             self.hooks.install(call.hooks, call.cache_block)
@@ -238,6 +247,15 @@ class ModelRunner(RankWeights):
             call.adapters.activate(layers_with_adapters(self.model))
             self.adapters = call.adapters
             self.forget_steps()
+
+    def differences(self, digests: Digests) -> Digests:
+        """Compare the caller's code with what this process imports, see `live_code.changes.differences`."""
+        return differences(digests)
+
+    def _take_code(self, changes: CodeChanges) -> None:
+        """Run code as the caller's program has changed it, from now on."""
+        self.code.apply(changes, self.model)
+        serve_stock_code(not self.code.of_step)
 
     def _take_cache(self, handle: Handle, used: set[int]) -> Cache:
         if handle.kind == "new cache":

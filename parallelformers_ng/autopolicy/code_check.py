@@ -1,0 +1,81 @@
+"""Whether a plan stays right for code that a program has changed after it was made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from parallelformers_ng.autopolicy.live_edits import LiveEdits
+from parallelformers_ng.autopolicy.trials import Trials
+from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.live_code.reach import reach
+from parallelformers_ng.live_code.stock import foreign_class, names_of_class
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.units import sees_part
+
+
+class CodeCheck:
+    """What has to be known of a model to check its plan again.
+
+    Args:
+        model: the model, before it is parallelized.
+        plan: how it is cut.
+        selection: the policies that the plan was made of; None for stages, in which a change is not looked into.
+
+    Attributes:
+        edits: code that the program changed since the class built the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: ShardPlan, selection: Selection | None) -> None:
+        self._model_class = type(model)
+        self._config = model.config
+        self._attention = getattr(model.config, "_attn_implementation", None)
+        self.edits = LiveEdits(model)
+        self._plan = plan
+        self._selection = selection
+        self._inside: set[type[nn.Module]] = set()
+        self._outside: set[type[nn.Module]] = set()
+        for path, module in model.named_modules():
+            (self._inside if sees_part(plan, path) else self._outside).add(type(module))
+        self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
+
+    def objection(self, moved: Collection[str]) -> str:
+        """Say why the plan does not hold for the code as it is now; "" if it does.
+
+        Args:
+            moved: places whose values have changed.
+        """
+        if self._plan.world_size == 1:
+            return ""
+        for cls in self._outside - self._inside:
+            if foreign_class(cls) and self._layers & names_of_class(cls) and _reaches(cls, moved):
+                return f"{cls.__name__} reads layers that are cut"
+        changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]
+        return self._not_proven() if changed else ""
+
+    def _not_proven(self) -> str:
+        if self._selection is None:
+            return "it is computed in stages"
+        try:
+            twin = make_twin(self._model_class, copy.deepcopy(self._config), self._attention, edits=self.edits)
+        except UnsupportedModelError as error:
+            return str(error)
+        selection = self._selection
+        trials = Trials(twin, selection, self._plan.world_size)
+        try:
+            if not trials.match([], selection.vocabulary, selection.leftovers):
+                return trials.failure
+            prompt = trials.prompt()
+            same = prompt is None or trials.same_tokens([], selection.vocabulary, *prompt)
+        except PolicyError as error:
+            return str(error)
+        return "" if same else trials.failure
+
+
+def _reaches(cls: type[nn.Module], moved: Collection[str]) -> bool:
+    return not reach([cls]).keys().isdisjoint(moved)

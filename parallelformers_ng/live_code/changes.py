@@ -1,0 +1,270 @@
+"""Code that differs between the caller and a rank: found by digests, sent by value, put in its place there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import operator
+import pickle
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers.utils.generic import GeneralInterface
+
+from parallelformers_ng.errors import NotPortableError
+from parallelformers_ng.live_code.content import digest, original
+from parallelformers_ng.live_code.reach import Slot, package_of, reach, scopes_of, value_in
+
+ABSENT = b""
+"""The digest of a place that holds nothing."""
+_NOTHING = object()
+Digests = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class CodeChanges:
+    """Values for places of code, as they travel to the ranks.
+
+    Attributes:
+        data: a pickle of place → value.
+        restored: places that hold again what a rank imports by itself.
+        of_step: whether a forward pass reaches one of them.
+        by_value: modules whose code came to the ranks by value, where no import finds it.
+    """
+
+    data: bytes
+    restored: tuple[str, ...]
+    of_step: bool
+    by_value: frozenset[str] = frozenset()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With this it travels as a pickle, which is signed: `data` is code."""
+        vars(self).update(state)
+
+
+def code_of(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Slot]:
+    """The code that calls of a model can reach: place → slot."""
+    configs = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
+    attentions = {name for name in configs if isinstance(name, str)} | {"sdpa", "eager"}
+    return reach(classes_of(model), functions, attentions)
+
+
+def classes_of(model: nn.Module) -> set[type]:
+    """The classes of a model's modules, without those that torch makes of a class to parametrize a weight."""
+    return {parametrize.type_before_parametrizations(module) for module in model.modules()}
+
+
+def digests_of(slots: Mapping[str, Slot]) -> Digests:
+    """Place → digest of what it holds, in modules that a rank may import by name."""
+    by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
+    return {place: digest(slot.value) for place, slot in slots.items() if module_of(place) not in by_value}
+
+
+def differences(digests: Digests) -> Digests:
+    """Compare with the code of this process.
+
+    Returns:
+        Place → digest of what it holds here, for those that differ; `ABSENT` if there is nothing.
+    """
+    found: Digests = {}
+    for place, theirs in digests.items():
+        value = _look_up(place)
+        mine = ABSENT if value is _NOTHING else digest(value)
+        if mine != theirs:
+            found[place] = mine
+    return found
+
+
+def is_filled_in(slot: Slot, here: bytes) -> bool:
+    """Whether a place differs only because transformers has filled in there what it imports when it is first used."""
+    return here == digest(None) and package_of(slot.value) in ("torch", "transformers", "flash_attn")
+
+
+def pack(
+    slots: Mapping[str, Slot], restored: Iterable[str] = (), modules: Collection[str] = frozenset()
+) -> CodeChanges:
+    """Take values of places to the wire.
+
+    Args:
+        slots: the places and their values.
+        restored: places that hold again what a rank imports by itself.
+        modules: names of the modules whose code travels by value.
+
+    Raises:
+        NotPortableError: one cannot cross; the message names its place.
+    """
+    values = {place: slot.value for place, slot in slots.items()}
+    try:
+        with by_value(modules):
+            data = _pickled(values)
+    except Exception as error:  # reducers are foreign code and raise anything
+        place = next((place for place, value in values.items() if not _is_portable(value)), "")
+        raise NotPortableError(
+            f"{place.replace(':', '.')} was changed by this program, and the change cannot be sent to the workers:"
+            f" {error}. Have it hold nothing that cannot be copied (a lock, an open file)"
+        ) from error
+    return CodeChanges(data, tuple(restored), any(slot.of_step for slot in slots.values()), frozenset(modules))
+
+
+class AppliedChanges:
+    """The changes that a rank has made to code that it imported."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Any, str, Any]] = {}
+        self.of_step: set[str] = set()
+
+    def apply(self, changes: CodeChanges, model: nn.Module | None) -> None:
+        """Put values in their places.
+
+        Args:
+            changes: the values.
+            model: the model that the rank runs; None before it has one.
+        """
+        for place in changes.restored:
+            self._restore(place)
+        values = pickle.loads(changes.data)
+        classes = set() if model is None else {type(module) for module in model.modules()}
+        scopes = scopes_of(classes, values.values()) if changes.by_value else {}
+        mine = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
+        for place, value in values.items():
+            if module_of(place) in changes.by_value:
+                _put_by_value(place, value, mine, scopes)
+                continue
+            holder, key = _holder_of(place)
+            self._before.setdefault(place, (holder, key, value_in(holder, key, _NOTHING)))
+            _put(holder, key, value)
+        if changes.of_step:
+            self.of_step |= values.keys()
+
+    def undo(self) -> None:
+        """Have all places hold what they held before."""
+        for place in [*self._before]:
+            self._restore(place)
+
+    def _restore(self, place: str) -> None:
+        self.of_step.discard(place)
+        if place not in self._before:
+            return
+        holder, key, value = self._before.pop(place)
+        if value is not _NOTHING:
+            _put(holder, key, value)
+        elif isinstance(holder, type):
+            delattr(holder, key)
+        else:
+            del holder[key]
+
+
+def module_of(place: str) -> str:
+    """The name of the module that a place belongs to."""
+    return place.partition(":")[0]
+
+
+def is_by_value(name: str) -> bool:
+    """Whether the code of a module travels by value: a rank that imports the name would not find this code."""
+    module = sys.modules.get(name)
+    if name == "__main__" or module is None:
+        return True
+    if package_of(module) in ("torch", "transformers"):
+        return False
+    file = getattr(module, "__file__", None)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError, OSError):
+        return True
+    if spec is not None and spec is getattr(module, "__spec__", None):  # find_spec answers with what is loaded
+        spec = _found_on_path(name)
+    return spec is None or (file is not None and spec.origin != file)
+
+
+@contextlib.contextmanager
+def by_value(names: Iterable[str]) -> Iterator[None]:
+    """Within it, what these modules define is pickled by value."""
+    known = cloudpickle.list_registry_pickle_by_value()
+    modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _found_on_path(name: str) -> Any:
+    """What an import of a module by name would find, had it not been loaded."""
+    parent, _, _ = name.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if find is not None and (spec := find(name, path)) is not None:
+            return spec
+    return None
+
+
+def _look_up(place: str) -> Any:
+    try:
+        holder, key = _holder_of(place)
+    except (ImportError, AttributeError, KeyError):
+        return _NOTHING
+    return original(value_in(holder, key, _NOTHING))
+
+
+def _holder_of(place: str) -> tuple[Any, str]:
+    """What holds the value of a place in this process, and under which key."""
+    name, _, path = place.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # importing a module runs it, and it may raise anything
+        raise ImportError(f"{name} cannot be imported here: {error}") from error
+    if path.endswith("]"):
+        path, _, key = path[:-1].partition("[")
+        return operator.attrgetter(path)(module), key
+    owner, _, key = path.rpartition(".")
+    return (operator.attrgetter(owner)(module), key) if owner else (vars(module), key)
+
+
+def _put(holder: Any, key: str, value: Any) -> None:
+    if isinstance(holder, type):
+        setattr(holder, key, value)
+    elif isinstance(holder, GeneralInterface):
+        type(holder)._global_mapping[key] = value
+        if key in holder._local_mapping:
+            holder._local_mapping[key] = value
+    else:
+        holder[key] = value
+
+
+def _put_by_value(
+    place: str, value: Any, classes: Mapping[str, type], scopes: Mapping[str, list[dict[str, Any]]]
+) -> None:
+    """Put a value where code that came by value looks it up."""
+    owner, _, key = place.rpartition(".")
+    if ":" in owner:
+        if owner in classes:
+            setattr(classes[owner], key, value)
+        return
+    module, _, key = place.partition(":")
+    for scope in scopes.get(module, ()):
+        if key in scope:
+            scope[key] = value
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    cloudpickle.Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def _is_portable(value: Any) -> bool:
+    try:
+        _pickled(value)
+    except Exception:  # the very failure that is being located
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Digests of code: equal in two processes if the code is, whatever objects it is made of there."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import marshal
+import types
+from typing import Any
+
+import torch
+
+_LARGEST = 1 << 20
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
+
+
+def digest(value: Any) -> bytes:
+    """Eight bytes that stand for what a value does when it is called or read.
+
+    Functions count by their instructions, constants, defaults and what their closures hold; classes, modules and
+    built-in functions by name; numbers, strings, tensors and containers of these by value; other objects by their
+    class.
+    """
+    hasher = hashlib.blake2b(digest_size=8)
+    _feed(hasher, value, frozenset())
+    return hasher.digest()
+
+
+def original(value: Any) -> Any:
+    """What a rank has wrapped to compute it faster; any other value as it is."""
+    while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
+        if not value.__globals__.get("__name__", "").startswith("parallelformers_ng."):
+            break
+        value = value.__wrapped__
+    return value
+
+
+def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
+    value = original(value)
+    if id(value) in seen:
+        return hasher.update(b"again")
+    inner = seen | {id(value)}
+    kind: str = type(value).__name__
+    hasher.update(kind.encode())
+    if isinstance(value, types.FunctionType):
+        hasher.update(_instructions(value.__code__))
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        for part in (value.__defaults__, value.__kwdefaults__, *cells):
+            _feed(hasher, part, inner)
+    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        _feed(hasher, value.__func__, inner)
+    elif isinstance(value, property):
+        _feed(hasher, value.fget, inner)
+    elif isinstance(value, functools.cached_property):
+        _feed(hasher, value.func, inner)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, value.args, value.keywords):
+            _feed(hasher, part, inner)
+    elif isinstance(value, type):
+        hasher.update(f"{value.__module__}.{value.__qualname__}".encode())
+    elif isinstance(value, types.ModuleType):
+        hasher.update(value.__name__.encode())
+    elif isinstance(value, _PLAIN):
+        hasher.update(repr(value).encode())
+    elif type(value) is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _LARGEST:
+        hasher.update(f"{value.shape}{value.dtype}".encode())
+        hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif type(value) in (tuple, list):
+        for part in value:
+            _feed(hasher, part, inner)
+    elif type(value) is dict:
+        for key, part in value.items():
+            _feed(hasher, key, inner)
+            _feed(hasher, part, inner)
+    elif type(value) in (set, frozenset):
+        hasher.update(b"".join(sorted(map(digest, value))))
+    elif isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
+        _feed(hasher, wrapped, inner)
+    else:
+        hasher.update(str(getattr(value, "__qualname__", type(value).__qualname__)).encode())
+
+
+@functools.cache
+def _instructions(code: types.CodeType) -> bytes:
+    """A piece of code as bytes, the same in every process that has read the same file. (Version 2 of the format has no
+    references, which depend on how often an object is used.)"""
+    return marshal.dumps(code, 2)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "an empty cell"

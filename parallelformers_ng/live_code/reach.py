@@ -1,0 +1,246 @@
+"""Lists the code that the forward of a model can reach: functions of its classes, and the globals that these name."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils.generic import GeneralInterface
+
+STEP = frozenset({"forward", "__call__"})
+"""Names of the methods that a forward pass starts in."""
+LIBRARIES = frozenset({
+    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "numpy", "einops", "parallelformers_ng",
+    "huggingface_hub", "safetensors", "tokenizers", "tqdm", "packaging", "filelock", "regex", "yaml", "PIL", "jinja2",
+    "httpx", "requests", "triton", "scipy", "sentencepiece", "kernels", "timm", "ray", "fsspec", "typing_extensions",
+}) | sys.stdlib_module_names  # fmt: skip
+"""Packages that transformers and its models use: their code is taken for stock, unless a program has put it in another's place."""
+_FOLLOWED_LIBRARY = "transformers"
+_GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
+_NOT_FOLLOWED = frozenset({"__init__", "__init_subclass__", "from_pretrained", "save_pretrained", "push_to_hub"})
+_MOST_ENTRIES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in which code is looked up by name.
+
+    Attributes:
+        place: its name, `module:Class.attribute`, `module:global` or `module:registry[key]`.
+        holder: the class, the globals of the module or the registry that holds the value.
+        key: the name under which `holder` has it.
+        value: what it held when it was looked at.
+        of_step: whether a forward pass reaches it; else only `generate` and other methods do.
+    """
+
+    place: str
+    holder: Any
+    key: str
+    value: Any
+    of_step: bool
+
+
+def reach(
+    classes: Iterable[type], functions: Iterable[Any] = (), attentions: Collection[str] | None = None
+) -> dict[str, Slot]:
+    """List the places of the code that methods of these classes can reach.
+
+    A method is reached if code that is reached names it, whatever the object. Globals are followed within transformers
+    and the packages of the classes and functions themselves, not into torch.
+
+    Args:
+        classes: classes of a model's modules.
+        functions: further functions that the modules hold.
+        attentions: names of the attention functions whose code is followed; None for all that are registered.
+
+    Returns:
+        Place → slot, those of a forward pass first.
+    """
+    walk = _Walk([*classes], [*functions], attentions)
+    walk.follow(STEP, of_step=True)
+    own = {base for cls in walk.classes for base in cls.__mro__ if base not in _GENERAL}
+    public = {name for base in own for name in vars(base) if not name.startswith("_")}
+    walk.follow(public | {"generate"}, of_step=False)
+    return walk.slots
+
+
+def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
+    """The globals in which the code that `reach` follows looks names up: name of the module → dictionaries. Code that
+    came by value has some of its own, which no import finds."""
+    walk = _Walk([*classes], [*functions], None)
+    walk.follow(STEP | {"generate"}, of_step=True)
+    return {name: [*scopes.values()] for name, scopes in walk.scopes.items()}
+
+
+class _Walk:
+    """A walk over code, from names to the functions of that name and to the names in these."""
+
+    def __init__(self, classes: list[type], functions: list[Any], attentions: Collection[str] | None) -> None:
+        self._attentions = attentions
+        self.slots: dict[str, Slot] = {}
+        self.scopes: dict[str, dict[int, dict[str, Any]]] = {}
+        self.classes = list(dict.fromkeys(classes))
+        self._packages = {_FOLLOWED_LIBRARY} | {
+            package_of(part) for part in (*classes, *functions) if package_of(part) not in LIBRARIES
+        }
+        self._named: set[str] = set()
+        self._methods: dict[str, list[type]] = {}
+        self._known: set[int] = set()
+        self._known_classes: set[type] = set()
+        self._looked_up: set[tuple[str, str]] = set()
+        self._waiting: list[tuple[type | None, str, Any]] = []
+        self._of_step = True
+        for cls in self.classes:
+            self._add(cls)
+        for function in functions:
+            self._waiting.append((None, "", function))
+
+    def follow(self, names: Iterable[str], of_step: bool) -> None:
+        """Add what methods of these names reach."""
+        self._of_step = of_step
+        for name in names:
+            self._name(name)
+        while self._waiting:
+            owner, name, value = self._waiting.pop()
+            if owner is not None:
+                self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, value)
+            for function in functions_in(value):
+                if id(function) not in self._known:
+                    self._known.add(id(function))
+                    self._read(function)
+
+    def _add(self, cls: type) -> None:
+        """Have the methods of a class found by their names."""
+        for base in cls.__mro__:
+            followed = package_of(base) in self._packages or (
+                package_of(base) == "torch" and issubclass(base, nn.Module)
+            )
+            if base in self._known_classes or not followed:
+                continue
+            self._known_classes.add(base)
+            for name, value in vars(base).items():
+                is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
+                if name in _NOT_FOLLOWED or not (is_setting or any(True for _ in functions_in(value))):
+                    continue
+                self._methods.setdefault(name, []).append(base)
+                if name in self._named:
+                    self._waiting.append((base, name, value))
+
+    def _name(self, name: str) -> None:
+        if name not in self._named:
+            self._named.add(name)
+            self._waiting.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
+
+    def _read(self, function: types.FunctionType) -> None:
+        if package_of(function) in LIBRARIES - self._packages:
+            return
+        scope = function.__globals__
+        module = scope.get("__name__", "")
+        self.scopes.setdefault(module, {})[id(scope)] = scope
+        names = names_in(function.__code__)
+        for name in names:
+            self._name(name)
+            if name not in scope or name.startswith("__"):
+                continue
+            value = scope[name]
+            if isinstance(value, types.ModuleType):
+                self._read_module(value, names)
+                continue
+            self._note(f"{module}:{name}", scope, name, value)
+            if isinstance(value, type):
+                self._add(value)
+            elif isinstance(value, (GeneralInterface, dict)):
+                self._read_registry(f"{module}:{name}", value)
+            else:
+                self._waiting.append((None, name, value))
+
+    def _read_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
+        """Note the functions of a module that code names beside it: `nn.functional.silu`."""
+        if package_of(module) not in self._packages | {"torch"}:
+            return
+        for name in names:
+            if (module.__name__, name) in self._looked_up:
+                continue
+            self._looked_up.add((module.__name__, name))
+            value = vars(module).get(name)
+            if isinstance(value, types.ModuleType):
+                self._read_module(value, names)
+            elif callable(value) and not isinstance(value, type):
+                self._note(f"{module.__name__}:{name}", vars(module), name, value)
+                self._waiting.append((None, name, value))
+
+    def _read_registry(self, place: str, registry: Any) -> None:
+        """Note the functions of a registry, such as transformers' attention functions."""
+        if id(registry) in self._known or len(registry) > _MOST_ENTRIES:
+            return
+        self._known.add(id(registry))
+        for key, value in entries_of(registry):
+            if isinstance(key, str) and callable(value) and not isinstance(value, type):
+                self._note(f"{place}[{key}]", registry, key, value)
+                if isinstance(registry, GeneralInterface) and (self._attentions is None or key in self._attentions):
+                    self._waiting.append((None, key, value))
+
+    def _note(self, place: str, holder: Any, key: str, value: Any) -> None:
+        self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
+
+
+def value_in(holder: Any, key: str, default: Any = None) -> Any:
+    """What a class, the globals of a module or a registry holds under a name, not what it inherits."""
+    if isinstance(holder, type):
+        return vars(holder).get(key, default)
+    if isinstance(holder, GeneralInterface):
+        return holder._local_mapping.get(key, type(holder)._global_mapping.get(key, default))
+    return dict.get(holder, key, default)
+
+
+def entries_of(registry: Any) -> list[tuple[Any, Any]]:
+    """The entries of a registry, as they are stored."""
+    if isinstance(registry, GeneralInterface):
+        return [*{**type(registry)._global_mapping, **registry._local_mapping}.items()]
+    return [*dict.items(registry)]
+
+
+def package_of(part: Any) -> str:
+    """The top-level package that a module, a class or a function belongs to; "" if it does not say."""
+    name = part.__name__ if isinstance(part, types.ModuleType) else getattr(part, "__module__", None)
+    if isinstance(part, types.FunctionType):
+        name = part.__globals__.get("__name__", name)
+    return str(name or "").partition(".")[0]
+
+
+def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
+    """The Python functions that calling or reading `value` runs: itself, those that it wraps, a property's getter."""
+    while True:
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property) or isinstance(value, functools.partial):
+            value = value.func
+        else:
+            break
+    if id(value) in seen:
+        return
+    seen |= {id(value)}
+    if isinstance(value, types.FunctionType):
+        yield value
+        for cell in value.__closure__ or ():
+            try:
+                yield from functions_in(cell.cell_contents, seen)
+            except ValueError:  # an empty cell
+                continue
+    if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
+        yield from functions_in(wrapped, seen)
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names that a piece of code looks up, also within the functions that it makes."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(names_in, inner))

@@ -1,0 +1,167 @@
+"""Tells which modules of a model run code that is not the libraries' own."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.live_code.reach import (
+    LIBRARIES,
+    STEP,
+    Slot,
+    functions_in,
+    names_in,
+    package_of,
+    reach,
+    value_in,
+)
+
+_PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_FAMILIES = "transformers.models."
+_SKIPPED = ("_old_forward", "_hf_hook", "_parallelformers_ng")
+"""Attributes of modules that accelerate and this package put there."""
+
+
+def foreign_modules(model: nn.Module) -> dict[str, str]:
+    """The modules whose forward runs code that no library defines: a class of the user's, a function put in the place
+    of another, on the class, on the module or in a global that the code names.
+
+    accelerate's hooks, which replace `forward` on modules, are no such code.
+
+    Returns:
+        Dotted path → what is not stock, in words. Empty for a stock model.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        reason = _foreign_on_module(module) or foreign_class(type(module))
+        if reason:
+            found[path] = reason
+    return found
+
+
+def foreign_layer(module: nn.Module) -> str:
+    """Why a layer cannot be taken for the product or look-up that its weight suggests, in words; "" if it can.
+
+    Its forward has to be torch's, or that of a class in transformers' files for a family, on its own parameters.
+    """
+    reason = _foreign_on_module(module) or foreign_class(type(module))
+    if reason or type(module).__module__.startswith(_FAMILIES):
+        return reason
+    if parametrize.is_parametrized(module):
+        return "its weight is parametrized"
+    if computed := next((name for name in _weights_computed_by_hooks(module)), ""):
+        return f"{computed} computes its weight before each call"
+    base: type | None = next((kind for kind in _PLAIN_LAYERS if isinstance(module, kind)), None)
+    if base is None:
+        return ""
+    if type(module).forward is not base.forward:  # type: ignore[attr-defined]
+        return f"{type(module).__name__} has a forward of its own"
+    if further := set(module._parameters) - {"weight", "bias"}:
+        return f"it has further parameters ({', '.join(sorted(further))})"
+    return ""
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """The names in the code of the program's that a module runs."""
+    functions = functions_in(vars(module).get("forward"))
+    own = {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
+    return own | names_of_class(type(module))
+
+
+def names_of_class(cls: type) -> set[str]:
+    """The names in the code of the program's that is on a class."""
+    functions = (function for base in cls.__mro__ for value in vars(base).values() for function in functions_in(value))
+    return {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
+
+
+def is_stock(slot: Slot) -> bool:
+    """Whether a place holds what a library has put there, as far as its functions tell where they were written."""
+    value = slot.value
+    if isinstance(value, type):
+        return package_of(value) in LIBRARIES
+    functions = [*functions_in(value)]
+    if not functions:
+        return not callable(value) or package_of(type(value)) in LIBRARIES | {"builtins"}
+    if not all(map(_is_of_library, functions)):
+        return False
+    if isinstance(slot.holder, type) and slot.key in STEP:  # not a method of another class in the place of its own
+        names = {base.__qualname__ for base in slot.holder.__mro__}
+        owners = {f.__qualname__.rpartition(".")[0] for f in functions if f.__name__ == slot.key}
+        return bool(owners & names) or all(not owner or "<locals>" in owner for owner in owners)
+    return True
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    return package_of(function) in LIBRARIES and not function.__code__.co_filename.startswith("<ipython")
+
+
+def functions_of(module: nn.Module) -> dict[str, Any]:
+    """The functions of the program's that a module itself holds: attribute → function, or what holds one."""
+    found = {}
+    for name, value in vars(module).items():
+        if name in _SKIPPED or isinstance(value, (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)):
+            continue
+        if name == "forward":
+            value = _without_accelerate(module, value)
+            own = set(map(id, functions_in(type(module).forward)))
+            functions = [*functions_in(value)]
+            if value is not None and not (functions and set(map(id, functions)) <= own):
+                found[name] = value
+        elif callable(value) and not isinstance(value, type) and not all(map(_is_of_library, functions_in(value))):
+            found[name] = value
+    return found
+
+
+def _foreign_on_module(module: nn.Module) -> str:
+    """What a module itself has in the place of stock code, in words."""
+    name = next(iter(functions_of(module)), "")
+    return "its forward was replaced" if name == "forward" else f"its {name} is the program's" if name else ""
+
+
+def _without_accelerate(module: nn.Module, forward: Any) -> Any:
+    """The forward that accelerate's hook calls; None if that is the class's own."""
+    if "_hf_hook" not in vars(module):
+        return forward
+    before = vars(module).get("_old_forward")
+    function = getattr(before, "__func__", before)
+    return None if function is type(module).forward else before
+
+
+_OF_CLASS: weakref.WeakKeyDictionary[type, tuple[list[tuple[Any, str, Any]], str]] = weakref.WeakKeyDictionary()
+_MISSING = object()
+
+
+def foreign_class(cls: type) -> str:
+    """Say what in the code of a class is not stock; "" if all is. The answer is kept while nothing that it was made
+    of is replaced."""
+    known = _OF_CLASS.get(cls)
+    if known is not None and all(value_in(holder, key, _MISSING) is value for holder, key, value in known[0]):
+        return known[1]
+    slots = [slot for slot in reach([cls]).values() if slot.of_step]
+    reason = next((f"{slot.place.partition(':')[2]} is not the library's" for slot in slots if not is_stock(slot)), "")
+    if package_of(cls) not in LIBRARIES and type(cls) is type and not _only_inherits(cls):
+        reason = reason or f"{cls.__qualname__} is a class of the program's"
+    _OF_CLASS[cls] = [(slot.holder, slot.key, slot.value) for slot in slots], reason
+    return reason
+
+
+def _only_inherits(cls: type) -> bool:
+    """Whether the bases of a class do all the work of its forward."""
+    own = [base for base in cls.__mro__ if package_of(base) not in LIBRARIES]
+    return not any(callable(value) and name != "__init__" for base in own for name, value in vars(base).items())
+
+
+def _weights_computed_by_hooks(module: nn.Module) -> Iterator[str]:
+    """The helpers of torch that compute a module's weight in a hook: pruning, weight and spectral norm."""
+    hooks: list[Callable[..., Any]] = [*module._forward_pre_hooks.values()]
+    for hook in hooks:
+        kind = type(hook)
+        if kind.__module__.startswith("torch.nn.utils"):
+            yield kind.__name__

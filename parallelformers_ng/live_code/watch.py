@@ -1,0 +1,56 @@
+"""Notices, in microseconds, that code which calls of a model reach has been replaced."""
+
+from __future__ import annotations
+
+import gc
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers.utils.generic import GeneralInterface
+
+from parallelformers_ng.live_code.reach import Slot
+
+
+class CodeWatch:
+    """Watches places of code.
+
+    Args:
+        slots: the places, with what they hold.
+        modules: modules of which none may get a forward of its own.
+    """
+
+    def __init__(self, slots: Iterable[Slot], modules: Iterable[nn.Module] = ()) -> None:
+        groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for slot in slots:
+            table = _table_of(slot.holder)
+            if slot.key in table:
+                groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
+        self._tables = [table for table, _ in groups.values()]
+        self._getters = [_getter(values) for _, values in groups.values()]
+        self._values = [getter(table) for getter, table in zip(self._getters, self._tables, strict=True)]
+        self._attributes = [vars(module) for module in modules]
+
+    def holds(self) -> bool:
+        """Whether all places hold what they held: the same objects, or equal numbers."""
+        try:
+            same = [*map(operator.call, self._getters, self._tables)] == self._values
+        except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
+            return False
+        return same and not any("forward" in attributes for attributes in self._attributes)
+
+
+def _table_of(holder: Any) -> dict[str, Any]:
+    """The dictionary in which a class, a module or a registry keeps its values."""
+    if isinstance(holder, type):
+        table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
+        return table
+    if isinstance(holder, GeneralInterface):
+        return holder._local_mapping or type(holder)._global_mapping
+    return holder
+
+
+def _getter(values: dict[str, Any]) -> Any:
+    keys = [*values]
+    return operator.itemgetter(*keys, *keys[:1])  # of two keys at least, it gives a tuple

@@ -1,0 +1,140 @@
+"""Keeps the code on the ranks as it is in the caller's process, where a program may change it at any time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch import nn
+
+from parallelformers_ng.autopolicy.code_check import CodeCheck
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.live_code.changes import (
+    CodeChanges,
+    Digests,
+    classes_of,
+    code_of,
+    digests_of,
+    is_by_value,
+    is_filled_in,
+    module_of,
+    pack,
+)
+from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.reach import Slot, reach
+from parallelformers_ng.live_code.stock import functions_of
+from parallelformers_ng.live_code.watch import CodeWatch
+
+_FOLLOWED = ("torch", "transformers")
+
+
+class LiveCode:
+    """The code that calls of a model reach in this process, and what of it the ranks have not imported so.
+
+    Args:
+        model: the model, before it is parallelized.
+        check: says why the plan does not hold for changed code.
+
+    Attributes:
+        check: as given.
+        by_value: modules whose code travels by value.
+        changes: what ranks that have what `compare` sent have to change; None if nothing has changed since.
+        count: how often the code has changed since.
+        step, rest: watches of the code of a forward pass, and of what only `generate` and other methods reach.
+    """
+
+    def __init__(self, model: nn.Module, check: CodeCheck) -> None:
+        self._classes = classes_of(model)
+        self._functions = [value for module in model.modules() for value in functions_of(module).values()]
+        self._helpers = [module for module in model.modules() if not module._parameters and not module._modules]
+        self.check = check
+        self._slots = code_of(model, self._functions)
+        self._attentions = {slot.key for slot in self._slots.values() if slot.place.endswith("]")}
+        self._on_ranks: Digests = {}
+        self._sent: set[str] = set()
+        self._lock = threading.Lock()
+        self.by_value = {name for name in self._modules() if is_by_value(name)}
+        self.count = 0
+        self.changes: CodeChanges | None = None
+        self._watch()
+
+    def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
+        """Find what ranks have imported otherwise.
+
+        Args:
+            differences: has a rank compare digests with its own code, see `live_code.changes.differences`.
+
+        Returns:
+            What is sent to them; None if nothing is.
+        """
+        here = digests_of(self._slots)
+        unlike = {p: d for p, d in differences(here).items() if not is_filled_in(self._slots[p], d)}
+        absent = {name for name in self._modules() if self._is_absent(name, here, unlike)}
+        self.by_value |= absent
+        unlike = {place: found for place, found in unlike.items() if module_of(place) not in absent}
+        self._on_ranks = {**here, **unlike}
+        self._sent = set(unlike)
+        return pack({place: self._slots[place] for place in unlike}, (), self.by_value) if unlike else None
+
+    def update(self) -> None:
+        """Look at the code anew after a change.
+
+        Raises:
+            ParallelError: the model is cut in a way that does not hold for the code as it is now.
+            NotPortableError: a change cannot be sent.
+        """
+        with self._lock:
+            if not (self.step.holds() and self.rest.holds()):
+                self._update()
+
+    def _update(self) -> None:
+        before, current = self._slots, reach(self._classes, self._functions, self._attentions)
+        if helper := next((module for module in self._helpers if "forward" in vars(module)), None):
+            raise ParallelError(
+                f"the forward of a {type(helper).__name__} was replaced in a model that is parallelized; call"
+                " deparallelize() first"
+            )
+        moved = {
+            place
+            for place in before.keys() | current.keys()
+            if place not in before or place not in current or before[place].value is not current[place].value
+        }
+        if why := self.check.objection(moved):
+            names = ", ".join(sorted(place.partition(":")[2] for place in moved & before.keys())[:3])
+            raise ParallelError(
+                f"{names} was changed after the model was parallelized, and the model cannot be cut as it is with the"
+                f" new code: {why}. Call deparallelize(), then parallelize() again"
+            )
+        now = {place: digest(slot.value) for place, slot in current.items()}
+        values = {
+            place: slot
+            for place, slot in current.items()
+            if now[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
+        }
+        restored = [place for place in self._sent if place in now and now[place] == self._on_ranks.get(place)]
+        self.changes = pack(values, restored, self.by_value)
+        self._sent |= set(values)
+        self._slots = current
+        self.count += 1
+        self._watch()
+
+    def _is_known(self, slot: Slot, before: dict[str, Slot]) -> bool:
+        """Whether ranks have a value that they were never asked about: stock code that another change led to, or code
+        by value as it was sent."""
+        if slot.place in self._on_ranks:
+            return False
+        if module_of(slot.place) in self.by_value:
+            return slot.place in before and before[slot.place].value is slot.value and slot.place not in self._sent
+        return module_of(slot.place).partition(".")[0] in _FOLLOWED
+
+    def _watch(self) -> None:
+        self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), self._helpers)
+        self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
+
+    def _modules(self) -> set[str]:
+        return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
+
+    def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
+        """Whether ranks can import nothing of a module."""
+        mine = [place for place in here if module_of(place) == name]
+        return bool(mine) and all(unlike.get(place) == b"" for place in mine)

@@ -1,0 +1,96 @@
+"""Which rules of a policy belong together, and which modules see one rank's part of a result between them.
+
+    hidden ─► [q k v] ─► heads ─► [o] ─► hidden ─► [gate up] ─► columns ─► [down] ─► hidden
+              └──── one unit ────┘                 └─────── another unit ──────┘
+
+Between units every rank has the whole result. So a unit can be left uncut, whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from parallelformers_ng.live_code.stock import foreign_layer, names_of
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.policy import Policy, Rule
+from parallelformers_ng.sharding.tensors import dotted, is_within
+
+
+@dataclass(frozen=True)
+class CutUnit:
+    """Rules that are applied together or not at all.
+
+    Attributes:
+        paths: their paths beneath the block, in the policy's order.
+        root: path beneath the block of the smallest module that holds all of them.
+        others: roots of other units that lie beneath it.
+    """
+
+    paths: tuple[str, ...]
+    root: str
+    others: tuple[str, ...] = ()
+
+    def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
+        """Say which module that sees parts runs code of the program's, and what that is; "" if none does.
+
+        Args:
+            block: dotted path of the block in the model.
+            layers: dotted paths of the layers that the rules name. They are asked about even if a proof has run their
+                code: a rank's part of a sum may pass a bound that no number of a small copy comes near.
+        """
+        root = dotted(block, self.root)
+        others = [dotted(block, other) for other in self.others]
+        names = {path.rpartition(".")[2] for path in self.paths} | {"weight"}
+        for path, reason in draft.foreign.items():
+            inside = is_within(path, root) and not any(is_within(path, other) for other in others)
+            if inside or (is_within(root, path) and names & names_of(draft.modules[path])):
+                return f"{path or 'the model'}: {reason}"
+        inner = (path for path in layers if path in draft.modules and draft.modules[path]._parameters)
+        reasons = ((path, foreign_layer(draft.modules[path])) for path in inner)
+        return next((f"{path}: {reason}" for path, reason in reasons if reason), "")
+
+
+def sees_part(plan: ShardPlan, path: str) -> bool:
+    """Whether a module of a cut model computes on one rank's part of a result."""
+    return any(
+        is_within(path, root) and not any(is_within(path, other) for other in others)
+        for root, others in plan.units.items()
+    )
+
+
+def units_of(policy: type[Policy], heads: Iterable[str]) -> list[CutUnit]:
+    """Split the rules of a policy into units: the rules of each attention, and all others.
+
+    Args:
+        heads: paths of the rules `Heads` that apply to the block.
+    """
+    groups: dict[str, list[str]] = {}
+    for path, rule in policy.plan.items():
+        groups.setdefault(_attention_of(path, rule, [*heads]), []).append(path)
+    roots = {key: _common_root(paths) for key, paths in groups.items()}
+    return [
+        CutUnit(tuple(paths), roots[key], tuple(r for k, r in roots.items() if k != key and r and r != roots[key]))
+        for key, paths in groups.items()
+    ]
+
+
+def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
+    """The attention that a rule belongs to, "?" for none."""
+    named: str | None = getattr(rule, "heads", None)
+    if named is not None:
+        return named
+    return max((head for head in heads if is_within(path, head)), key=len, default="?")
+
+
+def _common_root(paths: Sequence[str]) -> str:
+    """The path of the smallest module that holds all layers of these paths, and calls them."""
+    held = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
+    split = [path.split(".") if path else [] for path in held]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1 or "*" in parts[0]:
+            break
+        common.append(parts[0])
+    return ".".join(common)
