@@ -12,6 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -77,7 +78,7 @@ def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
 
 class ShardStore:
     """Holds every rank's shard in memfds, and in files without a name what the plan leaves to the disk: none of it
-    outlives the processes that map it.
+    outlives the processes that map it. A store that is dropped closes them.
 
     Args:
         plan: says what each rank holds.
@@ -91,6 +92,7 @@ class ShardStore:
         self.plan = plan
         self.layout = Layout(plan.held)
         self.fds: list[int] = []
+        weakref.finalize(self, _close_all, self.fds).atexit = False
         try:
             for region, size in enumerate(self.layout.sizes):
                 if size and region > plan.world_size:
@@ -166,8 +168,12 @@ class ShardStore:
         return _part(tensor, rank, mapping, skipped)
 
     def close(self) -> None:
-        while self.fds:
-            os.close(self.fds.pop())
+        _close_all(self.fds)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:

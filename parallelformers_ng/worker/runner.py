@@ -43,6 +43,7 @@ from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import check_is_whole
 from parallelformers_ng.wire.format import Handle
 from parallelformers_ng.worker.call import Answer, Call
+from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
 from parallelformers_ng.worker.weights import RankWeights
 
@@ -54,7 +55,7 @@ class ModelRunner(RankWeights):
         super().__init__(rank, device, emit)
         self.world_size = world_size
         self.communicator = communicator
-        self._captured: dict[str, CapturedSteps] = {}  # those of single calls, and of calls that are decoded together
+        self.kept = Kept()
         if device.type == "cpu":
             install_attention()
             append_in_place()
@@ -71,7 +72,6 @@ class ModelRunner(RankWeights):
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
-        self.batch: RankBatch | None = None
         self.adapters: ActiveAdapters | None = None
 
     def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
@@ -100,9 +100,8 @@ class ModelRunner(RankWeights):
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
         held = self.model is not None
+        self.kept.drop(self.model)
         self._clear()
-        self.forget_steps()
-        look_ups.forget()
         if held:
             gc.collect()  # modules are held in cycles
             if self.device.type == "cuda":
@@ -151,10 +150,11 @@ class ModelRunner(RankWeights):
             call: what the ranks do not know yet of the model's settings.
         """
         self._prepare(call)
-        if self.batch is None:
-            self.batch = RankBatch(self.model, self.communicator, functools.partial(self._captured_steps, "rows"))
+        if self.kept.batch is None:
+            steps = functools.partial(self._captured_steps, "rows")
+            self.kept.batch = RankBatch(self.model, self.communicator, steps)
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
-            return self.batch.run(asked)
+            return self.kept.batch.run(asked)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
@@ -194,17 +194,16 @@ class ModelRunner(RankWeights):
 
     def _captured_steps(self, of: str) -> CapturedSteps | str:
         """Those of a kind of calls; why there can be none."""
-        if of not in self._captured:
+        if of not in self.kept.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
                 return recorder
-            self._captured[of] = CapturedSteps(recorder, self.communicator)
-        return self._captured[of]
+            self.kept.steps[of] = CapturedSteps(recorder, self.communicator)
+        return self.kept.steps[of]
 
     def forget_steps(self) -> None:
         """Let go of captured steps, and of the memory of their caches."""
-        for captured in self._captured.values():
-            captured.forget()
+        self.kept.forget_steps()
 
     def cache(
         self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
@@ -232,12 +231,13 @@ class ModelRunner(RankWeights):
             self.hooks = self.hooks or InstalledHooks(self.model, self._handle)
             self.hooks.install(call.hooks, call.cache_block)
             self.hooks = None if call.hooks is None else self.hooks
+            self.kept.let_go(self.model)  # hooks change what the model computes, and may set attributes of modules
         if call.attributes or call.configs:
             self._take_changes(call.attributes, call.configs)
         if call.adapters is not None and call.adapters != self.adapters:
             call.adapters.activate(layers_with_adapters(self.model))
             self.adapters = call.adapters
-            self.forget_steps()
+            self.kept.let_go(self.model)
 
     def _take_cache(self, handle: Handle, used: set[int]) -> Cache:
         if handle.kind == "new cache":
@@ -262,11 +262,9 @@ class ModelRunner(RankWeights):
             setattr(self.model.get_submodule(path), name, value)
         for name, value in configs.items():
             set_config(self.model, name, value)
-        if attributes:
-            installation.forget(self.model)
         names = [*(name for _, name in attributes), *configs]
         if not all("generation_config" in name for name in names):
-            self.forget_steps()  # what was recorded went by what has changed
+            self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
         """Exchange ranks with the others, as a step does. Returns those that answered."""
