@@ -71,6 +71,9 @@ class ModelRunner(RankWeights):
         keep_caches(None)
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
+        self._latest_hooks: InstalledHooks | None = (
+            None  # of the call that runs, or failed, whose notes may be asked for
+        )
         self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
 
@@ -134,7 +137,7 @@ class ModelRunner(RankWeights):
                 output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-        return Answer(
+        answer = Answer(
             output=output,
             rng=draws.moved,
             caches={number: self.caches.info(number) for number in used},
@@ -142,6 +145,9 @@ class ModelRunner(RankWeights):
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hook_changes(call.cache_block),
         )
+        if call.hooks is not None:
+            self._latest_hooks = None
+        return answer
 
     def decode_rows(self, call: Call, asked: Round) -> News:
         """Run a round of the calls that are decoded together.
@@ -158,7 +164,7 @@ class ModelRunner(RankWeights):
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
-        return None if self.hooks is None else self.hooks.changes(cache_block)
+        return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
         """What records decode steps here; where nothing does, why."""
@@ -230,6 +236,7 @@ class ModelRunner(RankWeights):
         if call.hooks is not None or self.hooks is not None:
             self.hooks = self.hooks or InstalledHooks(self.model, self._handle)
             self.hooks.install(call.hooks, call.cache_block)
+            self._latest_hooks = self.hooks if call.hooks is not None else self._latest_hooks
             self.hooks = None if call.hooks is None else self.hooks
             self.kept.let_go(self.model)  # hooks change what the model computes, and may set attributes of modules
         if call.attributes or call.configs:

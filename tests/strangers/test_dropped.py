@@ -50,7 +50,7 @@ def read_from_files(model: Any, tmp_path: Path) -> Any:
 
 def hooked(model: Any, tmp_path: Path) -> Any:
     model = used(model, tmp_path)
-    model.register_forward_hook(lambda module, args, output: None if module is model else None)
+    model.register_forward_hook(lambda module, args, output: output if module is model else None)
     model(prompt(5))
     return model
 
