@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
-from parallelformers_ng.checkpoint.layout import Layout, file_region, is_on_disk, regions_of
+from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import map_file
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks

@@ -76,8 +76,8 @@ class CacheHandle(Cache):
 
     def update(self, *_: Any, **__: Any) -> Any:
         raise ParallelError(
-            f"this {type(self).__name__} is with the workers of a parallelized model, and a model in this process cannot"
-            " write to it; pass it to the model that returned it, or run the prompt again"
+            f"this {type(self).__name__} is with the workers of a parallelized model, and a model in this process"
+            " cannot write to it; pass it to the model that returned it, or run the prompt again"
         )
 
     def __len__(self) -> int:

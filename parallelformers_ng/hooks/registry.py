@@ -62,8 +62,8 @@ class HookRegistry:
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DeadlineExpiredError("other calls of this model, whose forward hooks note something, were not done")
         try:
-            hooks = self.present()
-            yield CallHooks(self._model(), hooks) if hooks else None
+            hooks, model = self.present(), self._model()
+            yield CallHooks(model, hooks) if model is not None and hooks else None
         finally:
             self._turn.release()
 

@@ -24,8 +24,8 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
-import resource
 import os
+import resource
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -22,8 +22,11 @@ from parallelformers_ng import parallelize, plan
 from parallelformers_ng.autopolicy import twin_making
 from parallelformers_ng.autopolicy.search import Search
 from parallelformers_ng.autopolicy.shrink import shrink
+from parallelformers_ng.batching import proof
 from parallelformers_ng.errors import UnsupportedModelError
+from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
 from tests.zoo.build import build, largest_difference
+from tests.zoo.decoders import decoder
 
 
 @pytest.mark.parametrize("bins", [20, 36])
@@ -107,3 +110,23 @@ def test_whatever_fails_in_a_proof_is_said_in_words(monkeypatch: pytest.MonkeyPa
     config = SpeechT5HifiGanConfig(model_in_dim=24 if place == "observing" else 28, upsample_initial_channel=32)
     with pytest.raises(UnsupportedModelError, match="IndexError: index 7 is out of range"):
         plan(SpeechT5HifiGan(config), 2)
+
+
+@pytest.mark.parametrize("setting", ["output_attentions", "output_hidden_states"])
+def test_a_batch_is_proven_whatever_outputs_are_asked_for(setting: str) -> None:
+    model = decoder("Llama", attention="eager")
+    setattr(model.config, setting, True)
+    model.generation_config.return_dict_in_generate = True
+    setattr(model.generation_config, setting, True)
+    assert proof.why_alone(model, in_pieces=True) == ""
+
+
+def test_an_error_of_the_proof_of_batches_has_calls_run_alone(groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise IndexError("index 7 is out of range")
+
+    whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=True)
+    monkeypatch.setattr(proof, "make_twin", fail)
+    assert_agree(cut, whole, prompt(5))
+    assert_agree_in_a_batch(cut, whole, [prompt(5), prompt(7, seed=2)])
+    cut.deparallelize()

@@ -125,7 +125,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
 def test_a_limit_of_file_sizes_is_named_for_weights(groups, file_limit: Callable[[int], None]) -> None:
     group, whole, model = groups(2), gpt2(), gpt2()
     file_limit(4096)
-    with pytest.raises(SharedMemoryError, match="files of more than 4096 bytes.*ulimit -f"):
+    with pytest.raises(SharedMemoryError, match=r"files of more than 4096 bytes.*ulimit -f"):
         parallelize(model, workers=group)
     file_limit(resource.RLIM_INFINITY)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_limit_of_file_sizes_is_named_for_weights(groups, file_limit: Callable
 def test_a_limit_of_file_sizes_is_named_for_messages(groups, file_limit: Callable[[int], None]) -> None:
     cut = parallelize(gpt2(), workers=groups(2))
     file_limit(4096)
-    with pytest.raises(SharedMemoryError, match="files of more than 4096 bytes.*ulimit -f"):
+    with pytest.raises(SharedMemoryError, match=r"files of more than 4096 bytes.*ulimit -f"):
         cut(inputs_embeds=torch.randn(40, 64, 48))
     file_limit(resource.RLIM_INFINITY)
     assert_agree(cut, gpt2(), prompt(5))
@@ -172,12 +172,14 @@ def test_a_cache_of_the_workers_given_to_a_whole_model_is_refused(groups, call: 
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2))
     ids, last = prompt(6), prompt(1, seed=2)
     cache = cut(ids, use_cache=True).past_key_values
+    more = torch.cat([ids, last], 1)
+    calls = {
+        "forward": lambda: whole(last, past_key_values=cache),
+        "generate": lambda: whole.generate(more, past_key_values=cache, **NEW_TOKENS),
+    }
     with pytest.raises(ParallelError, match="pass it to the model that returned it"):
-        if call == "forward":
-            whole(last, past_key_values=cache)
-        else:
-            whole.generate(torch.cat([ids, last], 1), past_key_values=cache, **NEW_TOKENS)
+        calls[call]()
     with torch.no_grad():
-        want = whole(torch.cat([ids, last], 1)).logits[:, -1:]
+        want = whole(more).logits[:, -1:]
     assert torch.allclose(cut(last, past_key_values=cache).logits, want, atol=1e-4)  # the cache is as it was
     cut.deparallelize()
