@@ -39,12 +39,12 @@ class HookRegistry:
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
         self._model = weakref.ref(model)
         self._plan = plan
-        self._paths: dict[str, None] = {}  # modules that may have hooks
+        self._paths: dict[str, weakref.ref[nn.Module]] = {}  # modules that may have hooks
         self._noting = threading.Lock()  # while those are read or changed
         self._turn = threading.RLock()
         for path, module in model.named_modules():
             if any(vars(module)[name] for name in _FORWARD):
-                self._paths[path] = None
+                self._paths[path] = weakref.ref(module)
             for name in (*_FORWARD, *_BACKWARD):
                 if not vars(module)[name]:
                     vars(module)[name] = _Table(self, path, name)
@@ -68,16 +68,24 @@ class HookRegistry:
             self._turn.release()
 
     def present(self) -> list[Hook]:
-        """The hooks that the modules have now."""
+        """The hooks that the modules have now.
+
+        Raises:
+            ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
+        """
         if not self._paths:
             return []
-        model: Any = self._model()
         with self._noting:
-            modules = {path: model.get_submodule(path) for path in self._paths}
-            for path, module in modules.items():
+            modules = [
+                (path, module) for path, module in ((path, ref()) for path, ref in self._paths.items()) if module
+            ]
+            for path, module in modules:
                 if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
                     del self._paths[path]  # the tables tell of the next one
-        return [hook for path, module in modules.items() for hook in hooks_of(path, module)]
+        found = [hook for path, module in modules for hook in hooks_of(path, module)]
+        for hook in found:
+            check_hook(self._plan, hook.path, hook.kind, hook.call)
+        return found
 
     def leave(self) -> None:
         """The hooks are ordinary ones from now on."""
@@ -105,8 +113,9 @@ class HookRegistry:
     def note(self, path: str, table: str) -> None:
         """Take note of a module whose table has a new hook."""
         if table in _FORWARD:
+            model: Any = self._model()
             with self._noting:
-                self._paths[path] = None
+                self._paths[path] = weakref.ref(model.get_submodule(path))
 
 
 class CallHooks:

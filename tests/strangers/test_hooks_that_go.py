@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.errors import WorkerError
+from parallelformers_ng.errors import ParallelError, WorkerError
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.model.replica import may_be_hooked
 from parallelformers_ng.worker.call import Call
@@ -135,3 +135,26 @@ def test_notes_of_a_failed_call_outlive_other_requests(groups, monkeypatch: pyte
     monkeypatch.undo()
     assert notes.calls == ["first", "first"]
     cut.deparallelize()
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_beside_those_of_transformers_are_seen(groups, kind: str) -> None:
+    """A module that transformers itself has hooked, to collect attention weights, keeps its table of hooks."""
+    cut = decoder("Llama", attention="eager")
+    with torch.no_grad():
+        cut(prompt(), output_attentions=True)
+    inner = next(module for path, module in cut.named_modules() if path.count(".") > 2 and module._forward_hooks)
+    parallelize(cut, workers=groups(2))
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
+    with pytest.raises(ParallelError, match="it lies within"):
+        _call_with(cut, getattr(inner, kind))
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
+    cut.deparallelize()
+
+
+def _call_with(model: Any, register: Any) -> None:
+    handle = register(lambda *_: None)
+    try:
+        model(prompt())
+    finally:
+        handle.remove()
