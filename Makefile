@@ -28,10 +28,10 @@ DOCS := .venv-docs
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem images docs clean
+.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem ecosystem-lock images docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## create .venv and install everything into it, once (PYTHON=python3.12, CONSTRAINTS=constraints/oldest.txt)
 
@@ -89,13 +89,20 @@ zoo: setup ## parity of every model family, tiny, and plans of their real sizes 
 ecosystem: $(ECOSYSTEM)/.installed ## pipelines, Trainer, PEFT, lm-eval, … whole against cut, in a venv of their own (PYTEST_ARGS=…)
 	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem tests/test_ray.py $(PYTEST_ARGS)
 
-$(ECOSYSTEM)/.installed: requirements-ecosystem.txt requirements-apart.txt pyproject.toml setup.py
+$(ECOSYSTEM)/.installed: requirements-ecosystem.txt constraints/ecosystem.txt requirements-apart.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python
 	@echo "Installing the libraries around a model; the first time takes minutes …"
-	@$(ECOSYSTEM)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -r requirements-ecosystem.txt
+	@$(ECOSYSTEM)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -r requirements-ecosystem.txt -c constraints/ecosystem.txt
 	@$(ECOSYSTEM)/bin/python $(INSTALL_APART) $(ECOSYSTEM)/apart
 	@$(ECOSYSTEM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
+
+ecosystem-lock: ## pin anew what `make ecosystem` installs, in constraints/ecosystem.txt
+	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python
+	@$(ECOSYSTEM)/bin/python -m pip install --quiet --dry-run --ignore-installed --report $(ECOSYSTEM)/report.json \
+	  'setuptools>=77' -r requirements-ecosystem.txt
+	@$(ECOSYSTEM)/bin/python constraints/lock.py < $(ECOSYSTEM)/report.json > $(ECOSYSTEM)/lock.txt
+	@mv $(ECOSYSTEM)/lock.txt constraints/ecosystem.txt
 
 images: ## build the container images of the server and ask the one for CPU for tokens (KINDS=cpu)
 	@bash docker/images.sh

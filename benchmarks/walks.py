@@ -1,45 +1,52 @@
 """Random walks over public calls, changes, hooks and moves: whole beside parallelized (see tests/walks.py).
 
-python -m benchmarks.walks --walks 40 --steps 50
+python -m benchmarks.walks --walks 60 --steps 50
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import traceback
+from collections import Counter
 
 from tqdm import tqdm
 
-from parallelformers_ng import parallelize, start_group
+from parallelformers_ng import parallelize
 from tests.walks import MODELS, Walk
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--walks", type=int, default=40)
+    parser.add_argument("--walks", type=int, default=60)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="seed of the first walk")
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     taken = refused = failed = 0
     names = list(MODELS)
+    moves, refusals = Counter[str](), Counter[str]()
+    again = functools.partial(parallelize, num_gpus=args.ranks, workers={"device": "cpu", "max_restarts": 1000})
     for seed in tqdm(range(args.first, args.first + args.walks), desc="walks", disable=not sys.stderr.isatty()):
         name = names[seed % len(names)]
         make, inputs = MODELS[name]
-        with start_group(args.ranks, device="cpu") as group:
-            walk = Walk(make(), parallelize(make(), workers=group), inputs(), seed)
-            try:
-                walk.run(args.steps)
-            except Exception:
-                failed += 1
-                print(f"walk {seed} ({name}) failed after: {'; '.join(walk.steps[-6:])}")
-                traceback.print_exc()
+        walk = Walk(make, inputs(), seed, again)
+        try:
+            walk.run(args.steps)
+        except Exception:
+            failed += 1
+            print(f"walk {seed} ({name}) failed after: {'; '.join(walk.steps[-6:])}")
+            traceback.print_exc()
         taken += len(walk.steps)
         refused += walk.refused
+        moves += walk.taken
+        refusals += walk.refusals
     print(
         f"{args.walks} walks, {taken} steps: {taken - refused} equal, {refused} refused in words, {failed} walks failed"
     )
+    for move, count in sorted(moves.items()):
+        print(f"{move}: {count} taken, {refusals[move]} refused")
     return 1 if failed else 0
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError",
-    "CollectiveAbortedError", "Column", "DivergedError", "Experts", "FitOptions",
+    "CollectiveAbortedError", "Column", "DeadlineExpiredError", "DivergedError", "Experts", "FitOptions",
     "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
     "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
     "PolicyError", "ProtocolError", "QuantizeOptions", "Reduce", "Renewed",

@@ -323,6 +323,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse what cannot be parallelized, whatever the policies."""
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
+    refuse_compiled(model)
     if not isinstance(model, PreTrainedModel):
         cls = type(model)
         hint = "; pass what its merge_and_unload() returns" if hasattr(model, "merge_and_unload") else ""
@@ -333,6 +334,18 @@ def check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
         )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if `torch.compile` has taken the place of the model or of a forward in it."""
+    for path, module in model.named_modules():
+        compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        if compiled or "_orig_mod" in module._modules:
+            raise UnsupportedModelError(
+                f"{path or type(model).__name__} is compiled by torch.compile, and the workers have other code to"
+                " compile: their shards. Pass the model as it was before torch.compile, and decode='compile' if the"
+                " decode steps should be compiled"
+            )
 
 
 def _make_plan(

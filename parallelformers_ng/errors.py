@@ -91,6 +91,10 @@ class RequestTimeoutError(GroupError, TimeoutError):
     """A request did not finish before its deadline."""
 
 
+class DeadlineExpiredError(RequestTimeoutError):
+    """The deadline of a call passed before the call was sent: nothing was run, and nothing has changed."""
+
+
 class ProtocolError(GroupError):
     """A control message was malformed, too large or out of order. It was not decoded further."""
 

@@ -57,7 +57,7 @@ class RecordedRunner(ModelRunner):
 
     def lose_memory(self) -> None:
         """The next call takes memory for its caches at other places."""
-        caches = self._captured["call"]._caches.values()
+        caches = self.kept.steps["call"]._caches.values()
         self.lost = [layer.whole for kept in caches for layer in kept.layers]
         for kept in caches:
             for layer in kept.layers:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parallelformers_ng.collectives import control_groups
 from parallelformers_ng.runtime import cores
 
 
@@ -15,8 +16,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Eight CPUs, even ones on node 0, odd ones on node 1, no quota."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cores, "_NODES", tmp_path / "node")
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "_own_groups", lambda: [("", "/app/worker")])
+    monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(control_groups, "own_groups", lambda: [("", "/app/worker")])
     for node, cpus in (("node0", "0,2,4,6\n"), ("node1", "1,3,5,7\n")):
         (tmp_path / "node" / node).mkdir(parents=True)
         (tmp_path / "node" / node / "cpulist").write_text(cpus)
@@ -45,7 +46,7 @@ def test_a_quota_counts_wherever_it_is_set(machine: Path, limit: str, expected: 
 
 
 def test_a_quota_of_version_1(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_own_groups", lambda: [("memory", "/a"), ("cpu,cpuacct", "/a")])
+    monkeypatch.setattr(control_groups, "own_groups", lambda: [("memory", "/a"), ("cpu,cpuacct", "/a")])
     group = machine / "cgroup" / "cpu,cpuacct" / "a"
     group.mkdir(parents=True)
     (group / "cpu.cfs_quota_us").write_text("300000\n")

@@ -333,7 +333,7 @@ def test_refused_in_words_and_nothing_changed(register: Callable[[Any], Any], wh
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         with pytest.raises(ParallelError, match=why):
             register(model)
-        assert not remote_of(model).calls.hooks.paths
+        assert not remote_of(model).calls.hooks.present()
         with torch.no_grad():
             assert_same(model(**text_inputs()).logits, whole(**text_inputs()).logits)
     handle = register(model)

@@ -127,7 +127,7 @@ def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: M
     """Whatever the request was."""
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
-    captured = replica._captured["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
         captured._caches[1] = object()  # type: ignore[assignment]
         with pytest.raises(error), replica._on_device([], {}):

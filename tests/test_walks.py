@@ -9,9 +9,9 @@ from tests.walks import MODELS, Walk
 
 
 @pytest.mark.parametrize("seed", range(len(MODELS)))
-def test_a_walk(groups, seed: int) -> None:
+def test_a_walk(seed: int) -> None:
     make, inputs = list(MODELS.values())[seed]
-    walk = Walk(make(), parallelize(make(), workers=groups(2)), inputs(), seed)
+    walk = Walk(make, inputs(), seed, lambda model: parallelize(model, 2, workers={"max_restarts": 1000}))
     try:
         walk.run(20)
     except BaseException as error:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelformers_ng import warm_up
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.sharding.cache_names import CACHE
 from tests.test_generate import assert_same
+from tests.walk_moves import FaultMoves, await_as_before, open_and_running
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import EXPERTS, decoder, gpt2
 from tests.zoo.encoders import DISENTANGLED, encoder
@@ -49,27 +52,34 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
 
 
 @dataclass
-class Walk:
+class Walk(FaultMoves):
     """A walk with one pair of models.
 
     Args:
-        whole: a model.
-        cut: a parallelized copy of it.
-        inputs: of their forward.
+        make: makes the model, always the same.
+        inputs: of its forward.
         seed: of the walk.
+        parallelize: makes a parallelized model of a whole one.
 
     Attributes:
+        whole, cut: the model, and a parallelized copy of it.
         refused: how many steps the parallelized model refused.
+        taken, refusals: how many steps of each kind were taken, and refused.
         steps: what was done, for people.
     """
 
-    whole: Any
-    cut: Any
+    make: Callable[[], Any]
     inputs: dict[str, Any]
     seed: int
+    parallelize: Callable[[Any], Any]
     refused: int = 0
+    taken: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        warm_up()  # the process that forks ranks stays
+        self._before = open_and_running()
+        self.whole, self.cut = self.make(), self.parallelize(self.make())
         self._random = random.Random(self.seed)
         self._hooks: list[list[Any]] = []
         self.steps: list[str] = []
@@ -79,7 +89,9 @@ class Walk:
         for _ in range(count):
             name, step = self._draw()
             self.steps.append(name)
+            refused = self.refused
             self._take(step)
+            self.refusals[self._kind] += self.refused - refused
         self.finish()
 
     def finish(self) -> None:
@@ -93,6 +105,7 @@ class Walk:
         assert modes[0] == modes[1]
         with torch.no_grad():
             assert_same(comparable(self.cut(**self.inputs)), comparable(self.whole(**self.inputs)))
+        await_as_before(self._before)
 
     def _take(self, step: Step) -> None:
         torch.manual_seed(7)
@@ -131,8 +144,12 @@ class Walk:
             + [self._move] * 2
             + [self._hook] * 3
             + [self._attribute]
+            + self.fault_moves()
         )
-        return self._random.choice(makers)()
+        maker = self._random.choice(makers)
+        self._kind = maker.__name__.strip("_")
+        self.taken[self._kind] += 1
+        return maker()
 
     def _forward(self) -> tuple[str, Step]:
         options: dict[str, Any] = self._random.choice(

@@ -172,6 +172,12 @@ def _search(
         )
     except UnsupportedModelError as error:
         return error
+    except Exception as error:  # modelling code, run on what is small and cut, may raise anything
+        text = (
+            f"no policy knows {type(model).__name__}, and none could be inferred: the search ended with"
+            f" {type(error).__name__}: {error}. Write one (POLICY.md shows how), or report it"
+        )
+        return UnsupportedModelError(text).with_traceback(error.__traceback__)
 
 
 def twin_of(model: PreTrainedModel) -> Twin:

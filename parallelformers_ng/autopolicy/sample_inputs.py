@@ -19,7 +19,15 @@ _SOUNDS = (
     "input_features", "input_values", "audio_values", "input_spectrogram", "spectrogram", "waveform", "audio_mel",
 )  # fmt: skip
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
-_BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "input_feat_size")
+_BINS = (
+    "num_mel_bins",
+    "feature_size",
+    "input_feat_per_channel",
+    "n_mels",
+    "input_dim",
+    "input_feat_size",
+    "model_in_dim",
+)
 _SIDE = 4
 """Patches along a side of an image given as patches."""
 

@@ -77,6 +77,7 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
     for part in parts:
         shrink_layers(part, shrinking.layers, shapes)
         _shrink_experts(part)
+        _shrink_named(part, shrinking.layers)
         if not shrinking.keep_images:
             _shrink_images(part)
         if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
@@ -227,6 +228,13 @@ def _shrink_images(config: Any) -> None:
         count = setting(config, name)
         if isinstance(count, int) and count > most:
             put(config, name, most)
+
+
+def _shrink_named(config: Any, layers: int) -> None:
+    """Make a transformer of timm, whose size its name says, as shallow as may be."""
+    architecture, arguments = setting(config, "architecture"), vars(config).get("model_args", 0)
+    if isinstance(architecture, str) and architecture.startswith(("vit", "eva", "deit")) and arguments != 0:
+        put(config, "model_args", {"depth": layers, **(arguments or {})})
 
 
 def _shrink_experts(config: Any) -> None:

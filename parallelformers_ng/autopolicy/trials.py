@@ -17,6 +17,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.own_heads import gathered
 from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Rule
@@ -95,8 +96,8 @@ class Trials:
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
         """Whether the sharded twin generates the tokens `wanted`, which go past the length of any window."""
-        plan = self.plan(choices, vocabulary)
         try:
+            plan = self.plan(choices, vocabulary)
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
         except Exception as error:  # as in `match`
             self.failure = _in_short(error)
@@ -145,7 +146,8 @@ def _outputs(share: nn.Module, probes: Sequence[Probe]) -> list[list[torch.Tenso
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """The generated tokens, and whatever else `generate` returns, such as speech."""
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    return list(tensors(model.generate(**given, **length_options(model, _TOKENS), do_sample=False, num_beams=1)))
+    output = model.generate(**given, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
+    return [gathered(tensor) for tensor in tensors(output)]  # here, where the other ranks gather, too
 
 
 def _in_short(error: Exception) -> str:

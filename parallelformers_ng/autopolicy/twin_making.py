@@ -73,7 +73,11 @@ def make_twin(
         if edits:
             edits.apply(model)
             randomise(model, seed)
-        twin = observe(model, seed + 1)
+        try:
+            twin = observe(model, seed + 1)
+        except Exception as error:  # modelling code raises anything on what is too small for it
+            failures.append(_in_short(error))
+            continue
         if twin.runs_whole:
             best = twin
             break
@@ -153,7 +157,7 @@ def _models(
                     continue
                 model = build_tiny(cls, small, attention, seed, largest)
             except Exception as error:  # the modelling code decides what it refuses; the next size may be to its taste
-                failures.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
+                failures.append(_in_short(error))
                 continue
             if model is None:
                 too_large.append(shrinking)
@@ -205,6 +209,10 @@ def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | 
                 skeleton(**on_meta)
                 return number
     return None
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
 def build_tiny(

@@ -35,6 +35,10 @@ class Prefixes:
         self._least = least
         self._kept: list[_Kept] = []  # the one used last comes last
 
+    def forget(self) -> None:
+        """Let all sequences go."""
+        self._kept.clear()
+
     def length(self, ids: torch.Tensor) -> int:
         """With how many of its tokens, all but one at most, a prompt `[1, tokens]` begins like one that is kept."""
         return self._best(ids)[0]

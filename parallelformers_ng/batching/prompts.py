@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._waiting)
+
     def add(self, row: Row) -> None:
         self._waiting.append(row)
 
@@ -94,7 +97,7 @@ class Prompts:
         cache = row.cache
         if (cache is None or not caches.holds_any(cache)) and runs_whole(self._model, row):
             return Ran([row], logits[:, -1], None, mask)
-        if row.prompt_is_plain:
+        if row.may_be_kept:
             self._prefixes.keep(row.ids, cache, 0)
         return Ran([row], logits[:, -1], cache, mask)
 
@@ -132,7 +135,8 @@ class Prompts:
         mask = torch.ones_like(ids)
         for index, row in enumerate(rows):
             mask[index, : empty[index]] = 0
-            self._prefixes.keep(row.ids, cache, index)
+            if row.may_be_kept:
+                self._prefixes.keep(row.ids, cache, index)
         return Ran(rows, logits[range(len(rows)), at], cache, mask)
 
     def _forward(self, row: Row, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any) -> torch.Tensor:

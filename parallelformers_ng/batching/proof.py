@@ -62,7 +62,10 @@ class Trial:
         return self._why_alone
 
     def _try(self, cls: Any, config: Any) -> None:
-        self._why_alone, self.in_pieces = prove(cls, config, self._edits)
+        try:
+            self._why_alone, self.in_pieces = prove(cls, config, self._edits)
+        except Exception as error:  # a model's code, run on a small copy of it, may raise anything
+            self._why_alone = f"the proof ended with {type(error).__name__}: {error}"
         if self._why_alone:
             log.info("calls of %s are decoded one after another: %s", cls.__name__, self._why_alone)
 
@@ -101,6 +104,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
             "max_new_tokens": after,
             "min_new_tokens": after,
             "do_sample": False,
+            "return_dict_in_generate": False,
         }
         for before, after in lengths
     ]

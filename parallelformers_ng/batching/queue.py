@@ -15,7 +15,13 @@ from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.sharing import SharedCall
 from parallelformers_ng.batching.ticket import Send, Ticket
 from parallelformers_ng.collectives.arena import available_memory
-from parallelformers_ng.errors import BatchingError, NotPortableError, RequestTimeoutError, WorkerError
+from parallelformers_ng.errors import (
+    BatchingError,
+    DeadlineExpiredError,
+    NotPortableError,
+    RequestTimeoutError,
+    WorkerError,
+)
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.cancellation import cancellation_of_thread
 from parallelformers_ng.runtime.failures import rebuild
@@ -90,10 +96,13 @@ class Queue:
 
         Raises:
             BatchingError: too many wait already.
+            DeadlineExpiredError: the time passed before the ranks were asked.
             RequestTimeoutError: the time passed; its row ends with the round that runs.
             RequestCancelledError: another thread has cancelled it; likewise.
             GroupError: what ended its row, or the whole batch.
         """
+        if time.monotonic() >= end:
+            raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
         ticket, told, ids = Ticket(call, send), 0, call.prompt
         cancellation = cancellation_of_thread()
         cancellation.wake = self._wake
@@ -103,8 +112,8 @@ class Queue:
                     f"{len(self._waiting)} calls wait for {self._options.rows} rows already; call later, or allow more"
                     " with batching={'waiting': …}"
                 )
-            self._waiting[next(self._numbers)] = ticket
             self._start_thread()
+            self._waiting[next(self._numbers)] = ticket
         try:
             while True:
                 with self._changed:
@@ -128,6 +137,10 @@ class Queue:
                 if ended:
                     return ids
                 if time.monotonic() >= end:
+                    with self._changed:
+                        waits = ticket in self._waiting.values()
+                    if waits and not told:
+                        raise DeadlineExpiredError("'generate' did not get its turn in the batch before its deadline")
                     raise RequestTimeoutError(f"'generate' ran past its deadline with {told} tokens")
         finally:
             with self._changed:
@@ -139,32 +152,47 @@ class Queue:
 
     def _start_thread(self) -> None:
         if not self._has_thread:
+            threading.Thread(target=self._decode, name="batch", daemon=True).start()  # it waits for the queue's lock
             self._has_thread = True
-            threading.Thread(target=self._decode, name="batch", daemon=True).start()
 
     def _decode(self) -> None:
-        """Send rounds until nobody waits."""
-        while True:
+        """Send rounds until nobody waits. An error of this thread's own ends all calls."""
+        try:
+            while self._run_round():
+                pass
+        except BaseException as error:
             with self._changed:
-                asked, send = self._next_round()
-                if send is None:
-                    self._has_thread = False
-                    return
-            begun = time.monotonic()
-            try:
-                news: list[News] | BaseException = send(asked)
-            except BaseException as error:  # whoever waits is told
-                news = error
-            with self._changed:
-                if isinstance(news, BaseException):
-                    self._fail(news, asked)
-                else:
-                    self._take(news)
-                    self._measure(news)
-                    if not asked.joins:
-                        step = (time.monotonic() - begun) / asked.steps
-                        self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
+                failure = BatchingError(f"the batch ended with an error of its own: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                for ticket in (*self._running.values(), *self._waiting.values()):
+                    ticket.end(failure)
+                self._running, self._waiting, self._batch = {}, {}, next(self._batches)
+                self._has_thread = False
                 self._changed.notify_all()
+
+    def _run_round(self) -> bool:
+        """Send a round. Returns whether there was one to send."""
+        with self._changed:
+            asked, send = self._next_round()
+            if send is None:
+                self._has_thread = False
+                return False
+        begun = time.monotonic()
+        try:
+            news: list[News] | BaseException = send(asked)
+        except BaseException as error:  # whoever waits is told
+            news = error
+        with self._changed:
+            if isinstance(news, BaseException):
+                self._fail(news, asked)
+            else:
+                self._take(news)
+                self._measure(news)
+                if not asked.joins:
+                    step = (time.monotonic() - begun) / asked.steps
+                    self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
+            self._changed.notify_all()
+        return True
 
     def _next_round(self) -> tuple[Round, Send | None]:
         """The next round, and what sends it: None where there is nothing to do."""

@@ -92,6 +92,13 @@ class RankBatch:
         self._captured = CapturedRows(model, steps)
         self._batch = -1
 
+    def forget_prefixes(self) -> None:
+        """Let go of earlier sequences, and keep none that was begun already: the model is not what it was."""
+        if self._batch >= 0:
+            self._prefixes.forget()
+            for row in (*self._rows, *self._prompts):
+                row.may_be_kept = False
+
     def run(self, asked: Round) -> News:
         """Raises what a forward raises: then no row of the batch can go on."""
         if asked.batch != self._batch:

@@ -31,6 +31,8 @@ class Row:
         told: how many of its tokens the caller has.
         outcome: GOES_ON, ENDED or FAILED.
         failure: what was raised, on the rank that chose.
+        may_be_kept: whether its keys and values may serve later prompts: all tokens of its prompt count, and the model
+            has been the same since it began.
     """
 
     number: int
@@ -40,6 +42,7 @@ class Row:
     ids: torch.Tensor = field(init=False)
     newest: int = field(init=False)
     told: int = field(init=False)
+    may_be_kept: bool = field(init=False)
     outcome: int = GOES_ON
     failure: Description | None = None
 
@@ -47,6 +50,7 @@ class Row:
         self.ids = self.call.input_ids
         self.newest = int(self.ids[0, -1])
         self.told = self.ids.shape[1]
+        self.may_be_kept = self.prompt_is_plain
         if self.objects is not None:
             self.objects.remember()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ class Rows:
 
     def __len__(self) -> int:
         return sum(row is not None for row in self._slots)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for row in self._slots if row is not None)
 
     @property
     def token_bytes(self) -> int:
@@ -123,7 +126,7 @@ class Rows:
         rows = [row for row in self._slots if row is not None]
         self._choose(rows, logits if len(rows) == len(self._slots) else logits[at])
         for index, row in zip(at, rows, strict=True):
-            if row.outcome == ENDED and row.prompt_is_plain:
+            if row.outcome == ENDED and row.may_be_kept:
                 self._prefixes.keep(row.ids[:, :-1], self._cache, index)  # a conversation may go on with it
         self.leave({row.number for row in rows if row.outcome != GOES_ON})
         return rows

@@ -36,7 +36,8 @@ def balanced_device_map(
         num_devices: over how many.
         ratio: how much each device is to hold beside the others; None for the same on all.
         device_ids: their numbers or names; by default 0, 1, 2, ….
-        batch, length: count the keys and values of so many sequences of so many tokens too.
+        batch: number of sequences whose keys and values are counted too.
+        length: tokens of each of them; 0 counts no keys and values.
 
     Returns:
         Path of a module, or of a parameter that belongs to none of them, → device.

@@ -21,6 +21,6 @@ def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]
         total: bytes.
         show: False silences it everywhere.
     """
-    silent = not show or not sys.stderr.isatty()
+    silent = not show or sys.stderr is None or not sys.stderr.isatty()
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=silent, leave=False) as bar:
         yield bar.update

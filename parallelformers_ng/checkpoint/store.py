@@ -6,84 +6,43 @@ weights as they were, and no worker can spoil another's.
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
+from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import map_file
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
+from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan, bytes_of
 from parallelformers_ng.sharding.table import human_bytes
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
-
-_LINE = 64
-_OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone
-
-
-class Layout:
-    """Where the shards of a plan lie, side by side, 64-byte aligned, large ones on pages of their own. It follows from
-    the plan alone, so that parent and workers work it out for themselves and only file descriptors cross.
-
-    Region `r` below `world_size` belongs to rank r; the next one holds the tensors that all ranks share whole; the
-    last ones are files, with what the plan leaves to the disk of each rank.
-
-    Attributes:
-        sizes: bytes of each region, `2 * world_size + 1` of them.
-        offsets: storage name → for each rank (region, offset in bytes).
-    """
-
-    def __init__(self, plan: ShardPlan) -> None:
-        ranks = range(plan.world_size)
-        self.sizes = [0] * (2 * plan.world_size + 1)
-        self.offsets: dict[str, list[tuple[int, int]]] = {}
-        for tensor in plan.stored():
-            regions = [file_region(plan, rank) if is_on_disk(plan, tensor, rank) else rank for rank in ranks]
-            if tensor.is_replicated and regions == list(ranks):
-                places = [self._place(plan.world_size, tensor.bytes_whole)] * plan.world_size
-            else:
-                places = [self._place(regions[rank], tensor.bytes_on(rank)) for rank in ranks]
-            self.offsets[tensor.name] = places
-
-    def _place(self, region: int, size: int) -> tuple[int, int]:
-        step = mmap.PAGESIZE if size >= _OWN_PAGES else _LINE
-        start = -(-self.sizes[region] // step) * step
-        end = start + size
-        self.sizes[region] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if size >= _OWN_PAGES else end
-        return region, start
-
-
-def file_region(plan: ShardPlan, rank: int) -> int:
-    """The region of a rank that is a file."""
-    return plan.world_size + 1 + rank
-
-
-def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
-    """Whether the plan leaves a rank's part of a tensor to the disk."""
-    return plan.tiers is not None and plan.tiers.place(tensor.storage, rank) == "disk"
 
 
 class ShardStore:
     """Holds every rank's shard in memfds, and in files without a name what the plan leaves to the disk: none of it
-    outlives the processes that map it.
+    outlives the processes that map it. A store that is dropped closes them.
 
     Args:
         plan: says what each rank holds.
 
     Raises:
-        OSError: the system gives no memory (ENOSPC, ENOMEM); `write` raises it too.
+        OSError: the system gives no memory (ENOMEM), or no such large file (EFBIG); `write` raises it too.
         ParallelError: the disk has no room.
     """
 
@@ -91,6 +50,8 @@ class ShardStore:
         self.plan = plan
         self.layout = Layout(plan.held)
         self.fds: list[int] = []
+        self._room = 0  # bytes that may be written before the system is asked again what it has left
+        weakref.finalize(self, _close_all, self.fds).atexit = False
         try:
             for region, size in enumerate(self.layout.sizes):
                 if size and region > plan.world_size:
@@ -106,7 +67,7 @@ class ShardStore:
 
     def fds_for(self, rank: int) -> list[int]:
         """The regions rank `rank` maps, see `map_shards`."""
-        return [self.fds[region] for region in _regions_of(self.plan, rank)]
+        return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
         """See that what was written to files is on the disk, and no longer in memory."""
@@ -131,11 +92,22 @@ class ShardStore:
             self._write(part, read(held, {}))
 
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """`pwrite` rather than a mapping: a full memory is ENOSPC, not SIGBUS."""
+        """Write the parts of what is held under one name. Memory files have no limit: beyond what the system has, it
+        would end processes, so that is asked first."""
         places = self.layout.offsets[tensor.storage]
         for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
             if not shard.zero:  # fresh memory reads as zeros
+                if region <= self.plan.world_size:
+                    self._take_room(bytes_of(shard.shape(tensor.shape), tensor.dtype))
                 _write_all(self.fds[region], shard.of(whole).to("cpu", tensor.dtype), offset)
+
+    def _take_room(self, size: int) -> None:
+        if size > self._room:
+            available = available_memory()
+            if size > available:
+                raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({human_bytes(available)} are left)")
+            self._room = max(size, available // 2)  # what others take meanwhile is seen the next time
+        self._room -= size
 
     def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
         """Put one tensor together again, on CPU.
@@ -166,12 +138,12 @@ class ShardStore:
         return _part(tensor, rank, mapping, skipped)
 
     def close(self) -> None:
-        while self.fds:
-            os.close(self.fds.pop())
+        _close_all(self.fds)
 
 
-def _regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
-    return rank, plan.world_size, file_region(plan, rank)
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _file_in(folder: str, size: int) -> int:
@@ -199,7 +171,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
     layout = Layout(plan)
     mappings = {
         region: map_file(fd, layout.sizes[region])
-        for region, fd in zip(_regions_of(plan, rank), fds, strict=True)
+        for region, fd in zip(regions_of(plan, rank), fds, strict=True)
         if layout.sizes[region]
     }
     held = {}

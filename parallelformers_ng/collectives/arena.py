@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 
+from parallelformers_ng.collectives.control_groups import memory_left
 from parallelformers_ng.errors import CollectiveAbortedError, UnsupportedPlatformError
 
 MAGIC = int.from_bytes(b"PFARENA2", "little")
@@ -182,7 +183,8 @@ class Arena:
 
 
 def available_memory() -> int:
-    """What can be had without swapping, in bytes.
+    """Return the bytes that can be had without swapping: of the machine, or of this process's control groups if they
+    have less.
 
     The kernel's own tmpfs, where a memfd lives, has no limit: a reservation beyond this would not fail but bring on
     the out-of-memory killer, which ends other processes first.
@@ -190,5 +192,6 @@ def available_memory() -> int:
     with open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                free, left = int(line.split()[1]) * 1024, memory_left()
+                return free if left is None else min(free, left)
     raise UnsupportedPlatformError("Arena: /proc/meminfo has no MemAvailable; the workers need Linux 5.3 or later")

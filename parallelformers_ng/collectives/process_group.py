@@ -265,12 +265,12 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:
         options = dist.AllreduceOptions()
         options.asyncOp = False  # on the current stream, to which it need not come back from another
-        group.allreduce([tensor], options).wait()
+        _wait(group.allreduce([tensor], options))
 
     def _gather_into(self, parts: list[Tensor], data: Tensor) -> None:
         options = AllgatherOptions()
         options.asyncOp = False
-        self._group.allgather([parts], [data], options).wait()
+        _wait(self._group.allgather([parts], [data], options))
 
     def _abort_group(self) -> None:
         with self._alive:
@@ -283,3 +283,9 @@ class NcclCommunicator(ProcessGroupCommunicator):
                 if self._arena.aborted and self._group is not aborted:
                     aborted = self._group
                     aborted.abort()
+
+
+def _wait(work: Any) -> None:
+    """Wait for a synchronous collective. NCCL returns no work for one: it is on the current stream already."""
+    if work is not None:
+        work.wait()

@@ -74,6 +74,12 @@ class CacheHandle(Cache):
             " work on it as a whole"
         )
 
+    def update(self, *_: Any, **__: Any) -> Any:
+        raise ParallelError(
+            f"this {type(self).__name__} is with the workers of a parallelized model, and a model in this process"
+            " cannot write to it; pass it to the model that returned it, or run the prompt again"
+        )
+
     def __len__(self) -> int:
         return len(self.info.lengths)
 

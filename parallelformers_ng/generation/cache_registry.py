@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.errors import DeadlineExpiredError, NotPortableError, ParallelError, SharedMemoryError
 from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
 from parallelformers_ng.wire.format import Handle
@@ -19,6 +19,10 @@ from parallelformers_ng.wire.interrupts import CriticalSection
 
 if TYPE_CHECKING:
     from parallelformers_ng.model.replica import Replica
+
+
+_NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
+"""Errors of requests of which no rank has heard."""
 
 
 class _Entry(weakref.ref[CacheHandle]):
@@ -139,8 +143,9 @@ class CacheRegistry:
                 result, info = group.call(
                     "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
                 )
-            except BaseException:
-                handle.inconsistent = not (method in ("copy", "__getattribute__") or method.startswith("get_"))
+            except BaseException as error:
+                reads = method in ("copy", "__getattribute__") or method.startswith("get_")
+                handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
                 self.free_after_failure(incarnation, [block])
                 raise
             handle.info = info

@@ -24,7 +24,7 @@ from parallelformers_ng.wire.format import Handle
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that take objects with code of the caller's."""
 
-_LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
+LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
 
 
 class ObjectState:
@@ -234,4 +234,4 @@ def _has_state(obj: Any) -> bool:
         return False
     if isinstance(obj, (LogitsProcessor, StoppingCriteria)):
         return True
-    return not type(obj).__module__.startswith(_LIBRARIES)
+    return not type(obj).__module__.startswith(LIBRARIES)

@@ -46,9 +46,11 @@ class InstalledHooks:
             later = list(wanted)[index + 1 :]
             first = place not in known and any(other[:2] == place[:2] and other in known for other in later)
             self._put(place, hook, first)
+        if sent is None:
+            return  # what the latest call has noted may still be asked for
         self._attributes = {}
         self._state = ObjectState([hook.call for hook in hooks], self._there, with_globals=True) if hooks else None
-        if sent is not None and self._state is not None:
+        if self._state is not None:
             if len(self._state.parts) != sent.parts:
                 raise ParallelError(
                     f"the forward hooks hold {sent.parts} objects that change, and their copies on the workers"

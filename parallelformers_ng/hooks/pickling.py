@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,14 +134,19 @@ def _by_value(hooks: Sequence[Hook]) -> Iterator[None]:
     """Within it, the modules that define hooks go by value: imported anew, their global variables would be others."""
     names = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
     modules = [sys.modules[name] for name in names if name in sys.modules and not name.startswith(LIBRARIES)]
-    added = [module for module in modules if module.__name__ not in by_value.list_registry_pickle_by_value()]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
+    with _registering:
+        added = [module for module in modules if module.__name__ not in by_value.list_registry_pickle_by_value()]
         for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in added:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+_registering = threading.RLock()
+"""Held while modules go by value: cloudpickle has one list of them for all threads."""
 
 
 class _Pickler(ReferencePickler):

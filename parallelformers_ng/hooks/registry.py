@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from parallelformers_ng.errors import ParallelError, RequestTimeoutError
+from parallelformers_ng.errors import DeadlineExpiredError, ParallelError
 from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
@@ -39,12 +39,12 @@ class HookRegistry:
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
         self._model = weakref.ref(model)
         self._plan = plan
-        self.paths: dict[str, None] = {}
-        """Modules that may have hooks."""
-        self._lock = threading.RLock()
+        self._paths: dict[str, weakref.ref[nn.Module]] = {}  # modules that may have hooks
+        self._noting = threading.Lock()  # while those are read or changed
+        self._turn = threading.RLock()
         for path, module in model.named_modules():
             if any(vars(module)[name] for name in _FORWARD):
-                self.paths[path] = None
+                self._paths[path] = weakref.ref(module)
             for name in (*_FORWARD, *_BACKWARD):
                 if not vars(module)[name]:
                     vars(module)[name] = _Table(self, path, name)
@@ -56,17 +56,36 @@ class HookRegistry:
 
         Raises:
             ParallelError: one cannot be called, or there is a global one.
-            RequestTimeoutError: other threads' calls took until `deadline`, on the clock of `time.monotonic`.
+            DeadlineExpiredError: other threads' calls took until `deadline`, on the clock of `time.monotonic`.
         """
         _refuse_global_hooks()
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise RequestTimeoutError("other calls of this model, whose forward hooks note something, were not done")
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DeadlineExpiredError("other calls of this model, whose forward hooks note something, were not done")
         try:
-            model: Any = self._model()
-            hooks = [hook for path in self.paths for hook in hooks_of(path, model.get_submodule(path))]
-            yield CallHooks(model, hooks) if hooks else None
+            hooks, model = self.present(), self._model()
+            yield CallHooks(model, hooks) if model is not None and hooks else None
         finally:
-            self._lock.release()
+            self._turn.release()
+
+    def present(self) -> list[Hook]:
+        """The hooks that the modules have now.
+
+        Raises:
+            ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
+        """
+        if not self._paths:
+            return []
+        with self._noting:
+            modules = [
+                (path, module) for path, module in ((path, ref()) for path, ref in self._paths.items()) if module
+            ]
+            for path, module in modules:
+                if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
+                    del self._paths[path]  # the tables tell of the next one
+        found = [hook for path, module in modules for hook in hooks_of(path, module)]
+        for hook in found:
+            check_hook(self._plan, hook.path, hook.kind, hook.call)
+        return found
 
     def leave(self) -> None:
         """The hooks are ordinary ones from now on."""
@@ -81,7 +100,7 @@ class HookRegistry:
                         vars(module)[name] = OrderedDict()
 
     def admit(self, path: str, table: str, hook: Any) -> None:
-        """Take note of a hook that is being registered.
+        """See that a hook that is being registered can be called on the ranks.
 
         Raises:
             ParallelError: it cannot be, in words.
@@ -90,7 +109,13 @@ class HookRegistry:
         if table in _FORWARD and not is_of_library(hook):
             model: Any = self._model()
             pack(model, [Hook(path, table, 0, hook)], [])
-            self.paths[path] = None
+
+    def note(self, path: str, table: str) -> None:
+        """Take note of a module whose table has a new hook."""
+        if table in _FORWARD:
+            model: Any = self._model()
+            with self._noting:
+                self._paths[path] = weakref.ref(model.get_submodule(path))
 
 
 class CallHooks:
@@ -151,6 +176,8 @@ class _Table(OrderedDict):
         if self.registered is not None:
             self.registered.admit(*self._place, hook)
         super().__setitem__(number, hook)
+        if self.registered is not None:
+            self.registered.note(*self._place)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return OrderedDict, (list(self.items()),)
@@ -205,7 +232,7 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
     for kind in _FORWARD:
         with_kwargs = vars(module)[f"{kind}_with_kwargs"]
         always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}
-        for number, hook in vars(module)[kind].items():
+        for number, hook in [*vars(module)[kind].items()]:  # another thread may be registering one
             if not is_of_library(hook):
                 yield Hook(path, kind, number, hook, number in with_kwargs, number in always)
 

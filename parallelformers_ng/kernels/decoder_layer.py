@@ -254,6 +254,11 @@ class Step:
         cls._latest[:] = [step]
         return step
 
+    @classmethod
+    def forget(cls) -> None:
+        """Let go of the latest step, and of the tensors that it refers to."""
+        cls._latest.clear()
+
     def __init__(
         self, shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None], sizes: tuple[int, torch.dtype, int, int]
     ) -> None:

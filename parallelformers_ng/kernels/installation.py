@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
+from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, Step
 from parallelformers_ng.kernels.decoder_stack import DecoderStack, with_layers_as_one
 from parallelformers_ng.kernels.operators import FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear, _decode
 from parallelformers_ng.kernels.recognition import (
@@ -56,6 +56,7 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 def forget(model: nn.Module) -> None:
     """Have the kernels read a model's modules anew: attributes of theirs were set."""
+    Step.forget()
     for module in model.modules():
         if isinstance(module, (FusedDecoderLayer, DecoderStack)):
             module.forget()

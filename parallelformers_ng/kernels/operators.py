@@ -152,7 +152,7 @@ def serve_stock_code(is_stock: bool) -> None:
 
 
 def may_serve() -> bool:
-    """Whether modules run stock code, and nothing is going on that only torch's own operators know how to do: gradients,
+    """Whether modules run stock code, and nothing is going on that only torch's own operators can do: gradients,
     autocast, a trace."""
     return (
         _code_is_stock

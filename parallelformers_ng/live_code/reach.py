@@ -20,7 +20,7 @@ LIBRARIES = frozenset({
     "huggingface_hub", "safetensors", "tokenizers", "tqdm", "packaging", "filelock", "regex", "yaml", "PIL", "jinja2",
     "httpx", "requests", "triton", "scipy", "sentencepiece", "kernels", "timm", "ray", "fsspec", "typing_extensions",
 }) | sys.stdlib_module_names  # fmt: skip
-"""Packages that transformers and its models use: their code is taken for stock, unless a program has put it in another's place."""
+"""Packages that transformers and its models use: their code is taken for stock, if it is in its own place."""
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
 _NOT_FOLLOWED = frozenset({"__init__", "__init_subclass__", "from_pretrained", "save_pretrained", "push_to_hub"})
@@ -221,7 +221,7 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
-        elif isinstance(value, functools.cached_property) or isinstance(value, functools.partial):
+        elif isinstance(value, (functools.cached_property, functools.partial)):
             value = value.func
         else:
             break

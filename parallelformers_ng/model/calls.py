@@ -19,6 +19,9 @@ from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, ea
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
+from parallelformers_ng.generation.lost_notes import globals_written_by
+from parallelformers_ng.generation.object_state import stateful_arguments
+from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.caller_state import RandomStream
@@ -138,6 +141,7 @@ class Calls:
         except NotPortableError as error:
             return self._generate_instead(module, original, merged, how, error)
         if not isinstance(found, str):
+            self._tell_of_lost_notes(merged)
             return found
         log.debug("generate runs alone: %s", found)
         return self._generate_alone(dispatcher, model, path, original, merged, how)
@@ -163,19 +167,30 @@ class Calls:
             check_compiler(module, given, self.deployment.plan.world_size)
             as_they_are = eager_generation(module, given)
         sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
-        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.paths else reason):
+        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.present() else reason):
             self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
             sent = as_they_are
         not_captured = functools.partial(self._not_captured, dispatcher)
         there = how if steps is None or not steps.captured or reason else replace(how, not_captured=not_captured)
         try:
-            return dispatcher.call(model, path, "generate", (), sent, there)
+            output = dispatcher.call(model, path, "generate", (), sent, there)
+            self._tell_of_lost_notes(given)
+            return output
         except NotPortableError as error:
             return self._generate_instead(module, original, given, how, error)
         except torch.OutOfMemoryError as error:
             if there is how or not not_captured(str(error).partition("\n")[0]) or how.streamer is not None:
                 raise  # what was streamed cannot be taken back
             return dispatcher.call(model, path, "generate", (), as_they_are, how)
+
+    def _tell_of_lost_notes(self, given: dict[str, Any]) -> None:
+        """Say once that functions among the arguments of a `generate` have written to global variables of the ranks."""
+        for root in (*stateful_arguments(given), given.get("custom_generate")):
+            if root is not None and (names := globals_written_by(root)):
+                self._say_once(
+                    f"what {described(root)} writes to the global {', '.join(names)} stays on the workers",
+                    "keep notes in a closure, or in an attribute of an object that is passed; these come back",
+                )
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
         """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""

@@ -27,7 +27,7 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
-from parallelformers_ng.wire.format import OUT_OF_MEMORY
+from parallelformers_ng.wire.format import OUT_OF_MEMORY, why_no_memory
 
 
 class Deployment:
@@ -116,7 +116,7 @@ class Deployment:
             if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
                 needed = sum(self.plan.bytes_per_rank)
                 raise SharedMemoryError(
-                    f"no memory for {needed} bytes of shards: {error.strerror}; the model is as it was. Raise the"
+                    f"no memory for {needed} bytes of shards: {why_no_memory(error)}; the model is as it was. Raise the"
                     " memory limit, or pass dtype= for smaller weights"
                 ) from error
             raise

@@ -64,7 +64,8 @@ class Parallelized(RemoteModule):
         """`generate`, awaited: the event loop goes on meanwhile. A task that is cancelled ends its call within a step.
 
         Args:
-            inputs, **kwargs: as in `generate`, with its `seed=` and `timeout=`. A streamer is called in another thread.
+            inputs: token ids, as in `generate`.
+            **kwargs: arguments of `generate`, also `seed=` and `timeout=`. A streamer is called in another thread.
         """
         with remote_of(self).calls.with_adapters():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})

@@ -101,12 +101,18 @@ class RemoteModule(nn.Module):
             return
         if held is not None or name in _FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
-        before = vars(self).get(name, _ABSENT)
-        known = before is not _ABSENT or isinstance(getattr(type(self), name, None), property)
-        if known and before is not value and not name.startswith("_"):
+        if vars(self).get(name, _ABSENT) is not value and self._may_read(name, value):
             remote = remote_of(self)
             remote.calls.set_attribute(remote.path, name, value)
         super().__setattr__(name, value)
+
+    def _may_read(self, name: str, value: Any) -> bool:
+        """Whether the model's code may read an attribute, so that the workers need its value: it had one before, of its
+        own or of its class. Of private ones, which libraries use for notes, numbers and words count."""
+        if name.startswith("_"):
+            return name in vars(self) and isinstance(value, (bool, int, float, str, torch.dtype))
+        of_class = getattr(type(self), name, None)
+        return name in vars(self) or (of_class is not None and not callable(of_class))
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
         """The table of parameters, buffers or children that holds `name`."""

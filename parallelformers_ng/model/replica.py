@@ -20,7 +20,7 @@ from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
-from parallelformers_ng.errors import PlacementError, WorkerError
+from parallelformers_ng.errors import GroupError, PlacementError, WorkerError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
@@ -145,7 +145,7 @@ class CallOptions:
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
     """Whether a call has to look for forward hooks of the caller."""
-    return bool(hooks.paths) or torch_module._has_any_global_hook()
+    return bool(hooks.present() or torch_module._has_any_global_hook())
 
 
 class Dispatcher:
@@ -257,8 +257,12 @@ class Dispatcher:
                 return answer.output
             return map_handles(answer.output, lambda handle: registry.receive(handle, incarnation))
         except BaseException as error:  # an interrupt may come as late as here
-            if hooks is not None and isinstance(error, WorkerError) and group.alive:
-                changes = group.call("hook_changes", call.cache_block, timeout=end - time.monotonic())
-                hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
             registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
+            if hooks is not None and isinstance(error, WorkerError):
+                # The rank that raised has called what one process would have called; the others were cut short.
+                try:
+                    changes = group.call_each("hook_changes", [(call.cache_block,)] * group.world_size)[error.rank]
+                    hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
+                except GroupError as lost:
+                    error.add_note(f"What the forward hooks noted in this call is lost: {lost}")
             raise

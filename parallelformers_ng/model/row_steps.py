@@ -26,7 +26,11 @@ class RowSteps:
 
     def positions(self, model: Any) -> int:
         """Rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do."""
-        if self._steps is None or self._hooks.paths or static_generation(model, {"max_new_tokens": 1}, self._steps)[1]:
+        if (
+            self._steps is None
+            or self._hooks.present()
+            or static_generation(model, {"max_new_tokens": 1}, self._steps)[1]
+        ):
             return 0
         return MOST_POSITIONS if self._steps.by_default else sys.maxsize
 

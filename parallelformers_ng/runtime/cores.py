@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from parallelformers_ng.collectives.control_groups import cpu_quota
+
 _NODES = Path("/sys/devices/system/node")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> int:
@@ -16,7 +17,7 @@ def usable_cpus() -> int:
     every period.
     """
     available = len(os.sched_getaffinity(0))
-    quota = _quota(_own_groups(), _CGROUPS)
+    quota = cpu_quota()
     return available if quota is None else max(1, min(available, round(quota)))
 
 
@@ -52,40 +53,3 @@ def numa_nodes(directory: Path) -> dict[int, int]:
             if first:
                 found.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
     return found
-
-
-def _own_groups() -> list[tuple[str, str]]:
-    """The control groups of this process: (controllers, path), version 2 without controllers."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    return [(fields[1], fields[2]) for line in lines if len(fields := line.split(":", 2)) == 3]
-
-
-def _quota(groups: list[tuple[str, str]], root: Path) -> float | None:
-    """The least quota of the groups and of those above them, in CPUs."""
-    quotas = []
-    for controllers, path in groups:
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / controllers if controllers else root
-        directory = base / path.lstrip("/")
-        while True:
-            if (found := _quota_of(directory)) is not None:
-                quotas.append(found)
-            if directory == base or base not in directory.parents:
-                break
-            directory = directory.parent
-    return min(quotas, default=None)
-
-
-def _quota_of(directory: Path) -> float | None:
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            words = " ".join((directory / name).read_text() for name in names).split()
-        except OSError:
-            continue
-        if len(words) == 2 and words[0] not in ("max", "-1"):
-            return int(words[0]) / int(words[1])
-    return None

@@ -16,7 +16,8 @@ thread_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", d
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Let every call within the block raise RequestTimeoutError once `seconds` have passed since its beginning.
+    """Let every call within the block raise RequestTimeoutError once `seconds` have passed since its beginning. A call
+    that is made later raises DeadlineExpiredError, and is not sent.
 
     `with deadline(2.0): model(**inputs)`. It holds for this thread or asyncio task; of nested ones, the
     earlier counts.

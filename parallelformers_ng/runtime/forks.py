@@ -23,6 +23,7 @@ from parallelformers_ng.runtime.spawn import (
     REAP_SECONDS,
     Link,
     Spawned,
+    current_folder,
     environment_of_worker,
     is_readable,
     module_path,
@@ -61,7 +62,7 @@ class Fork:
             self._report, their_report = socket.socketpair()
             ours.enter_context(self._report)
             theirs.enter_context(their_report)
-            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            folder = os.open(current_folder(), os.O_PATH | os.O_DIRECTORY)
             theirs.callback(os.close, folder)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             theirs.callback(os.close, nowhere)

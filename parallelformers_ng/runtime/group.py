@@ -16,6 +16,7 @@ from typing import Any
 from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import (
     ChannelClosedError,
+    DeadlineExpiredError,
     GroupClosedError,
     GroupError,
     PlacementError,
@@ -202,7 +203,8 @@ class WorkerGroup:
             WorkerError: the method raised; of the original type as well. After torch.AcceleratorError it is over.
             NotPortableError: an argument cannot be sent; its place is named. Nothing was run.
             WorkerDiedError: a worker ended. The group is of no further use.
-            RequestTimeoutError: the time passed. Unless it passed in the queue, the group is of no further use.
+            DeadlineExpiredError: the time passed before the request was sent. Nothing was run.
+            RequestTimeoutError: the time passed while it ran. The group is of no further use.
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
         # A method without arguments is asked for by its name alone: there is nothing to take apart and rebuild.
@@ -286,20 +288,22 @@ class WorkerGroup:
     ) -> list[Any]:
         if self._is_over:
             self._processes.raise_why_over()
+        limit = self.timeout if timeout is None else timeout
+        if limit <= 0:
+            raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {-limit:.3g} s before")
+        deadline = time.monotonic() + limit
         with InterruptPoint():
             messages = [encode(request, self._key) for request in requests]
-        limit = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
         if self._exchange.in_event and self._requests.is_mine():
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
         with CriticalSection():
             try:
-                if not self._requests.acquire(limit):
-                    raise RequestTimeoutError(
+                if not self._requests.acquire(deadline - time.monotonic()) or time.monotonic() >= deadline:
+                    raise DeadlineExpiredError(
                         f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
                     )
                 if self._exchange.patient_until and not self._is_over and not self._leave_interrupted(deadline):
-                    raise RequestTimeoutError(
+                    raise DeadlineExpiredError(
                         f"{method!r} had to wait for the workers to leave a request that was interrupted, and they"
                         f" did not within {limit:.3g} s"
                     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -86,12 +87,27 @@ def check_count(count: Any, argument: str = "num_gpus") -> None:
 
 
 def check_platform() -> None:
-    """Raise UnsupportedPlatformError where workers cannot run."""
+    """Raise UnsupportedPlatformError if workers cannot run."""
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
             f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a"
             " container would do"
         )
+    if not os.path.isdir("/proc/self/fd"):
+        raise UnsupportedPlatformError("parallelize needs /proc, which is not mounted here: mount -t proc proc /proc")
+    if patched := _patched_by_gevent():
+        raise UnsupportedPlatformError(
+            f"gevent's monkey.patch_all() has replaced {', '.join(patched)} of this process, and the threads that speak"
+            " to the workers need the real ones. Use a server with threads (gunicorn -k gthread), or parallelize in a"
+            " process of its own and let the gevent workers ask it (parallelformers-ng serve)"
+        )
+
+
+def _patched_by_gevent() -> list[str]:
+    """The modules that gevent has patched and that threads, processes and sockets depend on."""
+    monkey = sys.modules.get("gevent.monkey")
+    modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
+    return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]
 
 
 @functools.cache

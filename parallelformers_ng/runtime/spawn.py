@@ -126,6 +126,7 @@ class Spawned:
             # sessions as groups (autogroup), between which sched_yield does not give way: a process that spins would
             # keep the core.
             process_group=0,
+            cwd=current_folder(),
         )
         self.pid = self._popen.pid
         try:
@@ -168,8 +169,19 @@ def environment_of_worker(threads: int) -> dict[str, str]:
 
 
 def module_path() -> list[str]:
-    """`sys.path`, with the current folder under its full name."""
+    """`sys.path`, with the current folder under its full name; without it if it was deleted."""
+    if current_folder() != ".":
+        return [entry for entry in sys.path if os.path.isabs(entry)]
     return [os.path.abspath(entry) for entry in sys.path]
+
+
+def current_folder() -> str:
+    """Where children of this process begin: in its current folder, or in "/" if that was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return "."
 
 
 def is_readable(fd: int, seconds: float) -> bool:

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import select
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
 from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_end
-from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor, Kind
+from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor, Kind, why_no_memory
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
@@ -42,7 +43,7 @@ def create_arena(world_size: int) -> Arena:
         return Arena.create(world_size, cpus=cores.usable_cpus())
     except OSError as error:
         kind = SharedMemoryError if error.errno in OUT_OF_MEMORY else StartupError
-        raise kind(f"the collectives of {world_size} workers cannot be set up: {error.strerror}") from error
+        raise kind(f"the collectives of {world_size} workers cannot be set up: {why_no_memory(error)}") from error
 
 
 def launch(
@@ -92,6 +93,7 @@ def launch(
     for index in range(world_size):
         workers.append(WorkerProcess(before + index, environment, server))
         processes.workers.append(workers[-1])  # one by one: it ends those that are there where the next one fails
+    standard_error = _standard_error()
     common: dict[str, Any] = {
         "key": key,
         "target": target,
@@ -103,7 +105,7 @@ def launch(
         "environment": environment,
         "rendezvous": None,
         "arena": FileDescriptor(arena.fd),
-        "stderr": FileDescriptor(2),
+        "stderr": FileDescriptor(standard_error),
     }
     if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # whose ranks meet in the arena
         processes.rendezvous = create_rendezvous()
@@ -122,7 +124,16 @@ def launch(
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
         worker.channel.key = key
+    if standard_error != 2:
+        os.close(standard_error)
     return functools.partial(await_ready, workers, server, deadline, start_timeout)
+
+
+def _standard_error() -> int:
+    """The descriptor of this process's standard error; of a program that has none, number 2 may be another file."""
+    if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
+        return 2
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def await_ready(
@@ -216,6 +227,8 @@ def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())
-    for log in dict.fromkeys(logs):
-        if log:
-            os.write(2, log.encode())
+    for log in filter(None, dict.fromkeys(logs)):
+        fd = _standard_error()
+        os.write(fd, log.encode())
+        if fd != 2:
+            os.close(fd)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallelformers_ng.errors import GroupError, RequestTimeoutError, RestartLimitError
+from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RestartLimitError
 from parallelformers_ng.runtime.group import WorkerGroup
 
 log = logging.getLogger("parallelformers_ng")
@@ -81,7 +81,7 @@ class Supervisor:
             deadline: on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            RequestTimeoutError: no group was ready before the deadline.
+            DeadlineExpiredError: no group was ready before the deadline.
             RestartLimitError: the workers died too often, or cannot be started; for good.
             WrongProcessError: this is a forked process.
         """
@@ -98,7 +98,7 @@ class Supervisor:
                     return self.current  # its group says why it cannot be used
                 rest = deadline - time.monotonic()
                 if rest <= 0:
-                    raise RequestTimeoutError("the workers died, and new ones were not ready before the deadline")
+                    raise DeadlineExpiredError("the workers died, and new ones were not ready before the deadline")
                 self._changed.wait(min(rest, threading.TIMEOUT_MAX))
             return self.current
 

@@ -59,6 +59,7 @@ def set_signals() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, in case the parent asks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, nobody could wait for a child
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
 
 

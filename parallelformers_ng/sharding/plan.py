@@ -21,6 +21,7 @@ from parallelformers_ng.sharding.table import human_bytes, pattern_of, table
 if TYPE_CHECKING:
     from parallelformers_ng.offload.tiers import Tiers
     from parallelformers_ng.sharding.layers import ParallelLayer
+    from parallelformers_ng.sharding.policy import Selection
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class ShardPlan:
         quantized: name of a tensor that ranks hold in few bits → how.
         uncut: path of a module whose layers stay whole, although a policy names them → why.
         selection: the policies; None on the ranks.
-        units: path of a module beneath which ranks compute parts of a result → paths beneath it that these do not reach.
+        units: path of a module beneath which ranks compute parts → paths beneath it that these do not reach.
         misfits: name of one that was to be quantized and stays in high precision → why.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.

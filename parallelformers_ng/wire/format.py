@@ -25,6 +25,7 @@ import enum
 import errno
 import fcntl
 import os
+import resource
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,6 +48,16 @@ MAGIC = b"pfng"
 VERSION = 1
 FIXED_PART = struct.Struct("<4sBBHQIQI")  # magic, version, kind, flags, sequence, header and tensor bytes, descriptors
 OUT_OF_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)  # what a memfd that cannot grow gives
+
+
+def why_no_memory(error: OSError) -> str:
+    """What an error out of `OUT_OF_MEMORY` says, in words; a limit of this process is named."""
+    if error.errno != errno.EFBIG:
+        return str(error.strerror)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return f"this process may make no files of more than {limit} bytes, in memory neither (raise `ulimit -f`)"
+
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _DTYPE_NAMES = (
@@ -139,7 +150,7 @@ def write_memfd(tensors: Iterable[tuple[int, torch.Tensor]], size: int) -> int:
         os.close(fd)
         if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
             raise SharedMemoryError(
-                f"no memory for a message with {size} bytes of tensors: {error.strerror}; "
+                f"no memory for a message with {size} bytes of tensors: {why_no_memory(error)}; "
                 "send smaller batches, or raise the memory limit of the container"
             ) from error
         raise

@@ -44,6 +44,7 @@ from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import check_is_whole
 from parallelformers_ng.wire.format import Handle
 from parallelformers_ng.worker.call import Answer, Call
+from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
 from parallelformers_ng.worker.weights import RankWeights
 
@@ -56,7 +57,7 @@ class ModelRunner(RankWeights):
         self.world_size = world_size
         self.communicator = communicator
         self.code = AppliedChanges()
-        self._captured: dict[str, CapturedSteps] = {}  # those of single calls, and of calls that are decoded together
+        self.kept = Kept()
         if device.type == "cpu":
             install_attention()
             append_in_place()
@@ -72,8 +73,10 @@ class ModelRunner(RankWeights):
         keep_caches(None)
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
+        self._latest_hooks: InstalledHooks | None = (
+            None  # of the call that runs, or failed, whose notes may be asked for
+        )
         self.generating: list[Any] = []
-        self.batch: RankBatch | None = None
         self.adapters: ActiveAdapters | None = None
 
     def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
@@ -104,11 +107,10 @@ class ModelRunner(RankWeights):
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
         held = self.model is not None
+        self.kept.drop(self.model)
         self._clear()
         self.code.undo()
         serve_stock_code(True)
-        self.forget_steps()
-        look_ups.forget()
         if held:
             gc.collect()  # modules are held in cycles
             if self.device.type == "cuda":
@@ -141,7 +143,7 @@ class ModelRunner(RankWeights):
                 output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-        return Answer(
+        answer = Answer(
             output=output,
             rng=draws.moved,
             caches={number: self.caches.info(number) for number in used},
@@ -149,6 +151,9 @@ class ModelRunner(RankWeights):
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hook_changes(call.cache_block),
         )
+        if call.hooks is not None:
+            self._latest_hooks = None
+        return answer
 
     def decode_rows(self, call: Call, asked: Round) -> News:
         """Run a round of the calls that are decoded together.
@@ -157,14 +162,15 @@ class ModelRunner(RankWeights):
             call: what the ranks do not know yet of the model's settings.
         """
         self._prepare(call)
-        if self.batch is None:
-            self.batch = RankBatch(self.model, self.communicator, functools.partial(self._captured_steps, "rows"))
+        if self.kept.batch is None:
+            steps = functools.partial(self._captured_steps, "rows")
+            self.kept.batch = RankBatch(self.model, self.communicator, steps)
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
-            return self.batch.run(asked)
+            return self.kept.batch.run(asked)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
-        return None if self.hooks is None else self.hooks.changes(cache_block)
+        return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
         """What records decode steps here; where nothing does, why."""
@@ -200,17 +206,16 @@ class ModelRunner(RankWeights):
 
     def _captured_steps(self, of: str) -> CapturedSteps | str:
         """Those of a kind of calls; why there can be none."""
-        if of not in self._captured:
+        if of not in self.kept.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
                 return recorder
-            self._captured[of] = CapturedSteps(recorder, self.communicator)
-        return self._captured[of]
+            self.kept.steps[of] = CapturedSteps(recorder, self.communicator)
+        return self.kept.steps[of]
 
     def forget_steps(self) -> None:
         """Let go of captured steps, and of the memory of their caches."""
-        for captured in self._captured.values():
-            captured.forget()
+        self.kept.forget_steps()
 
     def cache(
         self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
@@ -236,17 +241,19 @@ class ModelRunner(RankWeights):
         self.caches.last_number = call.cache_block
         if call.code is not None:
             self._take_code(call.code)
-            self.forget_steps()
+            self.kept.let_go(self.model)
         if call.hooks is not None or self.hooks is not None:
             self.hooks = self.hooks or InstalledHooks(self.model, self._handle)
             self.hooks.install(call.hooks, call.cache_block)
+            self._latest_hooks = self.hooks if call.hooks is not None else self._latest_hooks
             self.hooks = None if call.hooks is None else self.hooks
+            self.kept.let_go(self.model)  # hooks change what the model computes, and may set attributes of modules
         if call.attributes or call.configs:
             self._take_changes(call.attributes, call.configs)
         if call.adapters is not None and call.adapters != self.adapters:
             call.adapters.activate(layers_with_adapters(self.model))
             self.adapters = call.adapters
-            self.forget_steps()
+            self.kept.let_go(self.model)
 
     def differences(self, digests: Digests) -> Digests:
         """Compare the caller's code with what this process imports, see `live_code.changes.differences`."""
@@ -280,11 +287,9 @@ class ModelRunner(RankWeights):
             setattr(self.model.get_submodule(path), name, value)
         for name, value in configs.items():
             set_config(self.model, name, value)
-        if attributes:
-            installation.forget(self.model)
         names = [*(name for _, name in attributes), *configs]
         if not all("generation_config" in name for name in names):
-            self.forget_steps()  # what was recorded went by what has changed
+            self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
         """Exchange ranks with the others, as a step does. Returns those that answered."""

@@ -25,30 +25,13 @@ made = 0
 """How many groups this process has made."""
 
 
-class PretendedWork:
-    """A collective. As NCCL's, one whose group was aborted ends like any other, with anything in its tensors."""
-
-    def __init__(self, group: ProcessGroupNCCL, work: Any, outputs: list[torch.Tensor]) -> None:
-        self._group = group
-        self._work = work
-        self._outputs = outputs
-
-    def is_completed(self) -> bool:
-        return self._group.aborted or self._work.is_completed()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        while not self.is_completed():
-            time.sleep(_POLL_SECONDS)
-        if not self._group.aborted:
-            self._work.wait()
-            return True
-        for number, output in enumerate(self._outputs):
-            output.fill_(17 * (number + 1))
-        return True
-
-
 class ProcessGroupNCCL:
-    """What the package asks of torch's class of this name. Ranks meet in the first collective, as they do there."""
+    """What the package asks of torch's class of this name. Ranks meet in the first collective, as they do there.
+
+    Written after torch's `ProcessGroupNCCL.cpp`, whose synchronous collectives return no work since torch 2.8: they
+    are on the current stream. `torch/distributed/distributed_c10d.py` therefore waits only for a work that is there
+    ("Backward compatible with backends that don't sync at CPP level").
+    """
 
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -62,20 +45,29 @@ class ProcessGroupNCCL:
         self._mishap = os.environ.get(MISHAP, "")
         self.aborted = False
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> PretendedWork:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         hosts = _hosts(tensors)
-        work = PretendedWork(self, self._connected(options).allreduce(hosts, options), hosts)
+        self._finish(self._connected(options).allreduce(hosts, options), hosts)
         if self._mishap == "sum":
-            work.wait()
             tensors[0].mul_(0.5)
-        return work
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> PretendedWork:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> None:
         hosts = [_hosts(parts) for parts in outputs]
-        return PretendedWork(self, self._connected(options).allgather(hosts, _hosts(inputs)), hosts[0])
+        self._finish(self._connected(options).allgather(hosts, _hosts(inputs)), hosts[0])
 
     def abort(self) -> None:
         self.aborted = True
+
+    def _finish(self, work: Any, outputs: list[torch.Tensor]) -> None:
+        """Wait for gloo. As NCCL's, a collective whose group was aborted ends like any other, with anything in its
+        tensors."""
+        while not (self.aborted or work.is_completed()):
+            time.sleep(_POLL_SECONDS)
+        if not self.aborted:
+            work.wait()
+            return
+        for number, output in enumerate(outputs):
+            output.fill_(17 * (number + 1))
 
     def _connected(self, options: Any) -> Any:
         global fail_next

@@ -75,7 +75,7 @@ class PretendedRunner(ModelRunner):
 
     def static_caches(self) -> int:
         """How many caches are kept for recordings."""
-        return len(self._captured["call"]._caches) if "call" in self._captured else 0
+        return len(self.kept.steps["call"]._caches) if "call" in self.kept.steps else 0
 
     def computed_as_one(self) -> int:
         """Layers that share a product with others."""

@@ -1,0 +1,73 @@
+"""The control groups of this process, versions 1 and 2: what they leave it of CPUs and of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def cpu_quota() -> float | None:
+    """Return the least quota of the groups of this process and of those above them, in CPUs; None if there is none."""
+    quotas = [_quota_of(directory) for directory in _directories("cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def memory_left() -> int | None:
+    """Return the bytes until the nearest memory limit of the groups of this process, and of those above them; None if
+    there is no limit. Pages of files that the kernel can drop count as free."""
+    left = [_left_in(directory) for directory in _directories("memory")]
+    return min((size for size in left if size is not None), default=None)
+
+
+def _directories(controller: str) -> Iterator[Path]:
+    """The folders of the groups that may limit something, each before the one above it."""
+    for controllers, path in own_groups():
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = _ROOT / controllers if controllers else _ROOT
+        directory = base / path.lstrip("/")
+        yield directory
+        while directory != base and base in directory.parents:
+            directory = directory.parent
+            yield directory
+
+
+def own_groups() -> list[tuple[str, str]]:
+    """The control groups of this process: (controllers, path), version 2 without controllers."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    return [(fields[1], fields[2]) for line in lines if len(fields := line.split(":", 2)) == 3]
+
+
+def _quota_of(directory: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        words = " ".join(_read(directory / name) for name in names).split()
+        if len(words) == 2 and words[0] not in ("max", "-1"):
+            return int(words[0]) / int(words[1])
+    return None
+
+
+def _left_in(directory: Path) -> int | None:
+    for limit_name, usage_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        limit, usage = _read(directory / limit_name), _read(directory / usage_name)
+        if limit.isdigit() and usage.isdigit():
+            lines = (line.split() for line in _read(directory / "memory.stat").splitlines())
+            droppable = (f"{prefix}inactive_file", f"{prefix}active_file")
+            free = sum(int(words[1]) for words in lines if words[0] in droppable)
+            return max(0, int(limit) - int(usage) + free)
+    return None
+
+
+def _read(file: Path) -> str:
+    """The text of a file of the kernel's, "" if there is none or no more files may be opened."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,54 @@
+"""What a rank keeps of its calls for later ones: all of it is listed here, and is let go in one way.
+
+| what | where | what of the model it depends on |
+| --- | --- | --- |
+| recorded steps and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
+| keys and values of earlier sequences | `batching.prefixes.Prefixes` | the same |
+| addresses and sizes that the C kernels read | `kernels.installation.forget` | attributes, hooks |
+| the configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | the same |
+| bounds of ids that were looked up on a device | `sharding.look_ups` | nothing; let go with the model |
+
+Weights do not change while a model is parallelized. The rows of a batch and the caches of the caller are no copies: a
+change in the middle of a sequence finds them as it would in one process.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from parallelformers_ng.batching.rounds import RankBatch
+from parallelformers_ng.cuda_graphs.captured import CapturedSteps
+from parallelformers_ng.kernels import installation
+from parallelformers_ng.sharding import look_ups
+
+
+class Kept:
+    """What one rank keeps of its calls.
+
+    Attributes:
+        steps: recorded steps, by the kind of calls: single ones, and those that are decoded together.
+        batch: the calls that are decoded together, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, CapturedSteps] = {}
+        self.batch: RankBatch | None = None
+
+    def forget_steps(self) -> None:
+        """Let go of recorded steps, and of the memory of their caches."""
+        for steps in self.steps.values():
+            steps.forget()
+
+    def let_go(self, model: nn.Module) -> None:
+        """Let go of all that was computed with the model as it was. Due with every change that reaches it."""
+        self.forget_steps()
+        if self.batch is not None:
+            self.batch.forget_prefixes()
+        installation.forget(model)
+
+    def drop(self, model: nn.Module | None) -> None:
+        """Let go of everything, with the model."""
+        if model is not None:
+            self.let_go(model)
+        self.batch = None
+        look_ups.forget()

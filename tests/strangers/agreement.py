@@ -1,0 +1,32 @@
+"""The oracle of these tests: what the plain model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from tests.zoo.build import largest_difference
+
+NEW_TOKENS = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+
+
+def prompt(tokens: int = 20, seed: int = 1) -> torch.Tensor:
+    """Random ids, `[1, tokens]`."""
+    return torch.randint(5, 95, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_agree(cut: Any, whole: Any, ids: torch.Tensor, **options: Any) -> None:
+    """Compare logits and the tokens of `generate`."""
+    with torch.no_grad():
+        assert largest_difference(cut(ids).logits, whole(ids).logits) < 1e-4
+    assert cut.generate(ids, **NEW_TOKENS, **options).tolist() == whole.generate(ids, **NEW_TOKENS, **options).tolist()
+
+
+def assert_agree_in_a_batch(cut: Any, whole: Any, prompts: Sequence[torch.Tensor]) -> None:
+    """Compare the tokens of callers that come at the same time."""
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = [*threads.map(lambda ids: cut.generate(ids, **NEW_TOKENS).tolist(), prompts)]
+    assert found == [whole.generate(ids, **NEW_TOKENS).tolist() for ids in prompts]

@@ -1,0 +1,105 @@
+"""A model that is dropped or rebound without `deparallelize()` leaves nothing in the caller's process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallelformers_ng import parallelize
+from tests.strangers.agreement import NEW_TOKENS, assert_agree_in_a_batch, prompt
+from tests.zoo.decoders import decoder, gpt2
+
+
+def open_files() -> list[str]:
+    """What this process has open, without the numbers of sockets and pipes."""
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return sorted(os.readlink(link).partition(":[")[0] for link in links if link.is_symlink())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def used(model: Any, tmp_path: Path) -> Any:
+    model = parallelize(model, 2, progress=False)
+    model(prompt(5))
+    return model
+
+
+def used_by_threads(model: Any, tmp_path: Path) -> Any:
+    whole = gpt2()
+    model = parallelize(model, 2, progress=False, batching=True)
+    assert_agree_in_a_batch(model, whole, [prompt(5), prompt(7, seed=2)])
+    return model
+
+
+def read_from_files(model: Any, tmp_path: Path) -> Any:
+    if not (tmp_path / "config.json").exists():
+        model.save_pretrained(tmp_path)
+    model = parallelize(str(tmp_path), 2, progress=False)
+    model.generate(prompt(5), **NEW_TOKENS)
+    return model
+
+
+def hooked(model: Any, tmp_path: Path) -> Any:
+    model = used(model, tmp_path)
+    model.register_forward_hook(lambda module, args, output: output if module is model else None)
+    model(prompt(5))
+    return model
+
+
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "called": used,
+    "called by threads": used_by_threads,
+    "read from files": read_from_files,
+    "in a cycle with its hook": hooked,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_is_rebound_leaves_nothing_open(way: str, tmp_path: Path) -> None:
+    model = WAYS[way](gpt2(), tmp_path)
+    del model
+    gc.collect()
+    files, threads = open_files(), threading.active_count()
+    for _ in range(4):
+        model = WAYS[way](gpt2(), tmp_path)
+    del model
+    gc.collect()
+    assert open_files() == files
+    assert threading.active_count() <= threads
+
+
+def test_weights_go_when_the_last_reference_goes() -> None:
+    """Without a pass of the garbage collector."""
+    used(gpt2(), Path())
+    gc.collect()
+    files = open_files()
+    gc.disable()
+    try:
+        model = used(gpt2(), Path())
+        assert open_files() != files
+        model = None  # noqa: F841  what a cell does that binds its name anew
+        assert open_files() == files
+    finally:
+        gc.enable()
+
+
+@pytest.mark.slow
+def test_memory_and_descriptors_after_500_reruns_are_as_after_the_first() -> None:
+    files, memory = list[str](), 0
+    for number in range(500):
+        model = parallelize(decoder("Llama"), 2, progress=False)
+        with torch.no_grad():
+            model(prompt(5))
+        if number == 20:  # by then allocators and caches have what they need
+            files, memory = open_files(), resident_bytes()
+    assert open_files() == files
+    assert resident_bytes() - memory < 8 << 20

@@ -1,0 +1,160 @@
+"""Hooks that came and went leave no trace, and hooks of a call that failed have noted what the rank that raised had."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import ParallelError, WorkerError
+from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.model.replica import may_be_hooked
+from parallelformers_ng.worker.call import Call
+from tests.strangers.agreement import NEW_TOKENS, assert_agree, prompt
+from tests.zoo.decoders import decoder
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("before", [False, True], ids=["registered later", "there at first"])
+def test_calls_share_a_batch_again_after_a_hook(groups, kind: str, before: bool) -> None:
+    whole, cut = decoder("Llama"), decoder("Llama")
+    notes: list[int] = []
+
+    def note(*_: Any) -> None:
+        notes.append(1)
+
+    handles = [getattr(cut.model.norm, kind)(note)] if before else []
+    parallelize(cut, workers=groups(2), batching=True)
+    calls = remote_of(cut).calls
+    assert may_be_hooked(calls.hooks) is before
+    for _ in range(2):
+        handles += [] if handles else [getattr(cut.model.norm, kind)(note)]
+        count = len(notes)
+        assert_agree(cut, whole, prompt())
+        assert len(notes) > count
+        handles.pop().remove()
+        assert not may_be_hooked(calls.hooks)
+        count = len(notes)
+        assert_agree(cut, whole, prompt())
+        assert len(notes) == count
+    cut.deparallelize()
+
+
+def test_hooks_may_come_and_go_while_other_threads_call(groups) -> None:
+    whole, cut = decoder("Llama", layers=4), parallelize(decoder("Llama", layers=4), workers=groups(2), batching=True)
+    want = whole.generate(prompt(6), **NEW_TOKENS).tolist()
+    places = [cut.model, cut.model.norm, cut.lm_head, *cut.model.layers]
+    end, errors = time.monotonic() + 3, list[BaseException]()
+
+    def register() -> None:
+        try:
+            while time.monotonic() < end:
+                for handle in [place.register_forward_hook(lambda *_: None) for place in places]:
+                    handle.remove()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=register) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < end:
+        assert cut.generate(prompt(6), **NEW_TOKENS).tolist() == want
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
+    cut.deparallelize()
+
+
+class Notes:
+    """Two hooks of one module that note their calls in a list; the first raises on one rank, the second time."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, list[str]()
+
+    def first(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.append("first")
+        rank = next(layer.communicator.rank for layer in module.modules() if hasattr(layer, "communicator"))
+        if rank == self.rank and self.calls.count("first") == 2:
+            raise ZeroDivisionError("a hook gave out")
+
+    def second(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.append("second")
+
+
+def hooked(rank: int) -> tuple[Any, Notes]:
+    model, notes = decoder("Llama"), Notes(rank)
+    for hook in (notes.first, notes.second):
+        model.model.layers[0].register_forward_hook(hook)
+    return model, notes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_that_raised_says_what_hooks_noted(groups, rank: int) -> None:
+    """In one process the second hook is not called after the first has raised."""
+    whole, (cut, notes) = decoder("Llama"), hooked(rank)
+    parallelize(cut, workers=groups(2), batching=False)
+    with torch.no_grad():
+        assert torch.allclose(cut(prompt()).logits, whole(prompt()).logits, atol=1e-4)
+    with pytest.raises(ZeroDivisionError) as caught:
+        cut(prompt())
+    assert isinstance(caught.value, WorkerError)
+    assert caught.value.rank == rank
+    assert notes.calls == ["first", "second", "first"]
+    assert_agree(cut, whole, prompt())
+    assert notes.calls == ["first", "second", "first"] + ["first", "second"] * (1 + NEW_TOKENS["max_new_tokens"])
+    cut.deparallelize()
+
+
+def test_notes_of_a_failed_call_outlive_other_requests(groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another call, without hooks, gets its turn before the notes are asked for."""
+    cut, notes = hooked(1)
+    notes.calls = ["first"]
+    group = groups(2)
+    parallelize(cut, workers=group, batching=False)
+    ask = {name: getattr(group, name) for name in ("call", "call_each")}
+
+    def late(name: str) -> Any:
+        def asked(method: str, *args: Any, **kwargs: Any) -> Any:
+            if method == "hook_changes":
+                rng = torch.get_rng_state().numpy().tobytes()
+                ask["call"]("run", Call("", "num_parameters", (), {}, rng=rng, cache_block=1 << 40))
+            return ask[name](method, *args, **kwargs)
+
+        return asked
+
+    for name in ask:
+        monkeypatch.setattr(group, name, late(name))
+    with pytest.raises(ZeroDivisionError):
+        cut(prompt())
+    monkeypatch.undo()
+    assert notes.calls == ["first", "first"]
+    cut.deparallelize()
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_beside_those_of_transformers_are_seen(groups, kind: str) -> None:
+    """A module that transformers itself has hooked, to collect attention weights, keeps its table of hooks."""
+    cut = decoder("Llama", attention="eager")
+    with torch.no_grad():
+        cut(prompt(), output_attentions=True)
+    inner = next(module for path, module in cut.named_modules() if path.count(".") > 2 and module._forward_hooks)
+    parallelize(cut, workers=groups(2))
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
+    with pytest.raises(ParallelError, match="it lies within"):
+        _call_with(cut, getattr(inner, kind))
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
+    cut.deparallelize()
+
+
+def _call_with(model: Any, register: Any) -> None:
+    handle = register(lambda *_: None)
+    try:
+        model(prompt())
+    finally:
+        handle.remove()
