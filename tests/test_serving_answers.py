@@ -13,7 +13,6 @@ from parallelformers_ng import ParallelError
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.serving import run
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.embeddings import Pooling, read_pooling
 from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.metrics import Metrics
@@ -214,28 +213,6 @@ def test_schemas_that_explode_are_refused_or_take_their_time_by_the_step(schema)
             ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)
     except (ApiError, GrammarError) as error:
         assert re.search("too|max", str(error))  # noqa: PT017 (some take their time, and are not refused)
-
-
-def test_pooling_is_read_where_it_is_said(tmp_path):
-    assert read_pooling("no/such/folder") == Pooling("mean", normalized=True)
-    (tmp_path / "1_Pooling").mkdir()
-    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    said = {"word_embedding_dimension": 4, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(said))
-    assert read_pooling(str(tmp_path)) == Pooling("cls", normalized=False)
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
-    with pytest.raises(ParallelError, match="max"):
-        read_pooling(str(tmp_path))
-
-
-@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
-def test_pooling_does_not_see_padding(mode):
-    states, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    pooled = Pooling(mode)(states, mask)
-    alone = Pooling(mode)(states[1:, :2], mask[1:, :2])
-    assert torch.allclose(pooled[1:], alone)
-    assert torch.allclose(pooled.norm(dim=-1), torch.ones(2))
 
 
 def test_answers_are_counted_while_they_wait_and_while_they_are_written():

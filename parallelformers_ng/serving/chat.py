@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from parallelformers_ng.serving.errors import bad_request
@@ -36,11 +37,17 @@ class Chat:
         return response_template(self.tokenizer, self._template)
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text.
+        """Return the tokens of a text.
 
         Args:
-            special: with the tokens that the model's prompts begin with.
+            text: the text.
+            special: whether the tokens come first that the model's prompts begin with.
         """
+        found: list[int] = self.encoding(text, special)["input_ids"]
+        return found
+
+    def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
+        """Return the tokens of a text, and what else the tokenizer has the model read; see `ids`."""
         if len(text) > self._most * self._longest:  # without the seconds that it takes to count them
             raise bad_request(
                 f"the prompt has {len(text)} characters, which are more than {self._most} tokens",
@@ -48,10 +55,10 @@ class Chat:
                 "context_length_exceeded",
             )
         try:
-            found: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
         except (ValueError, TypeError) as error:  # half a character, as JSON can write it
             raise bad_request(f"the text cannot be made tokens: {error}", "prompt") from None
-        return found
+        return encoding
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
         """The text that has the model answer."""

@@ -90,13 +90,19 @@ class Engine:
                 code="overloaded",
             )
 
-    def check_prompt(self, ids: list[int]) -> None:
-        """Raises an error where the model cannot read a prompt."""
+    def check_prompt(self, ids: list[int], longest: int | None = None) -> None:
+        """Raise an error if the model cannot read a prompt.
+
+        Args:
+            ids: the prompt.
+            longest: most tokens that it may have; by default those of prompts that text follows.
+        """
+        longest = self.longest if longest is None else longest
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
-        if len(ids) > self.longest:
+        if len(ids) > longest:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, and may have {self.longest}", "prompt", "context_length_exceeded"
+                f"the prompt has {len(ids)} tokens, and may have {longest}", "prompt", "context_length_exceeded"
             )
         if max(ids) >= self.vocabulary:
             raise bad_request(f"token {max(ids)} is not one of the {self.vocabulary} that the model has", "prompt")
