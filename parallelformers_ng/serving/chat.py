@@ -60,8 +60,16 @@ class Chat:
             raise bad_request(f"the text cannot be made tokens: {error}", "prompt") from None
         return encoding
 
-    def prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        """The text that has the model answer."""
+    def prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
+    ) -> str:
+        """Return the text that has the model answer.
+
+        Args:
+            messages: the chat.
+            tools: tools that the model may call.
+            arguments: arguments of the template; by default an answer begins after the messages.
+        """
         if not self.has_template:
             raise bad_request(
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
@@ -73,7 +81,7 @@ class Chat:
                 tools=tools or None,
                 chat_template=self._template,
                 tokenize=False,
-                add_generation_prompt=True,
+                **({"add_generation_prompt": True} if arguments is None else arguments),
             )
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
@@ -97,11 +105,17 @@ class Chat:
             )
         return [tool.model_dump() for tool in request.tools]
 
-    def reader(self, prompt: str, tools: list[dict[str, Any]]) -> AnswerReader | None:
-        """What takes reasoning and tool calls out of an answer, None where it is all text."""
+    def reader(self, prompt: str, tools: list[dict[str, Any]], most_calls: int | None = None) -> AnswerReader | None:
+        """Return what takes reasoning and tool calls out of an answer, None if all of it is text.
+
+        Args:
+            prompt: text that the answer continues.
+            tools: tools that the model may call.
+            most_calls: most calls of an answer; None for any number.
+        """
         if self._answers is None or not (tools or getattr(self.tokenizer, "response_template", None)):
             return None
-        return AnswerReader(self.tokenizer, self._answers, prompt, tools)
+        return AnswerReader(self.tokenizer, self._answers, prompt, tools, most_calls)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Asked:
         seed: of its random stream.
         processors: that change the scores of its tokens.
         alternatives: how many of the likeliest tokens are told beside each, None where no probabilities are.
+        ends: tokens that end it; None for those of the model.
+        min_tokens: tokens that come before it may end.
     """
 
     ids: list[int]
@@ -41,6 +43,8 @@ class Asked:
     seed: int
     processors: list[Any] = field(default_factory=list)
     alternatives: int | None = None
+    ends: frozenset[int] | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,11 @@ class Engine:
         config = copy.deepcopy(self.model.generation_config)
         room = self.positions - len(asked.ids)
         settings = {**asked.settings, "max_new_tokens": min(asked.settings["max_new_tokens"], room)}
+        if "min_new_tokens" in settings:
+            settings["min_new_tokens"] = min(settings["min_new_tokens"], settings["max_new_tokens"])
         config.update(max_length=None, **settings)
+        if asked.ends is not None:
+            config.eos_token_id = sorted(asked.ends)
         if config.pad_token_id is None:
             config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers asks for one
         return config

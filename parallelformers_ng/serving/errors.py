@@ -55,9 +55,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # of a rank
-        return bad_request(
-            "the answer cannot be kept to the schema: it takes too much; send a simpler one", "response_format"
-        )
+        return bad_request("the answer cannot be kept to its constraint: it takes too much; send a simpler one")
     if isinstance(error, BatchingError):
         return ApiError(503, str(error), code="overloaded")
     if isinstance(error, TimeoutError):  # ours, or the library's

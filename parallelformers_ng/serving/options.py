@@ -37,13 +37,11 @@ class ServeOptions:
         str, "tensor: a part of every layer on each rank; pipeline: some of the layers; tensor+pipeline; auto"
     ] = "tensor"
     tensor: Annotated[int | None, "ranks of each stage, for tensor+pipeline"] = None
-    ratio: Annotated[list[Number], "how much each rank holds beside the others: 1 3; by default alike"] = field(
-        default_factory=list
-    )
+    ratio: Annotated[list[Number], "relative share of each rank: 1 3; by default alike"] = field(default_factory=list)
     max_memory: Annotated[
-        list[str], "what each device may hold of weights, and the cpu of the rest: 0=10GiB 1=10GiB cpu=64GiB"
+        list[str], "weight budget of each device; cpu= is RAM for the overflow: 0=10GiB 1=10GiB cpu=64GiB"
     ] = field(default_factory=list)
-    offload_folder: Annotated[str | None, "where weights go for which there is no room in RAM either"] = None
+    offload_folder: Annotated[str | None, "folder for weights that do not fit into RAM either"] = None
     cache: Annotated[str | None, "int8: keys and values in 8 bits; offload: on CUDA, in host memory"] = None
     device: Annotated[str, "auto, cpu or cuda"] = "auto"
     launcher: Annotated[str, "local, or ray: replicas on Ray Serve, their ranks on the hosts of its cluster"] = "local"
