@@ -98,7 +98,7 @@ class BatchingOptions:
 
     Attributes:
         rows: sequences that are decoded at a time.
-        waiting: calls that may wait for a row; a further one raises BatchingError.
+        waiting: calls that may wait while all rows are taken; a further one raises BatchingError.
         prefill_chunk: tokens of prompts that are run between two steps of the other rows, twice as many where
             there are none. Short prompts run side by side, longer ones in pieces.
         prefix_tokens: keys and values of so many tokens are kept of the sequences that were used last, for prompts that

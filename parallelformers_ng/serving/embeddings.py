@@ -50,8 +50,7 @@ class Embeddings:
             raise bad_request(
                 f"the input has {len(texts)} texts, and may have 1 to {self._options.max_inputs}", "input"
             )
-        self._engine.admit(1)
-        with self._engine.metrics.answering():
+        with self._engine.counted():
             vectors, tokens = await asyncio.to_thread(self._run, texts)
         self._engine.metrics.took(tokens)
         data = [

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from parallelformers_ng.serving.answers import Form, Piece, write_all
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.engine import Asked, Engine, draw_seed
+from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
 from parallelformers_ng.serving.errors import api_error, bad_request
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
@@ -47,6 +47,10 @@ class Generation:
     async def complete(self, request: CompletionRequest) -> Response:
         """`/v1/completions`."""
         self._check(request, len(request.prompts))
+        with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
+            return await self._complete(request, places)
+
+    async def _complete(self, request: CompletionRequest, places: Places) -> Response:
         prompts = [
             Prompt(
                 await asyncio.to_thread(self._chat.ids, prompt, request.add_special_tokens)
@@ -60,17 +64,21 @@ class Generation:
             for prompt in prompts:
                 self._engine.check_prompt(prompt.ids)
                 shape.before.append(await self._engine.read(prompt.ids, request.logprobs))
-        return await self._answer(request, prompts, shape, lambda: None)
+        return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
         self._check(request, 1)
+        with self._engine.admitted(request.n or 1) as places:
+            return await self._converse(request, places)
+
+    async def _converse(self, request: ChatRequest, places: Places) -> Response:
         tools = self._chat.tools(request)
         text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
         prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens), text)
         shape = ChatShape(self._options.name, self._chat.tokenizer, request)
         most_calls = None if request.parallel_tool_calls else 1
-        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools, most_calls))
+        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools, most_calls), places)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """`/tokenize`: the tokens that a prompt or a chat would be."""
@@ -100,7 +108,6 @@ class Generation:
             raise bad_request(f"stop_token_ids: the model has {self._engine.vocabulary} tokens", "stop_token_ids")
         if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
             raise bad_request(f"a stop string has 1 to {STOP_LENGTH} characters", "stop")
-        self._engine.admit((request.n or 1) * prompts)
 
     async def _answer(
         self,
@@ -108,8 +115,9 @@ class Generation:
         prompts: list[Prompt],
         shape: ChatShape | CompletionShape,
         reader: Callable[[], Any],
+        places: Places,
     ) -> Response:
-        asked = await self._asked(request, prompts)
+        asked = await self._asked(request, prompts, places)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
@@ -122,7 +130,7 @@ class Generation:
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
-    async def _asked(self, request: GenerationRequest, prompts: list[Prompt]) -> list[Asked]:
+    async def _asked(self, request: GenerationRequest, prompts: list[Prompt], places: Places) -> list[Asked]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
         constraint = request.constraint()
@@ -140,7 +148,7 @@ class Generation:
                 # The answers to one request differ, and are the same whenever its seed is.
                 own = (seed + number) % (1 << 63)
                 asked.append(
-                    Asked(prompt.ids, settings, own, processors, request.alternatives, ends, request.min_tokens)
+                    Asked(prompt.ids, settings, own, processors, request.alternatives, ends, request.min_tokens, places)
                 )
         return asked
 
