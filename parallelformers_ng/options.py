@@ -271,6 +271,17 @@ OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_cop
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
 
 
+def check_switches(**switches: Any) -> None:
+    """Raise ParallelError for an argument that is neither True nor False: a text such as "no" counts as true.
+
+    Args:
+        switches: arguments by name.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ParallelError(f"{name} is {value!r}; it takes True or False")
+
+
 def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
     """Options as a dataclass, however they were given.
 
