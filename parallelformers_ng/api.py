@@ -31,7 +31,7 @@ from parallelformers_ng.model.around import surround, with_adapter, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.live_code import LiveCode
-from parallelformers_ng.model.parallelized import enter, is_parallelized
+from parallelformers_ng.model.parallelized import enter, forget_end, is_parallelized
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.budgets import Budget, budget_of
 from parallelformers_ng.offload.tiers import tiers_for
@@ -41,6 +41,7 @@ from parallelformers_ng.options import (
     FitOptions,
     QuantizeOptions,
     WorkerOptions,
+    check_switches,
     read_options,
     read_quantize,
 )
@@ -132,6 +133,7 @@ def parallelize(
         SharedMemoryError: the system has no memory for the shards. The model is as it was before.
         ParallelError: another argument has a value that it does not take, or there is none of that name.
     """
+    check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
@@ -160,6 +162,7 @@ def parallelize(
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
     loaded: Any = model
+    forget_end(loaded)
     replicas: list[Replica] = []
     given: Given | None = None
     try:
@@ -274,6 +277,7 @@ def plan(
         PolicyError: a policy does not fit the model.
     """
     check_count(num_gpus)
+    check_switches(fp16=fp16)
     fitting, bits = read_options(FitOptions, fit, "fit"), read_quantize(quantize)
     check_fit(fitting, num_gpus, custom_policies=custom_policies)
     budget = budget_of(fitting, num_gpus, "cuda" if torch.cuda.is_available() else "cpu")

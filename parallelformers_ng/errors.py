@@ -135,7 +135,13 @@ class WorkerError(GroupError):
 
 
 class BatchingError(ParallelError):
-    """A call cannot share a batch with others, or there are more than may wait."""
+    """A call cannot share a batch with others, or there are more than may wait.
+
+    Attributes:
+        option: option of `batching=` whose limit refuses the call; "" if none does.
+    """
+
+    option = ""
 
 
 class StaleCacheError(ParallelError):

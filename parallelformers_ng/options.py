@@ -98,7 +98,7 @@ class BatchingOptions:
 
     Attributes:
         rows: sequences that are decoded at a time.
-        waiting: calls that may wait for a row; a further one raises BatchingError.
+        waiting: calls that may wait while all rows are taken; a further one raises BatchingError.
         prefill_chunk: tokens of prompts that are run between two steps of the other rows, twice as many where
             there are none. Short prompts run side by side, longer ones in pieces.
         prefix_tokens: keys and values of so many tokens are kept of the sequences that were used last, for prompts that
@@ -269,6 +269,17 @@ QUANTIZE_HELP = f"hold weights in {', '.join(SCHEMES)}"
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
+
+
+def check_switches(**switches: Any) -> None:
+    """Raise ParallelError for an argument that is neither True nor False: a text such as "no" counts as true.
+
+    Args:
+        switches: arguments by name.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ParallelError(f"{name} is {value!r}; it takes True or False")
 
 
 def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None, argument: str) -> _Options:

@@ -22,6 +22,7 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.run import Server, bound
 from parallelformers_ng.sharding.plan import ShardPlan
 from tests.patience import PROMPTLY
@@ -148,12 +149,12 @@ class Running:
 
 
 @contextmanager
-def serving(model: Any, tokenizer: Any, /, **options: Any) -> Iterator[Running]:
+def serving(model: Any, tokenizer: Any, /, pooling: Pooling | None = None, **options: Any) -> Iterator[Running]:
     """Serve a parallelized model on a free port, until the block ends."""
     read = ServeOptions(**{"model": "tiny", "port": 0, "client_timeout": PROMPTLY, **options})
     said: list[str] = []
     with bound(read) as listening:
-        app = create_app(model, tokenizer, read)
+        app = create_app(model, tokenizer, read, pooling)
         server = Server(app, read, said.append, lambda: None)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()

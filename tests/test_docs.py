@@ -11,10 +11,8 @@ import runpy
 import shlex
 import textwrap
 import tomllib
-import typing
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,6 @@ from benchmarks import plots
 from parallelformers_ng import errors
 from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.cli import forecast
-from parallelformers_ng.serving.options import ServeOptions
 from tests.apart import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,12 +186,13 @@ def test_the_compose_files_name_what_exists() -> None:
     assert more == {"services": {"server": {"ipc": "host"}}}
 
 
-def test_the_options_of_the_server_are_those_of_its_page() -> None:
-    text = (ROOT / "docs/serving.md").read_text()
-    kinds = typing.get_type_hints(ServeOptions, include_extras=True)
-    for option in fields(ServeOptions):
-        default = "" if option.default in (None, "", MISSING) else f"`{option.default}`"
-        assert f"| `{option.name}` | {default} | {typing.get_args(kinds[option.name])[1]} |" in text
+def test_the_tables_of_the_server_are_those_of_its_code() -> None:
+    tables = runpy.run_path(str(ROOT / "docs/serving_tables.py"))
+    page = (ROOT / "docs/serving.md").read_text()
+    assert page == tables["written"](page), "run python docs/serving_tables.py"
+    for name, changed in (("options", "| `rows` | `16` |"), ("fields", "| `seed` | acts |"), ("limits", "| 4,096 |")):
+        assert changed in tables["TABLES"][name]()
+        assert tables["written"](page.replace(changed, "| other |")) == page
 
 
 def test_the_map_has_the_rooms_in_the_order_of_imports_and_names_files_that_exist() -> None:

@@ -184,10 +184,17 @@ def test_answered_here_as_by_the_whole_model(llama: Pair, name: str) -> None:
 
 
 def test_it_says_that_and_how_it_is_cut(llama: Pair) -> None:
-    text = repr(llama.parallel)
+    text = str(llama.parallel)
     assert "parallelized over 2 workers (cpu:0, cpu:1) by LlamaPolicy" in text
     assert "(q_proj): Linear(in_features=48, out_features=48, bias=False, cut=(column: weight [" in text
     assert repr(llama.parallel.model.norm) == repr(llama.whole.model.norm)
+
+
+def test_a_repl_shows_one_line(llama: Pair) -> None:
+    line = repr(llama.parallel)
+    assert line.startswith("LlamaForCausalLM(parallelized over 2 workers (cpu:0, cpu:1) by LlamaPolicy")
+    assert "\n" not in line
+    assert "\n" in repr(llama.whole), "an ordinary model shows its modules"
 
 
 # -- what would change weights ---------------------------------------------------------------------------------------
@@ -235,10 +242,10 @@ def step(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, groups, name: str) -> None:
-    shown = repr(llama.parallel)
+    shown = str(llama.parallel)
     with pytest.raises((ParallelError, AlreadyParallelizedError)):
         CHANGES[name](llama.parallel)
-    assert repr(llama.parallel) == shown
+    assert str(llama.parallel) == shown
     assert largest_difference(llama.parallel(**llama.inputs).logits, llama.whole(**llama.inputs).logits) <= 1e-4
     model = llama.parallel.deparallelize()
     assert same(seen(model.state_dict()), seen(llama.whole.state_dict()))

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.serving.embeddings import Pooling
+from parallelformers_ng.serving.pooling import Pooling
 from tests.patience import await_incarnation, kill
 from tests.serving import Running, serving, serving_on, tiny_model, tiny_tokenizer
 from tests.zoo.build import build

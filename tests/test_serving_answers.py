@@ -13,13 +13,13 @@ from parallelformers_ng import ParallelError
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.serving import run
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.embeddings import Pooling, read_pooling
 from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.options import read_serve_options
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
+from parallelformers_ng.serving.structured import Constraint
 from parallelformers_ng.serving.text import Detokenizer, Stopper
 from parallelformers_ng.serving.tools import AnswerReader, response_template
 from tests.serving import tiny_tokenizer
@@ -150,7 +150,7 @@ SCHEMA = {
 def test_every_choice_that_a_schema_leaves_meets_it():
     end, random_scores = TOKENIZER.eos_token_id, torch.Generator().manual_seed(1)
     for _ in range(10):
-        grammar, ids = SCHEMAS.processor(SCHEMAS.grammar(SCHEMA), prompt=2), torch.tensor([[1, 2]])
+        grammar, ids = SCHEMAS.processor(SCHEMAS.grammar(Constraint("json", SCHEMA)), prompt=2), torch.tensor([[1, 2]])
         while ids[0, -1] != end:
             scores = grammar(ids, torch.randn(1, len(TOKENIZER), generator=random_scores))
             ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)
@@ -175,13 +175,13 @@ def test_every_choice_that_a_schema_leaves_meets_it():
 )
 def test_schemas_that_cannot_be_kept_to_are_refused(schema):
     with pytest.raises(ApiError) as error:
-        SCHEMAS.grammar(schema)
+        SCHEMAS.grammar(Constraint("json", schema))
     assert error.value.status == 400
 
 
 def test_large_schemas_are_kept_to():
     properties = {f"p{number}": {"type": "string"} for number in range(800)}
-    grammar = SCHEMAS.processor(SCHEMAS.grammar({"properties": properties}), 0)
+    grammar = SCHEMAS.processor(SCHEMAS.grammar(Constraint("json", {"properties": properties})), 0)
     assert grammar(torch.tensor([[1]])[:, :0], torch.zeros(1, len(TOKENIZER))).isfinite().any()
 
 
@@ -189,7 +189,9 @@ def test_large_schemas_are_kept_to():
 def test_what_a_large_grammar_took_is_given_back(words, given, monkeypatch):
     back = []
     monkeypatch.setattr("parallelformers_ng.serving.grammar.trim_heap", lambda: back.append(1))
-    grammar = SCHEMAS.processor(SCHEMAS.grammar({"enum": [f"x{number}" for number in range(words)]}), 1)
+    grammar = SCHEMAS.processor(
+        SCHEMAS.grammar(Constraint("json", {"enum": [f"x{number}" for number in range(words)]})), 1
+    )
     grammar(torch.tensor([[1]]), torch.zeros(1, len(TOKENIZER)))
     assert not back
     del grammar
@@ -208,34 +210,12 @@ def test_what_a_large_grammar_took_is_given_back(words, given, monkeypatch):
 def test_schemas_that_explode_are_refused_or_take_their_time_by_the_step(schema):
     ids = torch.tensor([[1]])
     try:
-        grammar = SCHEMAS.processor(SCHEMAS.grammar(schema), 1)
+        grammar = SCHEMAS.processor(SCHEMAS.grammar(Constraint("json", schema)), 1)
         for _ in range(10):
             scores = grammar(ids, torch.zeros(1, len(TOKENIZER)))
             ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)
     except (ApiError, GrammarError) as error:
         assert re.search("too|max", str(error))  # noqa: PT017 (some take their time, and are not refused)
-
-
-def test_pooling_is_read_where_it_is_said(tmp_path):
-    assert read_pooling("no/such/folder") == Pooling("mean", normalized=True)
-    (tmp_path / "1_Pooling").mkdir()
-    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    said = {"word_embedding_dimension": 4, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(said))
-    assert read_pooling(str(tmp_path)) == Pooling("cls", normalized=False)
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
-    with pytest.raises(ParallelError, match="max"):
-        read_pooling(str(tmp_path))
-
-
-@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
-def test_pooling_does_not_see_padding(mode):
-    states, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    pooled = Pooling(mode)(states, mask)
-    alone = Pooling(mode)(states[1:, :2], mask[1:, :2])
-    assert torch.allclose(pooled[1:], alone)
-    assert torch.allclose(pooled.norm(dim=-1), torch.ones(2))
 
 
 def test_answers_are_counted_while_they_wait_and_while_they_are_written():

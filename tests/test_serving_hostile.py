@@ -33,14 +33,14 @@ def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
 
 
 def test_large_bodies_go_on_one_after_another(monkeypatch):
-    monkeypatch.setattr("parallelformers_ng.serving.guard._LARGE_BYTES_A_SECOND", 100_000)
+    monkeypatch.setattr("parallelformers_ng.serving.guard.LARGE_BYTES_A_SECOND", 100_000)
     statuses, waits = asyncio.run(_asked(200, [b"x" * 200_000] * 3, monkeypatch))
     assert statuses == [200, 200, 503]  # for the last would wait for longer than clients may take
     assert waits == [0.0, 2.0]
 
 
 def test_refusals_go_out_so_many_a_second(monkeypatch):
-    monkeypatch.setattr("parallelformers_ng.serving.guard._REFUSALS_A_SECOND", 10)
+    monkeypatch.setattr("parallelformers_ng.serving.guard.REFUSALS_A_SECOND", 10)
     monkeypatch.setattr("parallelformers_ng.serving.guard._REFUSALS_AT_ONCE", 2)
     statuses, waits = asyncio.run(_asked(404, [b"{}"] * 4, monkeypatch))
     assert statuses == [404] * 4

@@ -76,9 +76,8 @@ class Queue:
         }
         for name, (what, count, most) in limits.items():
             if most is not None and count > most:
-                raise BatchingError(
-                    f"the call {what} {count:,} tokens, and {most:,} are allowed; ask for fewer, or allow more with"
-                    f" batching={{{name!r}: …}}"
+                raise _refused(
+                    name, f"the call {what} {count:,} tokens, and {most:,} are allowed; ask for fewer, or allow more"
                 )
 
     def generate(
@@ -107,10 +106,11 @@ class Queue:
         cancellation = cancellation_of_thread()
         cancellation.wake = self._wake
         with self._changed:
-            if len(self._waiting) >= self._options.waiting:
-                raise BatchingError(
-                    f"{len(self._waiting)} calls wait for {self._options.rows} rows already; call later, or allow more"
-                    " with batching={'waiting': …}"
+            calls = sum(not each.given_up for each in (*self._running.values(), *self._waiting.values()))
+            if calls >= self._options.rows + self._options.waiting:
+                raise _refused(
+                    "waiting",
+                    f"{calls} calls have or wait for {self._options.rows} rows already; call later, or allow more",
                 )
             self._start_thread()
             self._waiting[next(self._numbers)] = ticket
@@ -263,3 +263,15 @@ class Queue:
             elif ticket.begin_again(error, suspected=number in suspects and not recorded):
                 again[number] = ticket
         self._waiting = dict(sorted({**again, **self._waiting}.items()))
+
+
+def _refused(option: str, message: str) -> BatchingError:
+    """Return the error of a call that a limit refuses.
+
+    Args:
+        option: option of `batching=` that sets the limit.
+        message: what is wrong.
+    """
+    error = BatchingError(f"{message} with batching={{{option!r}: …}}")
+    error.option = option
+    return error

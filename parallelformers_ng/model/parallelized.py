@@ -3,6 +3,8 @@ workers."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 import weakref
 from typing import Any
@@ -73,10 +75,14 @@ class Parallelized(RemoteModule):
     # -- the end of it -------------------------------------------------------------------------------------------
 
     def deparallelize(self) -> Any:
-        """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model."""
+        """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model.
+
+        A further call does nothing.
+        """
         deployment = deployment_of(self)
         remote_tree.leave(self, lambda: deployment.gather(self))
         deployment.restore()
+        vars(self)[_END] = Ended(self)
         return self
 
     def cpu(self) -> Any:
@@ -107,6 +113,13 @@ class Parallelized(RemoteModule):
 
     def __exit__(self, *_: object) -> None:
         self.deparallelize()
+
+    def __repr__(self) -> str:
+        """Return one line, as a REPL shows what a call returns. `print(model)` shows the modules, and their cuts."""
+        return f"{type(self).__name__}({self.extra_repr().removeprefix('# ')})"
+
+    def __str__(self) -> str:
+        return super().__repr__()
 
     def extra_repr(self) -> str:
         plan, devices = deployment_of(self).plan, deployment_of(self).device_names
@@ -147,6 +160,29 @@ class _Fetch:
         if model is None or is_parallelized(model):
             raise NotParallelizedError(f"{self._name} is of a parallelization that has ended; take it from the model")
         return get_tensor(model, self._name, self._deployment.plan.tensors[self._name].is_buffer).detach()
+
+
+class Ended(weakref.ref):
+    """`deparallelize` of a model whose parallelization has ended: a call does nothing, and returns the model.
+
+    It is pickled as code of the standard library alone, so that the model can be loaded where this library is not.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ended:
+        model = self()
+        return Ended(memo.get(id(model), model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (operator.itemgetter(0), (self(),))
+
+
+_END = Parallelized.deparallelize.__name__
+
+
+def forget_end(model: object) -> None:
+    """Let a model end a parallelization anew."""
+    if isinstance(model, nn.Module):
+        vars(model).pop(_END, None)
 
 
 def is_parallelized(model: object) -> bool:

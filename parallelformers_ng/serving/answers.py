@@ -53,11 +53,14 @@ async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGe
     reader = form.reader()
     text = Detokenizer(form.tokenizer, keep_special=reader is not None)
     stopper = Stopper(form.stops)
-    finish, called = "length", False
+    ends = engine.ends if asked.ends is None else asked.ends
+    finish, called, count = "length", False, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
-        nonlocal called
-        shown = stopper.add(text.add([token for token in tokens if token not in engine.ends], last), last)
+        nonlocal called, count
+        count += len(tokens)
+        new = text.add([token for token in tokens if token not in engine.ends], last)
+        shown = new if 0 < count <= asked.min_tokens else stopper.add(new, last)
         read = Read(text=shown) if reader is None else reader.add(shown)
         if reader is not None and (last or stopper.stopped):
             end = reader.end()
@@ -70,7 +73,7 @@ async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGe
             apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
             for tokens, likelihoods in apart:
                 yield piece(tokens, likelihoods)
-                if stopper.stopped or tokens[-1] in engine.ends:
+                if stopper.stopped or tokens[-1] in ends:
                     finish = "stop"
                     break
             if finish == "stop":

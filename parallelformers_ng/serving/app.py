@@ -19,6 +19,7 @@ from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
 from parallelformers_ng.serving.status import Status
 
@@ -30,13 +31,14 @@ _PAGE = {
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 
 
-def create_app(model: Any, tokenizer: Any, options: ServeOptions) -> Guard:
-    """The server of a model.
+def create_app(model: Any, tokenizer: Any, options: ServeOptions, pooling: Pooling | None = None) -> Guard:
+    """Return the server of a model.
 
     Args:
         model: a parallelized model, with `batching` where its calls are to share batches.
         tokenizer: its tokenizer.
         options: the limits, and what clients call it.
+        pooling: pooling of its embeddings; by default the normalized mean.
 
     Returns:
         An ASGI application.
@@ -45,7 +47,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions) -> Guard:
     engine = Engine(model, options, Metrics(options.name))
     chat = Chat(tokenizer, template, engine.longest)
     generation, status = Generation(engine, chat, options), Status(engine, chat, options)
-    embeddings = Embeddings(engine, chat, options)
+    embeddings = Embeddings(engine, chat, options, pooling or Pooling())
     # The documents of the API that FastAPI makes would be fetched from elsewhere.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     errors.install(app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from parallelformers_ng.serving.errors import bad_request
@@ -36,11 +37,17 @@ class Chat:
         return response_template(self.tokenizer, self._template)
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text.
+        """Return the tokens of a text.
 
         Args:
-            special: with the tokens that the model's prompts begin with.
+            text: the text.
+            special: whether the tokens come first that the model's prompts begin with.
         """
+        found: list[int] = self.encoding(text, special)["input_ids"]
+        return found
+
+    def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
+        """Return the tokens of a text, and what else the tokenizer has the model read; see `ids`."""
         if len(text) > self._most * self._longest:  # without the seconds that it takes to count them
             raise bad_request(
                 f"the prompt has {len(text)} characters, which are more than {self._most} tokens",
@@ -48,13 +55,21 @@ class Chat:
                 "context_length_exceeded",
             )
         try:
-            found: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
         except (ValueError, TypeError) as error:  # half a character, as JSON can write it
             raise bad_request(f"the text cannot be made tokens: {error}", "prompt") from None
-        return found
+        return encoding
 
-    def prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        """The text that has the model answer."""
+    def prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
+    ) -> str:
+        """Return the text that has the model answer.
+
+        Args:
+            messages: the chat.
+            tools: tools that the model may call.
+            arguments: arguments of the template; by default an answer begins after the messages.
+        """
         if not self.has_template:
             raise bad_request(
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
@@ -66,7 +81,7 @@ class Chat:
                 tools=tools or None,
                 chat_template=self._template,
                 tokenize=False,
-                add_generation_prompt=True,
+                **({"add_generation_prompt": True} if arguments is None else arguments),
             )
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
@@ -90,11 +105,17 @@ class Chat:
             )
         return [tool.model_dump() for tool in request.tools]
 
-    def reader(self, prompt: str, tools: list[dict[str, Any]]) -> AnswerReader | None:
-        """What takes reasoning and tool calls out of an answer, None where it is all text."""
+    def reader(self, prompt: str, tools: list[dict[str, Any]], most_calls: int | None = None) -> AnswerReader | None:
+        """Return what takes reasoning and tool calls out of an answer, None if all of it is text.
+
+        Args:
+            prompt: text that the answer continues.
+            tools: tools that the model may call.
+            most_calls: most calls of an answer; None for any number.
+        """
         if self._answers is None or not (tools or getattr(self.tokenizer, "response_template", None)):
             return None
-        return AnswerReader(self.tokenizer, self._answers, prompt, tools)
+        return AnswerReader(self.tokenizer, self._answers, prompt, tools, most_calls)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -4,71 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-from dataclasses import dataclass
-from pathlib import Path
+import inspect
 from typing import Any
 
 import torch
+from tokenizers import normalizers
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
 from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import EmbeddingRequest
 
 _TOKENS_AT_ONCE = 4096  # of one forward, padding included
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """How the vectors of tokens become one.
-
-    Attributes:
-        mode: "mean" of all tokens, or the vector of the first ("cls") or the last.
-        normalized: its length is made 1.
-    """
-
-    mode: str = "mean"
-    normalized: bool = True
-
-    def __call__(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """One vector a text, `[texts, width]`.
-
-        Args:
-            states: of the last layer, `[texts, tokens, width]`.
-            mask: 1 where there is a token, `[texts, tokens]`.
-        """
-        if self.mode == "cls":
-            pooled = states[:, 0]
-        elif self.mode == "lasttoken":
-            pooled = states[torch.arange(len(states)), mask.sum(1) - 1]
-        else:
-            weights = mask[..., None].to(states.dtype)
-            pooled = (states * weights).sum(1) / weights.sum(1)
-        return torch.nn.functional.normalize(pooled, dim=-1) if self.normalized else pooled
-
-
-def read_pooling(folder: str) -> Pooling:
-    """The pooling that a folder in the form of sentence-transformers asks for; the mean, normalized, where none does.
-
-    Raises:
-        UnsupportedModelError: it asks for one that is not here.
-    """
-    modules = Path(folder) / "modules.json"
-    if not modules.is_file():
-        return Pooling()
-    kinds = {module["type"].rpartition(".")[2]: module["path"] for module in json.loads(modules.read_text())}
-    mode = "mean"
-    if "Pooling" in kinds:
-        said = json.loads((Path(folder) / kinds["Pooling"] / "config.json").read_text())
-        chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
-        modes = {name.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for name in chosen}
-        mode = modes.pop() if len(modes) == 1 else str(said.get("pooling_mode", sorted(modes)))
-    if mode not in ("mean", "cls", "lasttoken"):
-        raise UnsupportedModelError(f"{folder} pools by {mode!r}, and the server by mean, cls or lasttoken")
-    return Pooling(mode, "Normalize" in kinds)
 
 
 class Embeddings:
@@ -78,13 +28,18 @@ class Embeddings:
         engine: the model.
         chat: its tokenizer.
         options: the limits.
+        pooling: pooling that the model asks for.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pooling: Pooling) -> None:
         self._engine = engine
         self._chat = chat
         self._options = options
-        self._pooling = read_pooling(options.model)
+        self._pooling = pooling
+        self._inputs = inspect.signature(engine.model.forward).parameters if not engine.generates else ()
+        self._longest = min(engine.longest, pooling.max_tokens or engine.longest, chat.tokenizer.model_max_length)
+        if pooling.lower_case:
+            _lower_case(chat.tokenizer)
 
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:
         """`/v1/embeddings`."""
@@ -95,8 +50,7 @@ class Embeddings:
             raise bad_request(
                 f"the input has {len(texts)} texts, and may have 1 to {self._options.max_inputs}", "input"
             )
-        self._engine.admit(1)
-        with self._engine.metrics.answering():
+        with self._engine.counted():
             vectors, tokens = await asyncio.to_thread(self._run, texts)
         self._engine.metrics.took(tokens)
         data = [
@@ -108,20 +62,32 @@ class Embeddings:
 
     def _run(self, texts: list[str]) -> tuple[torch.Tensor, int]:
         """Vectors `[texts, width]`, and how many tokens the texts have."""
-        rows = [self._chat.ids(text) for text in texts]
+        rows = [self._chat.encoding(self._pooling.prompt + text) for text in texts]
+        sizes = [len(row["input_ids"]) for row in rows]
         for row in rows:
-            self._engine.check_prompt(row)
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+            self._engine.check_prompt(row["input_ids"], self._longest)
+        order = sorted(range(len(rows)), key=lambda index: sizes[index])
         found: dict[int, torch.Tensor] = {}
         while order:
-            longest = len(rows[order[-1]])
+            longest = sizes[order[-1]]
             batch = [order.pop() for _ in range(min(len(order), max(1, _TOKENS_AT_ONCE // longest)))]
-            inputs = self._chat.tokenizer.pad(
-                {"input_ids": [rows[index] for index in batch]}, padding_side="right", return_tensors="pt"
+            padded = self._chat.tokenizer.pad(
+                [{name: rows[index][name] for name in rows[index] if name in self._inputs} for index in batch],
+                padding_side="right",
+                return_tensors="pt",
             )
-            states = self._engine.model(**inputs).last_hidden_state
-            found.update(zip(batch, self._pooling(states, inputs["attention_mask"]).float(), strict=True))
-        return torch.stack([found[index] for index in range(len(rows))]), sum(map(len, rows))
+            states = self._engine.model(**padded).last_hidden_state
+            found.update(zip(batch, self._pooling(states, padded["attention_mask"]), strict=True))
+        return torch.stack([found[index] for index in range(len(rows))]), sum(sizes)
+
+
+def _lower_case(tokenizer: Any) -> None:
+    """Have a tokenizer lower-case texts before anything else, as sentence-transformers does."""
+    if not tokenizer.is_fast:
+        raise UnsupportedModelError("the model lower-cases its texts, for which its tokenizer must be a fast one")
+    backend = tokenizer.backend_tokenizer
+    others = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
 
 def _written(vector: torch.Tensor, form: str) -> list[float] | str:

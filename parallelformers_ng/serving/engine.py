@@ -6,7 +6,8 @@ import asyncio
 import copy
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,17 @@ _CANCEL_SECONDS = 60.0  # that ranks have to leave a call; workers that have not
 _LOGITS_BYTES = 1 << 30  # what the logits of a prompt may take, where its probabilities are asked for
 
 
+@dataclass
+class Places:
+    """Places that are kept for the answers of a request.
+
+    Attributes:
+        left: how many of its answers have not begun.
+    """
+
+    left: int
+
+
 @dataclass(frozen=True)
 class Asked:
     """One answer to one prompt.
@@ -34,6 +46,9 @@ class Asked:
         seed: of its random stream.
         processors: that change the scores of its tokens.
         alternatives: how many of the likeliest tokens are told beside each, None where no probabilities are.
+        ends: tokens that end it; None for those of the model.
+        min_tokens: tokens that come before it may end.
+        places: places of its request; None if none are counted.
     """
 
     ids: list[int]
@@ -41,6 +56,9 @@ class Asked:
     seed: int
     processors: list[Any] = field(default_factory=list)
     alternatives: int | None = None
+    ends: frozenset[int] | None = None
+    min_tokens: int = 0
+    places: Places | None = None
 
 
 @dataclass(frozen=True)
@@ -79,24 +97,59 @@ class Engine:
         ends = model.generation_config.eos_token_id if self.generates else None
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._ping: asyncio.Future[Any] | None = None
+        self._coming = 0  # answers that have a place, and have not begun
 
-    def admit(self, answers: int) -> None:
-        """Raises an error of status 503 where so many more would have to wait."""
-        limit = self.options.rows + self.options.waiting
-        if self.metrics.in_flight + answers > limit:
+    @contextmanager
+    def admitted(self, answers: int) -> Iterator[Places]:
+        """Keep places for answers until they begin, or until the block ends.
+
+        Args:
+            answers: how many.
+
+        Raises:
+            ApiError: more would wait than may, status 503.
+        """
+        limit, taken = self.options.most_answers, self.metrics.in_flight + self._coming
+        if taken + answers > limit:
             raise ApiError(
                 503,
-                f"{self.metrics.in_flight} answers are being written or wait, and {limit} may; ask again later",
+                f"{taken} answers are being written or wait, {answers} more are asked for, and {limit} may be at a time"
+                " (--rows and --waiting); ask again later",
                 code="overloaded",
             )
+        self._coming += answers
+        places = Places(answers)
+        try:
+            yield places
+        finally:
+            self._coming -= places.left
 
-    def check_prompt(self, ids: list[int]) -> None:
-        """Raises an error where the model cannot read a prompt."""
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count one call of the model that writes no text, if it may be made; see `admitted`."""
+        with self.admitted(1) as places, self.metrics.answering():
+            self._begin(places)
+            yield
+
+    def _begin(self, places: Places | None) -> None:
+        """Count one answer as being written, no longer as coming."""
+        if places is not None and places.left:
+            places.left -= 1
+            self._coming -= 1
+
+    def check_prompt(self, ids: list[int], longest: int | None = None) -> None:
+        """Raise an error if the model cannot read a prompt.
+
+        Args:
+            ids: the prompt.
+            longest: most tokens that it may have; by default those of prompts that text follows.
+        """
+        longest = self.longest if longest is None else longest
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
-        if len(ids) > self.longest:
+        if len(ids) > longest:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, and may have {self.longest}", "prompt", "context_length_exceeded"
+                f"the prompt has {len(ids)} tokens, and may have {longest}", "prompt", "context_length_exceeded"
             )
         if max(ids) >= self.vocabulary:
             raise bad_request(f"token {max(ids)} is not one of the {self.vocabulary} that the model has", "prompt")
@@ -119,6 +172,7 @@ class Engine:
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
         with self.metrics.answering() as answer:
+            self._begin(asked.places)
             call = asyncio.ensure_future(self.model.agenerate(**arguments))
             call.add_done_callback(lambda _: news.put_nowait(None))
             try:
@@ -168,7 +222,11 @@ class Engine:
         config = copy.deepcopy(self.model.generation_config)
         room = self.positions - len(asked.ids)
         settings = {**asked.settings, "max_new_tokens": min(asked.settings["max_new_tokens"], room)}
+        if "min_new_tokens" in settings:
+            settings["min_new_tokens"] = min(settings["min_new_tokens"], settings["max_new_tokens"])
         config.update(max_length=None, **settings)
+        if asked.ends is not None:
+            config.eos_token_id = sorted(asked.ends)
         if config.pad_token_id is None:
             config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers asks for one
         return config

@@ -55,11 +55,13 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # of a rank
-        return bad_request(
-            "the answer cannot be kept to the schema: it takes too much; send a simpler one", "response_format"
-        )
+        return bad_request("the answer cannot be kept to its constraint: it takes too much; send a simpler one")
+    if isinstance(error, BatchingError) and error.option not in ("", "waiting"):
+        flag = "--" + error.option.replace("_", "-")
+        message = f"{str(error).partition('; ')[0]}; ask for fewer, or start the server with a larger {flag}"
+        return bad_request(message, code="context_length_exceeded")
     if isinstance(error, BatchingError):
-        return ApiError(503, str(error), code="overloaded")
+        return ApiError(503, f"{str(error).partition('; ')[0]}; ask again later", code="overloaded")
     if isinstance(error, TimeoutError):  # ours, or the library's
         return ApiError(503, "the request did not complete in its time; ask for less, or later", code="timeout")
     if isinstance(error, ParallelError):  # of the workers: they are started again, where they can be

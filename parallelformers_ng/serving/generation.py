@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from parallelformers_ng.serving.answers import Form, Piece, write_all
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.engine import Asked, Engine, draw_seed
+from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
 from parallelformers_ng.serving.errors import api_error, bad_request
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
@@ -47,8 +47,16 @@ class Generation:
     async def complete(self, request: CompletionRequest) -> Response:
         """`/v1/completions`."""
         self._check(request, len(request.prompts))
+        with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
+            return await self._complete(request, places)
+
+    async def _complete(self, request: CompletionRequest, places: Places) -> Response:
         prompts = [
-            Prompt(await asyncio.to_thread(self._chat.ids, prompt) if isinstance(prompt, str) else prompt)
+            Prompt(
+                await asyncio.to_thread(self._chat.ids, prompt, request.add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+            )
             for prompt in request.prompts
         ]
         shape = CompletionShape(self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts])
@@ -56,23 +64,30 @@ class Generation:
             for prompt in prompts:
                 self._engine.check_prompt(prompt.ids)
                 shape.before.append(await self._engine.read(prompt.ids, request.logprobs))
-        return await self._answer(request, prompts, shape, lambda: None)
+        return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
         self._check(request, 1)
+        with self._engine.admitted(request.n or 1) as places:
+            return await self._converse(request, places)
+
+    async def _converse(self, request: ChatRequest, places: Places) -> Response:
         tools = self._chat.tools(request)
-        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools)
-        prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, special=False), text)
+        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
+        prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens), text)
         shape = ChatShape(self._options.name, self._chat.tokenizer, request)
-        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools))
+        most_calls = None if request.parallel_tool_calls else 1
+        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools, most_calls), places)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """`/tokenize`: the tokens that a prompt or a chat would be."""
         if request.messages is None:
-            return await asyncio.to_thread(self._chat.ids, request.prompt or "", request.add_special_tokens)
-        text = await asyncio.to_thread(self._chat.prompt, request.messages, [])
-        return await asyncio.to_thread(self._chat.ids, text, special=False)
+            special = request.add_special_tokens is not False
+            return await asyncio.to_thread(self._chat.ids, request.prompt or "", special)
+        tools = [tool.model_dump() for tool in request.tools or ()]
+        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
+        return await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens is True)
 
     def _check(self, request: GenerationRequest, prompts: int) -> None:
         limits = self._options
@@ -81,15 +96,18 @@ class Generation:
         for name, value, most in (
             ("n", (request.n or 1) * prompts, limits.max_choices),
             ("stop", len(request.stops), limits.max_stops),
+            ("stop_token_ids", len(request.stop_token_ids), limits.max_stops),
+            ("min_tokens", request.min_tokens, request.most_tokens or limits.max_tokens),
             ("logprobs", request.alternatives or 0, limits.max_top_logprobs),
         ):
             if value > most:
                 raise bad_request(f"{name}: the request asks for {value}, and the limit is {most}", name)
         if not prompts:
             raise bad_request("there is no prompt", "prompt")
-        if any(not 0 < len(stop) <= _STOP_LENGTH for stop in request.stops):
-            raise bad_request(f"a stop string has 1 to {_STOP_LENGTH} characters", "stop")
-        self._engine.admit((request.n or 1) * prompts)
+        if any(token >= self._engine.vocabulary for token in request.stop_token_ids):
+            raise bad_request(f"stop_token_ids: the model has {self._engine.vocabulary} tokens", "stop_token_ids")
+        if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
+            raise bad_request(f"a stop string has 1 to {STOP_LENGTH} characters", "stop")
 
     async def _answer(
         self,
@@ -97,8 +115,9 @@ class Generation:
         prompts: list[Prompt],
         shape: ChatShape | CompletionShape,
         reader: Callable[[], Any],
+        places: Places,
     ) -> Response:
-        asked = await self._asked(request, prompts)
+        asked = await self._asked(request, prompts, places)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
@@ -111,20 +130,26 @@ class Generation:
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
-    async def _asked(self, request: GenerationRequest, prompts: list[Prompt]) -> list[Asked]:
+    async def _asked(self, request: GenerationRequest, prompts: list[Prompt], places: Places) -> list[Asked]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
-        schema = None if request.response_format is None else request.response_format.schema_to_meet
+        constraint = request.constraint()
+        if constraint is not None and request.ignore_eos:
+            raise bad_request(f"ignore_eos and {constraint.param} exclude each other; leave one out", "ignore_eos")
+        ends = frozenset() if request.ignore_eos else frozenset(self._engine.ends)
+        ends |= frozenset(request.stop_token_ids)
         for prompt in prompts:
             self._engine.check_prompt(prompt.ids)
-        grammar = None if schema is None else await self._schemas.read(schema)
+        grammar = None if constraint is None else await self._schemas.read(constraint)
         asked = []
         for prompt in prompts:
             for number in range(request.n or 1):
                 processors: list[Any] = [] if grammar is None else [self._schemas.processor(grammar, len(prompt.ids))]
                 # The answers to one request differ, and are the same whenever its seed is.
                 own = (seed + number) % (1 << 63)
-                asked.append(Asked(prompt.ids, settings, own, processors, request.alternatives))
+                asked.append(
+                    Asked(prompt.ids, settings, own, processors, request.alternatives, ends, request.min_tokens, places)
+                )
         return asked
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
@@ -145,10 +170,12 @@ class Generation:
                 settings[name] = off  # what stands there is the default of transformers, and no choice of the model's
         if request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
+        if request.min_tokens:
+            settings["min_new_tokens"] = request.min_tokens
         return settings
 
 
-_STOP_LENGTH = 256
+STOP_LENGTH = 256
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
 
 

@@ -36,11 +36,11 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_grammar_size=_SYMBOLS, initial_lexer_fuel=_WORK)
+    limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, initial_lexer_fuel=_WORK)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
-_SYMBOLS = 10_000
+MOST_SYMBOLS = 10_000
 """Most symbols of a grammar, about 1,000 properties of an object. To read it takes 0.1 s, in which all rows wait;
 twice as many take four times as long."""
 _WORK = 50_000
@@ -83,7 +83,10 @@ class Grammar(LogitsProcessor):
         else:
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[: scores.shape[-1]]
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        allowed = allowed.to(scores.device)
+        if not bool(scores[:, allowed].isfinite().any()):  # min_tokens forbids the end, and nothing else is left
+            scores = torch.zeros_like(scores)
+        return scores.masked_fill(~allowed, -torch.inf)
 
     def _caught_up(self, tokens: list[int]) -> Any:
         if self not in _read:

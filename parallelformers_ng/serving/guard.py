@@ -20,13 +20,13 @@ log = logging.getLogger("parallelformers_ng")
 
 _OPEN = "/health"
 """The path that needs no key, and that is served to the end."""
-_LARGE_BYTES = 64 << 10
-_LARGE_BYTES_A_SECOND = 4 << 20
+LARGE_BYTES = 64 << 10
+LARGE_BYTES_A_SECOND = 4 << 20
 """Of large bodies. To read a megabyte of JSON takes about 15 ms, in which no token of any answer goes on."""
 _CALM_SECONDS = 1.0
-_REFUSALS_A_SECOND = 40
+REFUSALS_A_SECOND = 40
 _REFUSALS_AT_ONCE = 20
-_MOST_HEADER_BYTES = 32 << 10
+MOST_HEADER_BYTES = 32 << 10
 
 
 class _Pace:
@@ -75,8 +75,8 @@ class Guard:
         self.draining = False
         self.in_flight = 0
         self._giving_back: asyncio.Future[None] | None = None
-        self._large = _Pace(_LARGE_BYTES_A_SECOND)
-        self._refusals = _Pace(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        self._large = _Pace(LARGE_BYTES_A_SECOND)
+        self._refusals = _Pace(REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,7 +96,7 @@ class Guard:
             self._check(scope)
             async with asyncio.timeout(self._options.client_timeout):
                 body = await self._body(scope, receive)
-            if body is not None and len(body) > _LARGE_BYTES:
+            if body is not None and len(body) > LARGE_BYTES:
                 if self._large.wait() > self._options.client_timeout:
                     raise ApiError(503, "too many large requests are waiting; ask again later", code="overloaded")
                 await self._large.turn(len(body))
@@ -118,7 +118,7 @@ class Guard:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, TimeoutError, Exception):
                 await work  # the application has told and logged what went wrong
-            if len(body) > _LARGE_BYTES and (self._giving_back is None or self._giving_back.done()):
+            if len(body) > LARGE_BYTES and (self._giving_back is None or self._giving_back.done()):
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
     async def _give_back(self) -> None:
@@ -129,8 +129,8 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         if scope["path"] == _OPEN:
             return
-        if sum(map(len, chain(*scope["headers"]))) > _MOST_HEADER_BYTES:
-            raise ApiError(431, f"the headers are larger than {_MOST_HEADER_BYTES} bytes")
+        if sum(map(len, chain(*scope["headers"]))) > MOST_HEADER_BYTES:
+            raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes")
         if self.draining:
             raise ApiError(503, "the server is about to end; ask another, or later", code="draining")
         # A preflight is sent by the browser itself, which adds no key.

@@ -20,6 +20,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.serving import ray_router
 from parallelformers_ng.serving.app import create_app
+from parallelformers_ng.serving.kinds import kind_of
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.run import load, say
 
@@ -34,8 +35,9 @@ class ServedReplica:
     """
 
     def __init__(self, options: ServeOptions) -> None:
-        self._model, tokenizer = load(options)
-        self._app = create_app(self._model, tokenizer, options)
+        kind = kind_of(options.model, options.revision)
+        self._model, tokenizer = load(options, kind)
+        self._app = create_app(self._model, tokenizer, options, kind.pooling)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app

@@ -37,13 +37,11 @@ class ServeOptions:
         str, "tensor: a part of every layer on each rank; pipeline: some of the layers; tensor+pipeline; auto"
     ] = "tensor"
     tensor: Annotated[int | None, "ranks of each stage, for tensor+pipeline"] = None
-    ratio: Annotated[list[Number], "how much each rank holds beside the others: 1 3; by default alike"] = field(
-        default_factory=list
-    )
+    ratio: Annotated[list[Number], "relative share of each rank: 1 3; by default alike"] = field(default_factory=list)
     max_memory: Annotated[
-        list[str], "what each device may hold of weights, and the cpu of the rest: 0=10GiB 1=10GiB cpu=64GiB"
+        list[str], "weight budget of each device; cpu= is RAM for the overflow: 0=10GiB 1=10GiB cpu=64GiB"
     ] = field(default_factory=list)
-    offload_folder: Annotated[str | None, "where weights go for which there is no room in RAM either"] = None
+    offload_folder: Annotated[str | None, "folder for weights that do not fit into RAM either"] = None
     cache: Annotated[str | None, "int8: keys and values in 8 bits; offload: on CUDA, in host memory"] = None
     device: Annotated[str, "auto, cpu or cuda"] = "auto"
     launcher: Annotated[str, "local, or ray: replicas on Ray Serve, their ranks on the hosts of its cluster"] = "local"
@@ -64,8 +62,8 @@ class ServeOptions:
         list[str], "origins whose pages may call the server, as in https://example.org; none by default"
     ] = field(default_factory=list)
 
-    rows: Annotated[int, "sequences that are decoded at a time"] = 16
-    waiting: Annotated[int, "sequences that may wait for a row; beyond them a request is answered 503"] = 64
+    rows: Annotated[int, "sequences that a replica decodes at a time"] = 16
+    waiting: Annotated[int, "sequences that may wait while all rows are taken; a further request gets 503"] = 64
     prefill_chunk: Annotated[int, "tokens of prompts that are run at a time, between steps of other rows"] = 128
     prefix_tokens: Annotated[int, "tokens whose keys and values are kept for prompts that begin alike"] = 4096
     cache_tokens: Annotated[int | None, "tokens of all rows together; by default what memory has room for"] = None
@@ -122,9 +120,15 @@ class ServeOptions:
         return FitOptions(self.strategy, self.tensor, self.ratio or None, sizes or None, folder, cache)
 
     @property
+    def most_answers(self) -> int:
+        """Most answers that are decoded or wait at a time."""
+        return self.rows * (self.replicas if self.launcher == "local" else 1) + self.waiting
+
+    @property
     def batching(self) -> BatchingOptions:
+        """How calls share a batch. The server refuses first: a call ends a moment later there than in the server."""
         shared = {name: getattr(self, name) for name in _OF_BATCHES}
-        return BatchingOptions(**shared)
+        return BatchingOptions(**{**shared, "waiting": 2 * self.most_answers})
 
 
 _OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_tokens")

@@ -1,71 +1,55 @@
-"""What clients send: the fields of OpenAI's API that act here, those that are refused in words, and no others."""
+"""What clients send: the fields of OpenAI's and vLLM's requests that act here. `fields.py` has all others."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
+from parallelformers_ng.serving.structured import Fields, GuidedFields
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-_MESSAGES = 4096  # a template takes its time for each
+MOST_MESSAGES = 4096  # a template takes its time for each
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
-
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "presence_penalty": (0, "use repetition_penalty"),
-    "frequency_penalty": (0, "use repetition_penalty"),
-    "logit_bias": ({}, "there is nothing in its place"),
-    "best_of": (1, "ask for n answers, and choose"),
-    "suffix": ("", "there is nothing in its place"),
-    "functions": ([], "use tools"),
-    "function_call": ("none", "use tool_choice"),
-    "modalities": (["text"], "the model answers with text"),
-    "dimensions": (None, "cut the embedding yourself"),
-}
-"""Fields that would change an answer: the value that changes nothing, which is taken, and what to do instead."""
+_NO_TEMPLATE_VARIABLES = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Arguments of `apply_chat_template` that are no variables of the template, or have fields of their own."""
 
 
-class Request(BaseModel):
-    """Unknown fields are ignored, as clients send many that matter to others alone."""
+class Request(Fields):
+    """A request. Unknown fields are ignored: clients send many that matter to other servers alone.
+
+    Attributes:
+        route: its route, for the table of fields.
+    """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
+    route: ClassVar[str]
 
     model: str | None = None
 
     @model_validator(mode="after")
     def _refuse(self) -> Request:
         extra = self.__pydantic_extra__ or {}
-        for name in sorted(_REFUSED.keys() & extra.keys()):
-            harmless, instead = _REFUSED[name]
-            if extra[name] is not None and extra[name] != harmless:
-                raise bad_request(f"{name} does not act here: {instead}", name, "unsupported_parameter")
+        for name in sorted(REFUSED.keys() & extra.keys()):
+            field = REFUSED[name]
+            if self.route in field.routes and not field.takes(extra[name]):
+                raise bad_request(f"{name} does not act here: {field.instead}", name, "unsupported_parameter")
         return self
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
 
 
-class JsonSchema(BaseModel):
-    name: str = ""
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def schema_to_meet(self) -> dict[str, Any] | None:
-        """The schema that an answer must meet, None where it may be any text."""
-        if self.type == "text":
-            return None
-        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-
-
-class GenerationRequest(Request):
+class GenerationRequest(Request, GuidedFields):
     """What chats and completions have in common."""
 
     max_tokens: Count | None = None
@@ -76,10 +60,12 @@ class GenerationRequest(Request):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     n: Count | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -100,9 +86,12 @@ class GenerationRequest(Request):
 
 
 class CompletionRequest(GenerationRequest):
+    route = COMPLETIONS
+
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
+    add_special_tokens: bool = True
 
     @property
     def alternatives(self) -> int | None:
@@ -116,45 +105,107 @@ class CompletionRequest(GenerationRequest):
         return [several] if several and isinstance(several[0], int) else several
 
 
-class Part(BaseModel):
+class Part(Fields):
     type: str
     text: str | None = None
 
 
-class Function(BaseModel):
+class Function(Fields):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(Fields):
     id: str = ""
     type: Literal["function"] = "function"
     function: Function
 
 
-class Message(BaseModel):
+class Message(Fields):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None
+    refusal: Any = None
+    audio: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_reasoning(cls, data: Any) -> Any:
+        """Take the newer name of vLLM for `reasoning_content`."""
+        if isinstance(data, dict) and "reasoning" in data:
+            data = {"reasoning_content": data["reasoning"], **data}
+        return data
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Message:
+        for name in ("function_call", "refusal", "audio"):
+            if getattr(self, name) is not None:
+                raise bad_request(f"a message has {name}, which does not reach the model; leave it out", "messages")
+        return self
 
 
-class Tool(BaseModel):
+class Tool(Fields):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
     function: dict[str, Any]
 
 
-class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MESSAGES)]
+class TemplateFields(Request):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template.
+
+        Raises:
+            ApiError: the template takes its messages and tools, and how the prompt ends, from other fields.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other; leave one out",
+                "continue_final_message",
+            )
+        if taken := sorted(_NO_TEMPLATE_VARIABLES & self.chat_template_kwargs.keys()):
+            raise bad_request(f"chat_template_kwargs has {taken[0]}, which it does not take", "chat_template_kwargs")
+        arguments = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            arguments = {"enable_thinking": self.reasoning_effort != "none", **arguments}
+            arguments["reasoning_effort"] = self.reasoning_effort
+        arguments["continue_final_message"] = self.continue_final_message
+        arguments["add_generation_prompt"] = (
+            self.add_generation_prompt in (None, True) and not self.continue_final_message
+        )
+        return arguments | {"documents": self.documents}
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
+    route = CHAT
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -166,6 +217,8 @@ class ChatRequest(GenerationRequest):
 
 
 class EmbeddingRequest(Request):
+    route = EMBEDDINGS
+
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"
 
@@ -181,9 +234,11 @@ class EmbeddingRequest(Request):
         return list(texts)  # type: ignore[arg-type]
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(TemplateFields):
     """A prompt, or the messages of a chat."""
 
+    route = TOKENIZE
+
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=_MESSAGES)] | None = None
-    add_special_tokens: bool = True
+    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None

@@ -17,9 +17,11 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from parallelformers_ng.api import parallelize
+from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.kinds import Kind, kind_of
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
 
@@ -107,10 +109,12 @@ def serve(options: ServeOptions) -> int:
         OSError: the address cannot be listened on.
     """
     with bound(options) as listening:  # before a minute of loading
-        model, tokenizer = load(options)
+        kind = kind_of(options.model, options.revision)
+        say(f"loading {options.model}, to be served as {kind}")
+        model, tokenizer = load(options, kind)
         end = deployment_of(model).close
         try:
-            server = Server(create_app(model, tokenizer, options), options, say, end)
+            server = Server(create_app(model, tokenizer, options, kind.pooling), options, say, end)
             warm_up(model)
             say(started(model, options, listening.getsockname()[1]))
             server.run([listening])
@@ -133,10 +137,17 @@ def bound(options: ServeOptions) -> socket.socket:
     return found
 
 
-def load(options: ServeOptions) -> tuple[Any, Any]:
-    """The model, parallelized, and its tokenizer."""
+def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
+    """Return the model, parallelized, and its tokenizer.
+
+    Args:
+        options: the model, and where its ranks are.
+        kind: what it is served as; by default it has the class that its configuration names.
+    """
     tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
     found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    if kind is not None and kind.model_class is not None:
+        found["model_class"] = kind.model_class
     model = parallelize(
         options.model,
         options.num_gpus,
@@ -156,14 +167,22 @@ def load(options: ServeOptions) -> tuple[Any, Any]:
 
 
 def warm_up(model: Any) -> None:
-    """Answer two tokens, for the first client shall not wait for what is made once.
+    """Answer once, so that the first client does not wait for what is made once.
 
-    Afterwards the garbage collector walks only what comes: to walk all that is there takes a quarter of a second, and
-    large requests, which bring it about, would hold up all others for so long.
+    Afterwards the garbage collector walks new objects only. A walk of all objects takes a quarter of a second; large
+    requests cause it, and it would hold up all others for so long.
+
+    Raises:
+        UnsupportedModelError: the model does not answer.
     """
-    if model.can_generate():
-        prompt = torch.zeros(1, 1, dtype=torch.long)
-        model.generate(input_ids=prompt, attention_mask=prompt + 1, max_new_tokens=2, do_sample=False)
+    prompt = torch.zeros(1, 1, dtype=torch.long)
+    try:
+        if model.can_generate():
+            model.generate(input_ids=prompt, attention_mask=prompt + 1, max_new_tokens=2, do_sample=False)
+        elif getattr(model(input_ids=prompt, attention_mask=prompt + 1), "last_hidden_state", None) is None:
+            raise UnsupportedModelError(f"{type(model).__name__} gives no vectors of tokens, and no text")
+    except WorkerError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} is not served: it fails with a token: {error}") from error
     gc.collect()
     gc.freeze()
 

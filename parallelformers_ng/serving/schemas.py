@@ -1,4 +1,4 @@
-"""Answers that meet a JSON schema: from a schema to a grammar, which is checked here and kept to by the ranks."""
+"""Answers that meet a constraint: from a constraint to a grammar, which is checked here and kept to by the ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from parallelformers_ng.serving.grammar import (
     grammar_tokenizer,
     matcher_of,
 )
+from parallelformers_ng.serving.structured import Constraint
 
 _STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As models have seen most JSON; where white space is free, some write nothing else."""
 
 
 class Schemas:
-    """Makes processors of schemas.
+    """Makes processors of constraints.
 
     Args:
         tokenizer: of transformers.
@@ -42,15 +43,13 @@ class Schemas:
     def _packed(self) -> bytes:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not self._ends:
-            raise bad_request(
-                "response_format needs a fast tokenizer, and a token that ends answers", "response_format"
-            )
+            raise bad_request("constraints on answers need a fast tokenizer, and a token that ends answers")
         text = json.loads(backend.to_str())
         return zlib.compress(json.dumps({**text, "padding": None, "truncation": None}).encode(), 1)
 
-    async def read(self, schema: dict[str, Any]) -> str:
-        """`grammar`, beside the loop: one schema at a time, so that many large ones take no more than one core."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, schema)
+    async def read(self, constraint: Constraint) -> str:
+        """`grammar`, beside the loop: one at a time, so that many large ones take no more than one core."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, constraint)
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
         """What keeps an answer to a grammar.
@@ -61,37 +60,50 @@ class Schemas:
         """
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)
 
-    def grammar(self, schema: dict[str, Any]) -> str:
-        """The grammar of the answers that meet a JSON schema.
+    def grammar(self, constraint: Constraint) -> str:
+        """Return the grammar of the answers that meet a constraint.
 
         Raises:
-            ApiError: it is no schema that can be kept to, or one that takes too much.
+            ApiError: no answer can be kept to it, or it takes too much.
         """
+        param = constraint.param
         try:
-            from llguidance import LLMatcher
+            grammar = _grammar(constraint)
         except ImportError:
             raise ApiError(
-                501, "response_format needs llguidance on the server: pip install 'parallelformers-ng[serve]'"
+                501, f"{param} needs llguidance on the server: pip install 'parallelformers-ng[serve]'"
             ) from None
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_STYLE)
         except (ValueError, RecursionError) as error:
-            raise bad_request(f"response_format: {error}", "response_format") from None
+            raise bad_request(f"{param}: {error}", param) from None
         if len(grammar) > MOST_CHARACTERS:
-            raise bad_request(
-                f"response_format: the schema has {len(grammar)} characters, and may have {MOST_CHARACTERS}",
-                "response_format",
-            )
+            raise bad_request(f"{param} has {len(grammar)} characters, and may have {MOST_CHARACTERS}", param)
         why = self._why_not(grammar)
         if len(grammar) > LARGE_CHARACTERS:
             trim_heap()
         if why:
-            raise bad_request(f"response_format: {why}", "response_format")
+            raise bad_request(f"{param}: {why}", param)
         return grammar
 
     def _why_not(self, grammar: str) -> str:
-        """What is wrong with a grammar, "" where nothing is."""
+        """Return what is wrong with a grammar, "" if nothing is."""
         matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
         if not matcher.is_error():
             matcher.compute_bitmask()  # what takes too much at the first token shall not come to the ranks
         return matcher.get_error() if matcher.is_error() else ""
+
+
+def _grammar(constraint: Constraint) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    if constraint.kind == "json":
+        style = _STYLE
+        if constraint.whitespace == "":
+            style = {**_STYLE, "item_separator": ",", "key_separator": ":"}
+        elif constraint.whitespace is not None:
+            style = {"whitespace_pattern": constraint.whitespace}
+        return LLMatcher.grammar_from_json_schema(constraint.value, defaults=style)
+    value: str = json.dumps(constraint.value) if constraint.kind == "choice" else constraint.value
+    if len(value) > MOST_CHARACTERS:  # before it is converted, in Python
+        return value
+    kind: Any = constraint.kind
+    return grammar_from(kind, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 from parallelformers_ng.serving.answers import Piece
 from parallelformers_ng.serving.likelihoods import Likelihood
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
+from parallelformers_ng.serving.token_bytes import TokenBytes
 
 
 class _Shape:
@@ -29,6 +31,7 @@ class _Shape:
 
     def __init__(self, name: str, tokenizer: Any, request: GenerationRequest) -> None:
         self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
         self._request = request
         self.prompt_tokens = 0
         self._tokens = 0
@@ -74,10 +77,6 @@ class _Shape:
     def _usage(self) -> dict[str, int]:
         total = self.prompt_tokens + self._tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
-
-    def _word(self, token: int) -> str:
-        word: str = self._tokenizer.decode([token])
-        return word
 
 
 class ChatShape(_Shape):
@@ -137,8 +136,8 @@ class ChatShape(_Shape):
         }
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self._word(token)
-        return {"token": word, "logprob": max(logprob, _LEAST), "bytes": list(word.encode())}
+        word, raw = self._token_bytes.text(token), self._token_bytes.bytes(token)
+        return {"token": word, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
 
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -163,7 +162,8 @@ class CompletionShape(_Shape):
         super().__init__(name, tokenizer, request)
         self._prompts = prompts
         self.before: list[list[Likelihood]] = []
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offset] = {}
+        self._special = set(tokenizer.all_special_ids)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         if self._request.echo:
@@ -195,19 +195,49 @@ class CompletionShape(_Shape):
         prompt = index // (self._request.n or 1)
         if self.before and index not in self._offsets:
             first = self._prompts[prompt][0]
-            self._note(found, index, first, None, None)  # nothing comes before it that could have foretold it
-            likelihoods = self.before[prompt] + likelihoods
+            self._note(found, index, first, None, None, self._token_bytes.bytes(first))  # nothing foretold it
+            for each in self.before[prompt]:
+                self._note_likelihood(found, index, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:
-            top = {self._word(token): logprob for token, logprob in each.top}
-            self._note(found, index, each.token, max(each.logprob, _LEAST), top)
+            special = each.token in self._special
+            self._note_likelihood(found, index, each, b"" if special else self._token_bytes.bytes(each.token))
         return found
 
+    def _note_likelihood(self, found: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
+        top = {self._token_bytes.text(token): logprob for token, logprob in each.top}
+        self._note(found, index, each.token, max(each.logprob, _LEAST), top, shown)
+
     def _note(
-        self, found: dict[str, list[Any]], index: int, token: int, logprob: float | None, top: dict[str, float] | None
+        self,
+        found: dict[str, list[Any]],
+        index: int,
+        token: int,
+        logprob: float | None,
+        top: dict[str, float] | None,
+        shown: bytes,
     ) -> None:
-        offset, word = self._offsets.get(index, 0), self._word(token)
-        self._offsets[index] = offset + len(word)
+        if index not in self._offsets:
+            self._offsets[index] = _Offset()
+            if not self._tokenizer.decode([token]).startswith(" "):
+                shown = shown.removeprefix(b" ")  # texts begin without it
         for name, value in (
-            ("tokens", word), ("token_logprobs", logprob), ("top_logprobs", top), ("text_offset", offset)
-        ):  # fmt: skip
+            ("tokens", self._token_bytes.text(token)),
+            ("token_logprobs", logprob),
+            ("top_logprobs", top),
+            ("text_offset", self._offsets[index].add(shown)),
+        ):
             found[name].append(value)
+
+
+class _Offset:
+    """Counts the characters of a text whose bytes come token by token."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def add(self, raw: bytes) -> int:
+        """Take in a token. Returns where it begins: for a part of a character, where the character does."""
+        begin = self._characters
+        self._characters += len(self._decoder.decode(raw))
+        return begin

@@ -33,9 +33,18 @@ class AnswerReader:
         template: a response template, see `tokenizer.parse_response`.
         prompt: the text that the answer continues; its template may have begun the answer.
         tools: that the model may call.
+        most_calls: most calls that are told, as `parallel_tool_calls` says; None for any number.
     """
 
-    def __init__(self, tokenizer: Any, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: dict[str, Any],
+        prompt: str,
+        tools: list[dict[str, Any]],
+        most_calls: int | None = None,
+    ) -> None:
+        self._calls_left = most_calls
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)
         self._held = ""
 
@@ -70,7 +79,10 @@ class AnswerReader:
                 read.reasoning += event["text"]
             elif kind == "region_close" and name == "tool_calls":
                 value = event["value"]
-                read.calls += map(_openai_call, value if isinstance(value, list) else [value])
+                calls = (value if isinstance(value, list) else [value])[: self._calls_left]
+                read.calls += map(_openai_call, calls)
+                if self._calls_left is not None:
+                    self._calls_left -= len(calls)
                 self._held = ""
             if kind == "region_chunk" and name != "tool_calls":
                 self._held = self._held.partition(event["text"])[2]

@@ -1,0 +1,155 @@
+"""Fields of OpenAI's and vLLM's requests that do not act: each is refused in words, or ignored for a reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+CHAT, COMPLETIONS, EMBEDDINGS, TOKENIZE = ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize"
+)  # fmt: skip
+_TEXT = (CHAT, COMPLETIONS)
+_TEMPLATES = (CHAT, TOKENIZE)
+_ALL = (CHAT, COMPLETIONS, EMBEDDINGS)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that would change the answer, and does not act.
+
+    Attributes:
+        routes: routes whose requests have the field.
+        instead: next step of the caller.
+        harmless: values that ask for nothing, which are taken.
+    """
+
+    routes: tuple[str, ...]
+    instead: str
+    harmless: tuple[Any, ...] = ()
+
+    def takes(self, value: Any) -> bool:
+        """Return whether a value asks for nothing."""
+        return value is None or any(type(value) in _like(each) and value == each for each in self.harmless)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A field that does not change the answer.
+
+    Attributes:
+        routes: routes whose requests have the field.
+        why: why it is harmless.
+    """
+
+    routes: tuple[str, ...]
+    why: str
+
+
+def _like(value: Any) -> tuple[type, ...]:
+    """Return the types that a value may have in JSON."""
+    return (int, float) if type(value) in (int, float) else (type(value),)
+
+
+_LATER = "leave it out"
+_NO_MEDIA = "the model reads text alone"
+REFUSED = {
+    # of OpenAI
+    "audio": Refused(_TEXT[:1], "the model answers with text"),
+    "best_of": Refused(_TEXT[1:], "ask for n answers, and choose", (1,)),
+    "dimensions": Refused((EMBEDDINGS,), "cut the embedding yourself"),
+    "frequency_penalty": Refused(_TEXT, "use repetition_penalty", (0,)),
+    "function_call": Refused((CHAT,), "use tool_choice", ("none",)),
+    "functions": Refused((CHAT,), "use tools", ([],)),
+    "logit_bias": Refused(_TEXT, _LATER, ({},)),
+    "modalities": Refused((CHAT,), "the model answers with text", (["text"],)),
+    "moderation": Refused((CHAT,), "the server does not moderate"),
+    "presence_penalty": Refused(_TEXT, "use repetition_penalty", (0,)),
+    "suffix": Refused((COMPLETIONS,), _LATER, ("",)),
+    "verbosity": Refused((CHAT,), "ask for it in a message", ("medium",)),
+    "web_search_options": Refused((CHAT,), "the server searches nothing"),
+    # of vLLM
+    "add_special_tokens": Refused((EMBEDDINGS,), "embedders need their special tokens", (True,)),
+    "allowed_token_ids": Refused(_TEXT, "use structured_outputs"),
+    "bad_words": Refused(_TEXT, _LATER, ([],)),
+    "cache_salt": Refused(_ALL, "start the server with --prefix-tokens 0, which shares no prompts between requests"),
+    "chat_template": Refused(_TEMPLATES, "start the server with --chat-template FILE"),
+    "echo": Refused((CHAT,), "put the last message before the answer yourself", (False,)),
+    "ec_transfer_params": Refused(_TEXT, _LATER, ({},)),
+    "embed_dtype": Refused((EMBEDDINGS,), "embeddings are float32", ("float32",)),
+    "endianness": Refused((EMBEDDINGS,), "base64 is little-endian", ("native", "little")),
+    "include_reasoning": Refused((CHAT,), "leave reasoning_content out of the answer yourself", (True,)),
+    "include_stop_str_in_output": Refused(_TEXT, "add the stop string yourself", (False,)),
+    "kv_transfer_params": Refused(_TEXT, _LATER, ({},)),
+    "logprob_token_ids": Refused(_TEXT, "use top_logprobs"),
+    "normalize": Refused((EMBEDDINGS,), "the model's own modules say whether vectors are normalized"),
+    "padding": Refused((EMBEDDINGS,), "padding changes no vector here", ("do_not_pad",)),
+    "priority": Refused(_ALL, "requests are served in the order in which they come", (0,)),
+    "prompt_embeds": Refused((COMPLETIONS,), "send a prompt", ([],)),
+    "prompt_logprobs": Refused(_TEXT, "use /v1/completions with echo and logprobs"),
+    "repetition_detection": Refused(_TEXT, "use repetition_penalty"),
+    "return_prompt_text": Refused((CHAT,), "ask /tokenize", (False,)),
+    "return_token_ids": Refused(_TEXT, "ask /tokenize", (False,)),
+    "return_token_strs": Refused((TOKENIZE,), _LATER, (False,)),
+    "return_tokens_as_token_ids": Refused(_TEXT, "the bytes of logprobs are the token's own", (False,)),
+    "skip_special_tokens": Refused(_TEXT, "special tokens are no part of an answer", (True,)),
+    "structural_tag": Refused(_TEXT, "use structured_outputs with a grammar"),
+    "task": Refused((EMBEDDINGS,), _LATER, ("embed",)),
+    "thinking_token_budget": Refused(_TEXT, "use max_tokens", (-1,)),
+    "truncate_prompt_tokens": Refused(_ALL, "cut the prompt yourself"),
+    "use_activation": Refused((EMBEDDINGS,), "the model's own modules say whether vectors are normalized"),
+    "use_beam_search": Refused(_TEXT, "ask for n answers, and choose", (False,)),
+    "vllm_xargs": Refused(_TEXT, _LATER, ({},)),
+    "watermarking": Refused(_TEXT, _LATER, (False,)),
+}
+IGNORED = {
+    # of OpenAI
+    "metadata": Ignored((CHAT,), "nothing is stored"),
+    "prediction": Ignored((CHAT,), "it makes answers faster, not other ones"),
+    "prompt_cache_key": Ignored((CHAT,), "prompts that begin alike are found without it"),
+    "prompt_cache_options": Ignored((CHAT,), "prompts that begin alike are found without it"),
+    "prompt_cache_retention": Ignored((CHAT,), "prompts that begin alike are found without it"),
+    "safety_identifier": Ignored((CHAT,), "it names the user"),
+    "service_tier": Ignored((CHAT,), "there is one tier"),
+    "store": Ignored((CHAT,), "nothing is stored"),
+    "user": Ignored(_ALL, "it names the user"),
+    # of vLLM
+    "guided_decoding_backend": Ignored(_TEXT, "it names a library; llguidance keeps to the same grammar"),
+    "length_penalty": Ignored(_TEXT, "it acts in beam search, which is refused"),
+    "media_io_kwargs": Ignored(_TEMPLATES, _NO_MEDIA),
+    "mm_processor_kwargs": Ignored((CHAT, EMBEDDINGS, TOKENIZE), _NO_MEDIA),
+    "request_id": Ignored(_ALL, "the server names its answers itself"),
+    "return_mm_kwargs": Ignored(_TEXT, "vLLM has it for other routes"),
+    "return_token_offsets": Ignored(_TEXT, "vLLM has it for other routes"),
+    "routed_experts_prompt_start": Ignored(_TEXT, "no route of experts is returned"),
+    "session_id": Ignored(_TEXT, "it names a conversation"),
+    "spaces_between_special_tokens": Ignored(_TEXT, "special tokens are no part of an answer"),
+    "stream_interval": Ignored(_TEXT, "it joins events of a stream, whose text is the same"),
+    "truncation_side": Ignored(_ALL, "it acts with truncate_prompt_tokens, which is refused"),
+}
+NOTES = {
+    "add_generation_prompt": "true by default; false leaves the begin of an answer out of the prompt",
+    "add_special_tokens": "as the tokenizer adds them: true by default for a prompt, false for messages",
+    "chat_template_kwargs": "variables of the chat template",
+    "continue_final_message": "the answer continues the last message; excludes `add_generation_prompt`",
+    "documents": "a variable of the chat template",
+    "guided_choice": "older name of `structured_outputs.choice`",
+    "guided_grammar": "older name of `structured_outputs.grammar`",
+    "guided_json": "older name of `structured_outputs.json`",
+    "guided_regex": "older name of `structured_outputs.regex`",
+    "guided_whitespace_pattern": "older name of `structured_outputs.whitespace_pattern`",
+    "ignore_eos": "the answer goes on after a token that ends texts; excludes constraints",
+    "min_tokens": "tokens before an end, a stop token or a stop string counts; a constraint that is met goes before it",
+    "n": "answers of a prompt, with the seeds `seed`, `seed + 1`, …",
+    "parallel_tool_calls": "false: the first call alone is told",
+    "reasoning_effort": "a variable of the chat template; it also sets `enable_thinking`, to false for none",
+    "response_format": "text, json_object or json_schema; schemas are kept to token by token",
+    "seed": "by default the server draws one",
+    "stop": "the answer ends before the string",
+    "stop_token_ids": "the answer ends with the token, which is part of its text unless it is a special one",
+    "structured_outputs": "`json`, `regex`, `choice`, `grammar` (Lark or GBNF) or `json_object`;"
+    " `disable_any_whitespace`, `disable_additional_properties`, `whitespace_pattern`",
+    "tool_choice": "auto or none",
+    "top_k": "0 or -1 cut nothing off",
+    "top_logprobs": "with `logprobs`",
+}
+"""What acting fields do, where the name does not tell."""

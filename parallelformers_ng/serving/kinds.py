@@ -1,0 +1,81 @@
+"""What a model is served as, known from its configuration: text, embeddings, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.auto import modeling_auto as auto
+
+from parallelformers_ng.checkpoint.location import base_of_adapter, read_source
+from parallelformers_ng.checkpoint.model_class import class_of
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.pooling import Pooling
+from parallelformers_ng.serving.sentence_modules import SentenceFiles, read_pooling
+
+_TEXT = (
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+_ENCODERS = (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,)
+_BASES = (auto.MODEL_MAPPING_NAMES,)
+_OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "vq_config", "image_token_id", "image_token_index")
+"""Attributes of a configuration that say that the model reads pictures or sound."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a model is served as.
+
+    Attributes:
+        pooling: pooling of its embeddings; None if it is served as text.
+        reads_more: whether the model also reads pictures or sound, which the server refuses.
+        model_class: class to load; None for the class that its configuration names.
+    """
+
+    pooling: Pooling | None = None
+    reads_more: bool = False
+    model_class: Any = None
+
+    def __str__(self) -> str:
+        if self.pooling is not None:
+            return f"embeddings pooled by {', '.join(self.pooling.modes)}"
+        return "text alone: pictures and sound in requests are refused" if self.reads_more else "text"
+
+
+def kind_of(name: str, revision: str | None = None) -> Kind:
+    """Return what a model is served as; its weights are not read.
+
+    Args:
+        name: model folder, or name on the Hugging Face hub.
+        revision: branch, tag or commit on the hub; None for the main branch.
+
+    Raises:
+        UnsupportedModelError: the server has no use for such a model.
+        CheckpointError: there is no such model.
+    """
+    name = base_of_adapter(name) or name
+    source = read_source(name, {} if revision is None else {"revision": revision})
+    config = source.config
+    assert config is not None
+    cls = class_of(config, source.location)
+    reads_text = cls.main_input_name == "input_ids"
+    reads_more = any(getattr(config, each, None) is not None for each in _OTHER_INPUTS)
+    if cls.can_generate() and reads_text and _names(cls, _TEXT):
+        return Kind(reads_more=reads_more)
+    if reads_text and not reads_more:
+        if _names(cls, _ENCODERS) or (_names(cls, _BASES) and not config.is_encoder_decoder):
+            return Kind(read_pooling(name, revision))
+        if cls.__name__.endswith("ForMaskedLM") and SentenceFiles(name, revision).find("modules.json"):
+            return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
+    raise UnsupportedModelError(
+        f"{name} is a {cls.__name__}, which is not served: the server takes models that continue text"
+        " (…ForCausalLM, …ForConditionalGeneration of text) and encoders of text without a head, for embeddings"
+    )
+
+
+def _names(cls: type, mappings: tuple[Any, ...]) -> bool:
+    """Return whether one of transformers' tables has a class."""
+    named = [name for mapping in mappings for name in mapping.values()]
+    return any(cls.__name__ in ((name,) if isinstance(name, str) else name) for name in named)

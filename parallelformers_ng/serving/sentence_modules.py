@@ -1,0 +1,187 @@
+"""Reads the modules of a model of sentence-transformers from a folder, or from the hub and its cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors.torch import load_file
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.pooling import MODES, Module, Pooling, normalize
+
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_TRANSFORMER: dict[str, Any] = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+    "processing_kwargs": {},
+    "tokenizer_name_or_path": None,
+}
+"""Settings of the Transformer module that are served, and their one served value."""
+_OLDER = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Older words for the ways of pooling, in the order in which the vectors of several are joined."""
+_HARMLESS = ("unpad_inputs", "backend")
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Softplus", "Mish")
+
+
+class SentenceFiles:
+    """The files of a model.
+
+    Args:
+        name: model folder, or name on the Hugging Face hub.
+        revision: branch, tag or commit on the hub; None for the main branch.
+    """
+
+    def __init__(self, name: str, revision: str | None = None) -> None:
+        self.name = name
+        self._revision = revision
+
+    def find(self, file: str) -> Path | None:
+        """Return the path of a file, None if the model has no such file.
+
+        Raises:
+            UnsupportedModelError: the hub cannot be asked, and its cache does not tell.
+        """
+        if Path(self.name).is_dir():
+            path = Path(self.name) / file
+            return path if path.is_file() else None
+        cached = try_to_load_from_cache(self.name, file, revision=self._revision)
+        if cached is not None and not isinstance(cached, str):  # the cache knows that there is none
+            return None
+        try:
+            return Path(hf_hub_download(self.name, file, revision=self._revision))
+        except LocalEntryNotFoundError:
+            raise UnsupportedModelError(
+                f"the cache of the hub does not tell whether {self.name} has {file}, and the hub cannot be reached;"
+                f" run `hf download {self.name}` with a connection, or serve the model's folder"
+            ) from None
+        except EntryNotFoundError:
+            return None
+
+    def json(self, file: str) -> Any:
+        """Return the content of a JSON file, None if the model has no such file."""
+        path = self.find(file)
+        return None if path is None else json.loads(path.read_text())
+
+    def tensors(self, folder: str) -> dict[str, torch.Tensor]:
+        """Return the weights of a module, float32."""
+        if path := self.find(f"{folder}/model.safetensors"):
+            weights = load_file(path)
+        elif path := self.find(f"{folder}/pytorch_model.bin"):
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            raise UnsupportedModelError(f"{self.name} has no weights in {folder}")
+        return {name: weight.float() for name, weight in weights.items()}
+
+
+def read_pooling(name: str, revision: str | None = None) -> Pooling:
+    """Return the pooling that a model asks for; the normalized mean if it has no `modules.json`.
+
+    Args:
+        name: model folder, or name on the Hugging Face hub.
+        revision: branch, tag or commit on the hub; None for the main branch.
+
+    Raises:
+        UnsupportedModelError: the model has a module or a setting that the server does not have.
+    """
+    files = SentenceFiles(name, revision)
+    listed = files.json("modules.json")
+    if listed is None:
+        return Pooling()
+    kinds = [_kind(module["type"], name) for module in listed]
+    if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= _FOLLOWING.keys() | {"Dropout"}:
+        raise UnsupportedModelError(
+            f"{name} has the modules {', '.join(kinds)}; the server takes Transformer, Pooling, then any of"
+            f" {', '.join(_FOLLOWING)} and Dropout"
+        )
+    if listed[0]["path"]:
+        raise UnsupportedModelError(
+            f"{name} has its Transformer in the folder {listed[0]['path']!r}; save it again with a newer release of"
+            " sentence-transformers, which puts it at the top"
+        )
+    pooling = files.json(f"{listed[1]['path']}/config.json")
+    if pooling is None:
+        raise UnsupportedModelError(f"{name} has no {listed[1]['path']}/config.json, which says how it pools")
+    following = [_FOLLOWING[kind](files, module["path"])
+                 for kind, module in zip(kinds[2:], listed[2:], strict=True) if kind in _FOLLOWING]  # fmt: skip
+    lower_case, most = _transformer_settings(files)
+    prompt = _prompt(files)
+    if prompt and not pooling.get("include_prompt", True):
+        raise UnsupportedModelError(f"{name} pools without its prompt {prompt!r}, which the server cannot leave out")
+    return Pooling(_modes(pooling, name), following, prompt, lower_case, most)
+
+
+def _kind(written: str, name: str) -> str:
+    if not written.startswith("sentence_transformers."):
+        raise UnsupportedModelError(f"{name} has the module {written}, which is no module of sentence-transformers")
+    return written.rpartition(".")[2]
+
+
+def _modes(config: dict[str, Any], name: str) -> list[str]:
+    """Return the ways of pooling that the configuration of a Pooling module names, in newer or older words."""
+    chosen = config.get("pooling_mode")
+    if chosen is None:
+        older = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
+        chosen = sorted((_OLDER.get(key, key) for key in older), key=[*_OLDER.values(), *older].index) or "mean"
+    modes = [chosen] if isinstance(chosen, str) else list(chosen)
+    for mode in modes:
+        if mode not in MODES:
+            raise UnsupportedModelError(f"{name} pools by {mode!r}; the server pools by {', '.join(MODES)}")
+    return modes
+
+
+def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
+    """Return whether texts are lower-cased, and the most tokens of a text."""
+    configs = (files.json(file) for file in _TRANSFORMER_FILES)
+    config: dict[str, Any] = next((found for found in configs if found is not None), {})
+    for key, value in config.items():
+        if key in ("max_seq_length", "do_lower_case", *_HARMLESS) or not value:
+            continue
+        if key not in _TRANSFORMER or value != _TRANSFORMER[key]:
+            raise UnsupportedModelError(f"{files.name} sets {key} to {value!r} in its Transformer module; not served")
+    return bool(config.get("do_lower_case")), config.get("max_seq_length")
+
+
+def _prompt(files: SentenceFiles) -> str:
+    """Return the text that comes before every input by default."""
+    config = files.json("config_sentence_transformers.json") or {}
+    prompt: str | None = (config.get("prompts") or {}).get(config.get("default_prompt_name"))
+    return prompt or ""
+
+
+def _dense(files: SentenceFiles, folder: str) -> Module:
+    config, weights = files.json(f"{folder}/config.json"), files.tensors(folder)
+    path = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = path.rpartition(".")[2]
+    if not path.startswith("torch.nn.") or activation not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"{files.name} has the activation {path} in {folder}, which the server has not")
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise UnsupportedModelError(f"{files.name} sets {key} to {config[key]!r} in {folder}; not served")
+    act, weight, bias = getattr(torch.nn, activation)(), weights["linear.weight"], weights.get("linear.bias")
+    return lambda vectors: act(torch.nn.functional.linear(vectors, weight, bias))
+
+
+def _layer_norm(files: SentenceFiles, folder: str) -> Module:
+    weights = files.tensors(folder)
+    weight, bias = weights["norm.weight"], weights["norm.bias"]
+    return lambda vectors: torch.nn.functional.layer_norm(vectors, weight.shape, weight, bias)
+
+
+_FOLLOWING = {"Dense": _dense, "LayerNorm": _layer_norm, "Normalize": lambda files, folder: normalize}
+"""Readers of the modules that may follow the pooling."""

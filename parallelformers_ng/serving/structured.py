@@ -1,0 +1,151 @@
+"""The constraints that a request puts on its answer, in OpenAI's words and in vLLM's older and newer ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from parallelformers_ng.serving.errors import bad_request
+
+Choices = Annotated[list[str], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A constraint on the text of an answer.
+
+    Attributes:
+        kind: "json" for a schema, "regex", "choice", or "grammar" in Lark or GBNF.
+        value: the schema, the pattern, the choices or the grammar.
+        param: field of the request that it comes from, for errors.
+        whitespace: pattern of the white space of JSON; "" for none, None for that after commas and colons.
+    """
+
+    kind: str
+    value: Any
+    param: str = "response_format"
+    whitespace: str | None = None
+
+
+class Fields(BaseModel):
+    """Fields of a request. `null` is a field that is left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_null(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class JsonSchema(Fields):
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Return what an answer must meet, None if it may be any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Constraint("json", {"type": "object"})
+        if self.json_schema is None:
+            raise bad_request("response_format has the type json_schema, and no json_schema", "response_format")
+        return Constraint("json", self.json_schema.schema_)
+
+
+class StructuredOutputs(Fields):
+    """`structured_outputs` of vLLM: one of the first five fields, and how JSON is written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+    disable_fallback: bool = False  # it is about libraries of vLLM
+
+    def constraint(self, param: str = "structured_outputs") -> Constraint:
+        """Return what an answer must meet.
+
+        Args:
+            param: field of the request, for errors.
+        """
+        if self.structural_tag is not None:
+            raise bad_request("structural_tag does not act here: use a grammar", param, "unsupported_parameter")
+        schema = {"type": "object"} if self.json_object else _schema(self.json_, param)
+        given = {"json": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        kinds = [kind for kind, value in given.items() if value is not None]
+        if len(kinds) != 1 or (self.json_object and self.json_ is not None):
+            raise bad_request(
+                f"{param} takes one of json, regex, choice, grammar and json_object, and has {len(kinds)}", param
+            )
+        if self.disable_additional_properties and schema is not None:
+            schema = _closed(schema)
+        whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
+        return Constraint(kinds[0], given[kinds[0]] if schema is None else schema, param, whitespace)
+
+
+class GuidedFields(Fields):
+    """Fields of a request that put constraints on its answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Return what the answer must meet, None if it may be any text.
+
+        Raises:
+            ApiError: the request has more than one constraint.
+        """
+        found = [
+            None if self.response_format is None else self.response_format.constraint(),
+            None if self.structured_outputs is None else self.structured_outputs.constraint(),
+        ]
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                older: dict[str, Any] = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
+                found.append(StructuredOutputs(**older).constraint(f"guided_{kind}"))
+        constraints = [each for each in found if each is not None]
+        if len(constraints) > 1:
+            names = " and ".join(each.param for each in constraints)
+            raise bad_request(f"an answer takes one constraint, and the request has {names}", constraints[1].param)
+        return constraints[0] if constraints else None
+
+
+def _schema(given: str | dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+    if not isinstance(given, str):
+        return given
+    try:
+        schema = json.loads(given)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise bad_request(f"{param}: the JSON schema is no JSON object", param)
+    return schema
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but those that it names."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    is_object = "object" in (schema.get("type"), *(schema["type"] if isinstance(schema.get("type"), list) else ()))
+    return {"additionalProperties": False, **closed} if is_object or "properties" in schema else closed

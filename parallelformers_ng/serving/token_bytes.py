@@ -1,0 +1,56 @@
+"""The bytes that each token stands for. A token may be part of a character, so that it has bytes and no text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+class TokenBytes:
+    """Knows the bytes of the tokens of a tokenizer.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items()}
+
+    @functools.cached_property
+    def _decoders(self) -> str:
+        """Decoders of a fast tokenizer, as JSON: names of their kinds and their settings."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
+
+    def bytes(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # the model has more rows than its tokenizer has tokens
+            return b""
+        if '"ByteLevel"' in self._decoders:
+            parts = (_OF_CHARACTER.get(each, each) for each in piece)
+            return b"".join(bytes([part]) if isinstance(part, int) else part.encode() for part in parts)
+        if found := _BYTE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        if "▁" in piece and ("▁" in self._decoders or not self._decoders):
+            return str(piece.replace("▁", " ")).encode()
+        text: str = self._tokenizer.decode([token])
+        return text.encode()
+
+    def text(self, token: int) -> str:
+        """Return the text of a token; bytes that are no text are written as escapes: `\\xf0\\x9f`."""
+        raw = self.bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,70 @@
+"""What models are served as, and those that are refused before their weights are read: folders with a config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from parallelformers_ng.cli import commands
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.kinds import kind_of
+from parallelformers_ng.serving.run import warm_up
+
+
+def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) -> str:
+    """Write the configuration of a model class. Returns the folder."""
+    config = config or getattr(tf, name).config_class()
+    config.architectures = [name]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LlamaForCausalLM", "text"),
+        ("BertLMHeadModel", "text"),
+        ("T5ForConditionalGeneration", "text"),
+        ("Gemma3ForCausalLM", "text"),
+        ("LlavaForConditionalGeneration", "text alone: pictures and sound in requests are refused"),
+        ("Qwen2AudioForConditionalGeneration", "text alone: pictures and sound in requests are refused"),
+        ("BertModel", "embeddings pooled by mean"),
+        ("T5EncoderModel", "embeddings pooled by mean"),
+        ("LlamaModel", "embeddings pooled by mean"),
+    ],
+)
+def test_what_a_model_is_served_as(name, kind, tmp_path):
+    assert str(kind_of(written(tmp_path, name))) == kind
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForSequenceClassification", "LlamaForSequenceClassification", "BertForTokenClassification",
+        "BertForMaskedLM", "WhisperForConditionalGeneration", "Wav2Vec2Model", "ViTModel", "CLIPModel", "BartModel",
+        "T5Model", "MusicgenForConditionalGeneration", "SpeechT5ForTextToSpeech",
+    ],
+)  # fmt: skip
+def test_other_models_are_refused_at_the_start(name, tmp_path, capsys):
+    config = None
+    if name.startswith("Musicgen"):
+        parts = (tf.T5Config(), tf.EncodecConfig(), tf.MusicgenDecoderConfig())
+        config = tf.MusicgenConfig(**dict(zip(("text_encoder", "audio_encoder", "decoder"), parts, strict=True)))
+    folder = written(tmp_path, name, config)
+    assert commands.main(["serve", folder, "--port", "0", "--device", "cpu"]) == 2
+    assert f"is a {name}, which is not served" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_with_a_token_is_refused_before_it_is_ready():
+    class Odd(torch.nn.Module):
+        def can_generate(self) -> bool:
+            return False
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return input_ids
+
+    with pytest.raises(UnsupportedModelError, match="Odd gives no vectors of tokens"):
+        warm_up(Odd())
