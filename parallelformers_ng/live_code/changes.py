@@ -83,8 +83,11 @@ def differences(digests: Digests) -> Digests:
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Whether a place differs only because transformers has filled in there what it imports when it is first used."""
-    return here == digest(None) and package_of(slot.value) in ("torch", "transformers", "flash_attn")
+    """Whether a place differs only because transformers keeps there what it has imported or worked out at first use."""
+    if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
+        return False
+    imported = here == digest(None) and package_of(slot.value) in ("torch", "transformers", "flash_attn")
+    return imported or (here == ABSENT and isinstance(slot.value, (bool, int, str)))
 
 
 def pack(

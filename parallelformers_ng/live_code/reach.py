@@ -24,6 +24,16 @@ LIBRARIES = frozenset({
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
 _NOT_FOLLOWED = frozenset({"__init__", "__init_subclass__", "from_pretrained", "save_pretrained", "push_to_hub"})
+_NOT_COMPUTING = tuple(
+    f"transformers.{name}"
+    for name in (
+        "configuration_utils", "conversion_mapping", "core_model_loading", "distributed", "dynamic_module_utils",
+        "generation.continuous_batching", "generation.watermarking", "integrations.accelerate", "integrations.peft",
+        "integrations.tensor_parallel", "loss", "processing_utils", "quantizers", "tokenization", "utils.auto_docstring",
+        "utils.doc", "utils.hub", "utils.import_utils", "utils.logging", "utils.quantization_config",
+    )
+)  # fmt: skip
+"""Modules of transformers that load, write, describe or train, and are not followed."""
 _MOST_ENTRIES = 200
 
 
@@ -121,7 +131,7 @@ class _Walk:
             followed = package_of(base) in self._packages or (
                 package_of(base) == "torch" and issubclass(base, nn.Module)
             )
-            if base in self._known_classes or not followed:
+            if base in self._known_classes or not followed or base.__module__.startswith(_NOT_COMPUTING):
                 continue
             self._known_classes.add(base)
             for name, value in vars(base).items():
@@ -142,6 +152,8 @@ class _Walk:
             return
         scope = function.__globals__
         module = scope.get("__name__", "")
+        if module.startswith(_NOT_COMPUTING):
+            return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names = names_in(function.__code__)
         for name in names:
