@@ -89,20 +89,20 @@ zoo: setup ## parity of every model family, tiny, and plans of their real sizes 
 ecosystem: $(ECOSYSTEM)/.installed ## pipelines, Trainer, PEFT, lm-eval, … whole against cut, in a venv of their own (PYTEST_ARGS=…)
 	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem tests/test_ray.py $(PYTEST_ARGS)
 
-$(ECOSYSTEM)/.installed: requirements-ecosystem.txt constraints/ecosystem.txt requirements-apart.txt pyproject.toml setup.py
+$(ECOSYSTEM)/.installed: requirements-ecosystem.txt constraints/ecosystem.lock requirements-apart.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python
 	@echo "Installing the libraries around a model; the first time takes minutes …"
-	@$(ECOSYSTEM)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -r requirements-ecosystem.txt -c constraints/ecosystem.txt
+	@$(ECOSYSTEM)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -r requirements-ecosystem.txt -c constraints/ecosystem.lock
 	@$(ECOSYSTEM)/bin/python $(INSTALL_APART) $(ECOSYSTEM)/apart
 	@$(ECOSYSTEM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
-ecosystem-lock: ## pin anew what `make ecosystem` installs, in constraints/ecosystem.txt
+ecosystem-lock: ## pin anew what `make ecosystem` installs, in constraints/ecosystem.lock
 	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python
 	@$(ECOSYSTEM)/bin/python -m pip install --quiet --dry-run --ignore-installed --report $(ECOSYSTEM)/report.json \
 	  'setuptools>=77' -r requirements-ecosystem.txt
 	@$(ECOSYSTEM)/bin/python constraints/lock.py < $(ECOSYSTEM)/report.json > $(ECOSYSTEM)/lock.txt
-	@mv $(ECOSYSTEM)/lock.txt constraints/ecosystem.txt
+	@mv $(ECOSYSTEM)/lock.txt constraints/ecosystem.lock
 
 images: ## build the container images of the server and ask the one for CPU for tokens (KINDS=cpu)
 	@bash docker/images.sh

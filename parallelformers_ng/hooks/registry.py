@@ -39,12 +39,13 @@ class HookRegistry:
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
         self._model = weakref.ref(model)
         self._plan = plan
-        self._paths: dict[str, weakref.ref[nn.Module]] = {}  # modules that may have hooks
+        self.paths: dict[str, weakref.ref[nn.Module]] = {}
+        """Modules that may have hooks; `present` looks."""
         self._noting = threading.Lock()  # while those are read or changed
         self._turn = threading.RLock()
         for path, module in model.named_modules():
             if any(vars(module)[name] for name in _FORWARD):
-                self._paths[path] = weakref.ref(module)
+                self.paths[path] = weakref.ref(module)
             for name in (*_FORWARD, *_BACKWARD):
                 if not vars(module)[name]:
                     vars(module)[name] = _Table(self, path, name)
@@ -73,15 +74,12 @@ class HookRegistry:
         Raises:
             ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
         """
-        if not self._paths:
-            return []
         with self._noting:
-            modules = [
-                (path, module) for path, module in ((path, ref()) for path, ref in self._paths.items()) if module
-            ]
+            held = [(path, reference()) for path, reference in self.paths.items()]
+            modules = [(path, module) for path, module in held if module is not None]
             for path, module in modules:
                 if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
-                    del self._paths[path]  # the tables tell of the next one
+                    del self.paths[path]  # the tables tell of the next one
         found = [hook for path, module in modules for hook in hooks_of(path, module)]
         for hook in found:
             check_hook(self._plan, hook.path, hook.kind, hook.call)
@@ -115,7 +113,7 @@ class HookRegistry:
         if table in _FORWARD:
             model: Any = self._model()
             with self._noting:
-                self._paths[path] = weakref.ref(model.get_submodule(path))
+                self.paths[path] = weakref.ref(model.get_submodule(path))
 
 
 class CallHooks:

@@ -20,7 +20,7 @@ from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
 from parallelformers_ng.generation.lost_notes import globals_written_by
-from parallelformers_ng.generation.object_state import stateful_arguments
+from parallelformers_ng.generation.object_state import STATEFUL, stateful_arguments
 from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapters import Adapters
@@ -167,7 +167,9 @@ class Calls:
             check_compiler(module, given, self.deployment.plan.world_size)
             as_they_are = eager_generation(module, given)
         sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
-        if steps is not None and (reason := "its modules have forward hooks" if self.hooks.present() else reason):
+        if steps is not None and (
+            reason := "its modules have forward hooks" if self.hooks.paths and self.hooks.present() else reason
+        ):
             self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
             sent = as_they_are
         not_captured = functools.partial(self._not_captured, dispatcher)
@@ -185,6 +187,8 @@ class Calls:
 
     def _tell_of_lost_notes(self, given: dict[str, Any]) -> None:
         """Say once that functions among the arguments of a `generate` have written to global variables of the ranks."""
+        if given.keys().isdisjoint((*STATEFUL, "custom_generate")):
+            return
         for root in (*stateful_arguments(given), given.get("custom_generate")):
             if root is not None and (names := globals_written_by(root)):
                 self._say_once(

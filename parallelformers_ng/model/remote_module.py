@@ -23,6 +23,7 @@ from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.gradients import refuse_gradients
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
 from parallelformers_ng.model.replica import CallOptions
+from parallelformers_ng.sharding.active_adapters import SWITCHES
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
 REMOTE = "_parallelformers_ng"
@@ -110,7 +111,8 @@ class RemoteModule(nn.Module):
         """Whether the model's code may read an attribute, so that the workers need its value: it had one before, of its
         own or of its class. Of private ones, which libraries use for notes, numbers and words count."""
         if name.startswith("_"):
-            return name in vars(self) and isinstance(value, (bool, int, float, str, torch.dtype))
+            plain = isinstance(value, (bool, int, float, str, torch.dtype))
+            return plain and name in vars(self) and name not in SWITCHES
         of_class = getattr(type(self), name, None)
         return name in vars(self) or (of_class is not None and not callable(of_class))
 

@@ -145,7 +145,7 @@ class CallOptions:
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
     """Whether a call has to look for forward hooks of the caller."""
-    return bool(hooks.present() or torch_module._has_any_global_hook())
+    return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
 class Dispatcher:

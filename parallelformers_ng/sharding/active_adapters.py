@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+SWITCHES = ("_active_adapter", "_disable_adapters")
+"""Attributes of peft's layers that say which adapters are active: each call brings its own."""
+
 
 @dataclass(frozen=True)
 class ActiveAdapters:

@@ -1,4 +1,4 @@
-"""What a rank keeps of its calls for later ones: all of it is listed here, and is let go in one way.
+"""Lists everything that a rank keeps of its calls for later ones, and lets it go.
 
 | what | where | what of the model it depends on |
 | --- | --- | --- |
@@ -23,7 +23,7 @@ from parallelformers_ng.sharding import look_ups
 
 
 class Kept:
-    """What one rank keeps of its calls.
+    """Everything that one rank keeps of its calls.
 
     Attributes:
         steps: recorded steps, by the kind of calls: single ones, and those that are decoded together.
@@ -40,7 +40,7 @@ class Kept:
             steps.forget()
 
     def let_go(self, model: nn.Module) -> None:
-        """Let go of all that was computed with the model as it was. Due with every change that reaches it."""
+        """Let go of everything that was computed before a change. Every change of the model calls this."""
         self.forget_steps()
         if self.batch is not None:
             self.batch.forget_prefixes()
