@@ -46,7 +46,7 @@ class LiveCode:
     def __init__(self, model: nn.Module, check: CodeCheck) -> None:
         self._classes = classes_of(model)
         self._functions = [value for module in model.modules() for value in functions_of(module).values()]
-        self._helpers = [module for module in model.modules() if not module._parameters and not module._modules]
+        self._helpers = [module for module in model.modules() if _computes_here(module)]
         self.check = check
         self._slots = code_of(model, self._functions)
         self._attentions = {slot.key for slot in self._slots.values() if slot.place.endswith("]")}
@@ -138,3 +138,11 @@ class LiveCode:
         """Whether ranks can import nothing of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
+
+
+def _computes_here(module: nn.Module) -> bool:
+    """Whether a module of a parallelized model stays an ordinary one, as activations do, so that nobody is told what is
+    set on it."""
+    code = getattr(type(module).forward, "__code__", None)
+    own = module._parameters or module._buffers or module._modules
+    return not own and not (code is not None and "training" in code.co_names)
