@@ -114,7 +114,7 @@ def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, t
         model.hf_device_map = {"": 0}
     model.generate(**seq2seq_inputs(), max_new_tokens=2, logits_processor=[Suppressing()])
     model.deparallelize()
-    assert vars(model).keys() == before.keys()
+    assert vars(model).keys() - {"deparallelize"} == before.keys()
     assert model.hf_device_map == {"": "cpu"}
 
 
