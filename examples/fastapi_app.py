@@ -57,7 +57,7 @@ app = FastAPI(lifespan=lifespan)
 
 @app.get("/generate_text/{text:path}")
 def generate_text(text: str, max_new_tokens: NewTokens = MAX_NEW_TOKENS) -> dict[str, str]:
-    """No `async`: FastAPI runs it in a thread, and the workers serve the calls in the order in which they came."""
+    """Answer in a thread, as there is no `async`. Calls that come at the same time are decoded together."""
     outputs = app.state.model.generate(**tokenize(text), max_new_tokens=max_new_tokens)
     return {"inputs": text, "outputs": app.state.tokenizer.decode(outputs[0], skip_special_tokens=True)}
 

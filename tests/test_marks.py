@@ -114,7 +114,7 @@ def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, t
         model.hf_device_map = {"": 0}
     model.generate(**seq2seq_inputs(), max_new_tokens=2, logits_processor=[Suppressing()])
     model.deparallelize()
-    assert vars(model).keys() == before.keys()
+    assert vars(model).keys() - {"deparallelize"} == before.keys()
     assert model.hf_device_map == {"": "cpu"}
 
 
@@ -124,5 +124,6 @@ def test_nothing_is_left_of_the_marks_at_the_end(groups) -> None:
     parallelize(model, workers=groups(2))
     model(**text_inputs())
     model.deparallelize()
-    assert [(module, set(vars(module))) for module in model.modules()] == before
+    left = {"deparallelize"}  # which does nothing from now on
+    assert [(module, set(vars(module)) - left) for module in model.modules()] == before
     assert all(type(vars(module)[name]) is dict for module, _ in before for name in ("_modules", "_parameters"))

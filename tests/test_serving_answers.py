@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -270,3 +272,26 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text, why):
     file.write_text(text)
     with pytest.raises(ParallelError, match=why):
         read_serve_options(str(file), {})
+
+
+CHAINS = {
+    "rules": """Constraint("grammar", "\\n".join(
+        ["start: r0", *(f"r{n}: r{n + 1}" for n in range(3500)), 'r3500: "x"']))""",
+    "references": """Constraint("json", {"$ref": "#/$defs/d0", "$defs": {
+        f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} if n < 1500 else {} for n in range(1501)}})""",
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_long_chains_of_rules_end_no_process(chain):
+    """They outgrow an ordinary stack. In a process of its own, as what goes wrong ends it."""
+    code = f"""
+import torch
+from tests.test_serving_answers import SCHEMAS, ApiError, Constraint, GrammarError
+try:
+    grammar = SCHEMAS.processor(SCHEMAS.grammar({CHAINS[chain]}), 0)
+    grammar(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 260))
+except (ApiError, GrammarError) as error:
+    print(error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from parallelformers_ng.serving.token_bytes import TokenBytes
-from tests.real_weights import minilm_folder, smollm2
+from tests.real_weights import minilm_folder, smollm2_tokenizer
 from tests.serving import serving_on, tiny_tokenizer
 
 TEXT = "Ünïcode, 中文 and 🙂🙃 — wörds  \n<|end|>x"
@@ -34,7 +34,7 @@ def with_byte_fallback() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize(
     ("make", "before"),
-    [(tiny_tokenizer, ""), (lambda: smollm2()[1], ""), (with_byte_fallback, " ")],
+    [(tiny_tokenizer, ""), (smollm2_tokenizer, ""), (with_byte_fallback, " ")],
     ids=["bytes", "smollm2", "byte fallback"],
 )
 def test_bytes_of_tokens_are_those_of_their_text(make: Any, before: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +39,29 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, initial_lexer_fuel=_WORK)
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    return _with_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
+
+
+def _with_deep_stack(make: Callable[[], Any]) -> Any:
+    """Return what a function returns, called in a thread with a large stack.
+
+    llguidance reads rules that refer to each other by recursion. A chain of 3,000 rules outgrows the stack of an
+    ordinary thread, which ends the process; this one has room for as many as fit into `MOST_CHARACTERS`.
+    """
+    found: list[Any] = []
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=lambda: found.append(make()))
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return found[0]
+
+
+_stack_size = threading.Lock()
+_STACK_BYTES = 512 << 20  # of addresses; memory is taken as far as the recursion goes
 
 
 MOST_SYMBOLS = 10_000
