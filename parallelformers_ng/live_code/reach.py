@@ -30,7 +30,8 @@ _NOT_COMPUTING = tuple(
         "configuration_utils", "conversion_mapping", "core_model_loading", "distributed", "dynamic_module_utils",
         "generation.continuous_batching", "generation.watermarking", "integrations.accelerate", "integrations.peft",
         "integrations.tensor_parallel", "loss", "processing_utils", "quantizers", "tokenization",
-        "utils.auto_docstring", "utils.doc", "utils.hub", "utils.import_utils", "utils.logging", "utils.quantization_config",
+        "utils.auto_docstring", "utils.doc", "utils.hub", "utils.import_utils", "utils.logging",
+        "utils.quantization_config",
     )
 )  # fmt: skip
 """Modules of transformers that load, write, describe or train, and are not followed."""
