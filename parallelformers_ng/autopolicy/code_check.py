@@ -16,6 +16,7 @@ from parallelformers_ng.live_code.reach import reach
 from parallelformers_ng.live_code.stock import foreign_class, names_of_class
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.sharding.units import sees_part
 
 
@@ -41,7 +42,10 @@ class CodeCheck:
         self._inside: set[type[nn.Module]] = set()
         self._outside: set[type[nn.Module]] = set()
         for path, module in model.named_modules():
-            (self._inside if sees_part(plan, path) else self._outside).add(type(module))
+            if sees_part(plan, path):
+                self._inside.add(type(module))
+            elif any(is_within(root, path) for root in plan.units):
+                self._outside.add(type(module))
         self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
 
     def objection(self, moved: Collection[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.live_code.reach import (
@@ -24,6 +26,10 @@ from parallelformers_ng.live_code.reach import (
 )
 
 _PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_HARMLESS = (
+    *_PLAIN_LAYERS, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU,
+    nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.LayerNorm,
+)  # fmt: skip
 _FAMILIES = "transformers.models."
 _SKIPPED = ("_old_forward", "_hf_hook", "_parallelformers_ng")
 """Attributes of modules that accelerate and this package put there."""
@@ -43,7 +49,42 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
         reason = _foreign_on_module(module) or foreign_class(type(module))
         if reason:
             found[path] = reason
-    return found
+    return {**found, **_put_in_place(model)}
+
+
+def _put_in_place(model: nn.Module) -> dict[str, str]:
+    """The modules of torch's that a program has put in the place of others: an activation that looks at all columns.
+
+    Layers, and activations of single elements, are told by other means, or do no harm.
+    """
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if package_of(type(module)) == "torch" and not isinstance(module, _HARMLESS)
+    }
+    if not modules or not isinstance(model, PreTrainedModel):
+        return {}
+    built = _classes_built(model)
+    return {
+        path: f"a {type(module).__name__} was put there"
+        for path, module in modules.items()
+        if built and built.get(path) is not type(module)
+    }
+
+
+_BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, type]] = weakref.WeakKeyDictionary()
+
+
+def _classes_built(model: PreTrainedModel) -> dict[str, type]:
+    """Path → class of the modules that the model's own class builds; none if it cannot be built once more."""
+    if model not in _BUILT:
+        try:
+            with torch.device("meta"):
+                built = type(model)._from_config(copy.deepcopy(model.config))
+        except Exception:  # modelling code raises anything
+            return {}
+        _BUILT[model] = {path: type(module) for path, module in built.named_modules()}
+    return _BUILT[model]
 
 
 def foreign_layer(module: nn.Module) -> str:
