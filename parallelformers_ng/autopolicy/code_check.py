@@ -16,8 +16,7 @@ from parallelformers_ng.live_code.reach import reach
 from parallelformers_ng.live_code.stock import foreign_class, names_of_class
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
-from parallelformers_ng.sharding.tensors import is_within
-from parallelformers_ng.sharding.units import sees_part
+from parallelformers_ng.sharding.units import and_above, sees_part
 
 
 class CodeCheck:
@@ -41,10 +40,11 @@ class CodeCheck:
         self._selection = selection
         self._inside: set[type[nn.Module]] = set()
         self._outside: set[type[nn.Module]] = set()
+        above = {path for root in plan.units for path in and_above(root)}
         for path, module in model.named_modules():
             if sees_part(plan, path):
                 self._inside.add(type(module))
-            elif any(is_within(root, path) for root in plan.units):
+            elif path in above:
                 self._outside.add(type(module))
         self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
 

@@ -63,6 +63,11 @@ class LiveEdits:
         code = frozenset((slot.place, digest(slot.value)) for slot in slots if not is_stock(slot))
         return code, frozenset((_pattern(path), *edit.kind) for path, edit in self._edits.items())
 
+    @property
+    def functions(self) -> list[Any]:
+        """The functions of the program's that modules hold."""
+        return [value for edit in self._edits.values() for value in edit.functions.values()]
+
     def apply(self, small: nn.Module) -> None:
         """Give a small copy of the model the same code.
 

@@ -44,9 +44,13 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
     Returns:
         Dotted path → what is not stock, in words. Empty for a stock model.
     """
-    found = {}
+    found: dict[str, str] = {}
+    of_classes: dict[type, str] = {}
     for path, module in model.named_modules():
-        reason = _foreign_on_module(module) or foreign_class(type(module))
+        cls = type(module)
+        if cls not in of_classes:
+            of_classes[cls] = foreign_class(cls)
+        reason = _foreign_on_module(module) or of_classes[cls]
         if reason:
             found[path] = reason
     return {**found, **_put_in_place(model)}
@@ -68,7 +72,7 @@ def _put_in_place(model: nn.Module) -> dict[str, str]:
     return {
         path: f"a {type(module).__name__} was put there"
         for path, module in modules.items()
-        if built and built.get(path) is not type(module)
+        if built and built.get(path) is not parametrize.type_before_parametrizations(module)
     }
 
 
@@ -83,7 +87,9 @@ def _classes_built(model: PreTrainedModel) -> dict[str, type]:
                 built = type(model)._from_config(copy.deepcopy(model.config))
         except Exception:  # modelling code raises anything
             return {}
-        _BUILT[model] = {path: type(module) for path, module in built.named_modules()}
+        _BUILT[model] = {
+            path: parametrize.type_before_parametrizations(module) for path, module in built.named_modules()
+        }
     return _BUILT[model]
 
 

@@ -22,7 +22,6 @@ from parallelformers_ng.live_code.changes import (
 )
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.reach import Slot, reach
-from parallelformers_ng.live_code.stock import functions_of
 from parallelformers_ng.live_code.watch import CodeWatch
 
 _FOLLOWED = ("torch", "transformers")
@@ -45,7 +44,7 @@ class LiveCode:
 
     def __init__(self, model: nn.Module, check: CodeCheck) -> None:
         self._classes = classes_of(model)
-        self._functions = [value for module in model.modules() for value in functions_of(module).values()]
+        self._functions = check.edits.functions
         self._helpers = [module for module in model.modules() if _computes_here(module)]
         self.check = check
         self._slots = code_of(model, self._functions)
@@ -69,7 +68,8 @@ class LiveCode:
         """
         here = digests_of(self._slots)
         unlike = {p: d for p, d in differences(here).items() if not is_filled_in(self._slots[p], d)}
-        absent = {name for name in self._modules() if self._is_absent(name, here, unlike)}
+        names = {module_of(place) for place in unlike}
+        absent = {name for name in names if self._is_absent(name, here, unlike)}
         self.by_value |= absent
         unlike = {place: found for place, found in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**here, **unlike}

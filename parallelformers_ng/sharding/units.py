@@ -8,7 +8,7 @@ Between units every rank has the whole result. So a unit can be left uncut, what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallelformers_ng.live_code.stock import foreign_layer, names_of
@@ -55,9 +55,16 @@ class CutUnit:
 def sees_part(plan: ShardPlan, path: str) -> bool:
     """Whether a module of a cut model computes on one rank's part of a result."""
     return any(
-        is_within(path, root) and not any(is_within(path, other) for other in others)
-        for root, others in plan.units.items()
+        root in plan.units and not any(is_within(path, other) for other in plan.units[root]) for root in and_above(path)
     )
+
+
+def and_above(path: str) -> Iterator[str]:
+    """A path, and those of the modules that hold the one there, up to the model."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 def units_of(policy: type[Policy], heads: Iterable[str]) -> list[CutUnit]:
