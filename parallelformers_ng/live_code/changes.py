@@ -20,7 +20,7 @@ from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.live_code.content import digest, original
-from parallelformers_ng.live_code.reach import Slot, package_of, reach, scopes_of, value_in
+from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, value_in
 
 ABSENT = b""
 """The digest of a place that holds nothing."""
@@ -49,11 +49,10 @@ class CodeChanges:
         vars(self).update(state)
 
 
-def code_of(model: nn.Module, functions: Iterable[Any] = ()) -> dict[str, Slot]:
-    """The code that calls of a model can reach: place → slot."""
+def attentions_of(model: nn.Module) -> set[str]:
+    """Names of the attention functions that a model may call."""
     configs = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
-    attentions = {name for name in configs if isinstance(name, str)} | {"sdpa", "eager"}
-    return reach(classes_of(model), functions, attentions)
+    return {name for name in configs if isinstance(name, str)} | {"sdpa", "eager"}
 
 
 def classes_of(model: nn.Module) -> set[type]:

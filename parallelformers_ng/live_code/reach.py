@@ -104,7 +104,6 @@ class _Walk:
         self._methods: dict[str, list[type]] = {}
         self._known: set[int] = set()
         self._known_classes: set[type] = set()
-        self._looked_up: set[tuple[str, str]] = set()
         self._waiting: list[tuple[type | None, str, Any]] = []
         self._of_step = True
         for cls in self.classes:
@@ -173,17 +172,16 @@ class _Walk:
             else:
                 self._waiting.append((None, name, value))
 
-    def _read_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
+    def _read_module(
+        self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()
+    ) -> None:
         """Note the functions of a module that code names beside it: `nn.functional.silu`."""
-        if package_of(module) not in self._packages | {"torch"}:
+        if module in above or package_of(module) not in self._packages | {"torch"}:
             return
-        for name in names:
-            if (module.__name__, name) in self._looked_up:
-                continue
-            self._looked_up.add((module.__name__, name))
-            value = vars(module).get(name)
+        for name in names & vars(module).keys():
+            value = vars(module)[name]
             if isinstance(value, types.ModuleType):
-                self._read_module(value, names)
+                self._read_module(value, names, above | {module})
             elif callable(value) and not isinstance(value, type):
                 self._note(f"{module.__name__}:{name}", vars(module), name, value)
                 self._waiting.append((None, name, value))

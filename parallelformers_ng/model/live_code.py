@@ -12,8 +12,8 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.changes import (
     CodeChanges,
     Digests,
+    attentions_of,
     classes_of,
-    code_of,
     digests_of,
     is_by_value,
     is_filled_in,
@@ -47,8 +47,8 @@ class LiveCode:
         self._functions = check.edits.functions
         self._helpers = [module for module in model.modules() if _computes_here(module)]
         self.check = check
-        self._slots = code_of(model, self._functions)
-        self._attentions = {slot.key for slot in self._slots.values() if slot.place.endswith("]")}
+        self._attentions = attentions_of(model)
+        self._slots = reach(self._classes, self._functions, self._attentions)
         self._on_ranks: Digests = {}
         self._sent: set[str] = set()
         self._lock = threading.Lock()
