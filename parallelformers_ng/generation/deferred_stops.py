@@ -8,8 +8,9 @@ before, and a step too many is undone. It does so on one kind of device (MPS); h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,41 +19,50 @@ from transformers.generation import utils
 from parallelformers_ng.sharding import look_ups
 
 _DEFERRING = torch.device("mps")
-_is_supported = utils.DeferredStopCheck.is_supported
+_allowed = False
+"""Whether a step too many goes unnoticed in the request that runs."""
 
 
-class DeferredStops(utils.DeferredStopCheck):
-    """transformers' check, for generations within `deferring` whose caches nobody sees afterwards.
+def defer_stops() -> None:
+    """Have transformers' check defer stops in this process, from now on, in generations within `deferring` whose caches
+    nobody sees afterwards. What the step too many looks up is not held against the request: its position may lie beyond
+    a table. Idempotent."""
+    check = utils.DeferredStopCheck
+    if not hasattr(check.__call__, "__wrapped__"):
+        check.is_supported = staticmethod(_if_unseen(check.is_supported))
+        check.__call__ = _holding(check.__call__)
+        check.finish = _taking_back(check.finish)
 
-    What the step too many looks up is not held against the request: its position may lie beyond a table.
 
-    Attributes:
-        allowed: whether a step too many goes unnoticed in the request that runs.
-    """
+def _if_unseen(is_supported: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(is_supported)
+    def is_supported_if_unseen(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+        unseen = _allowed and not cache_is_returned
+        return unseen and is_supported(_DEFERRING, cache, cache_is_returned, is_assistant)
 
-    allowed: ClassVar[bool] = False
+    return is_supported_if_unseen
 
-    @staticmethod
-    def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
-        unseen = DeferredStops.allowed and not cache_is_returned
-        return unseen and _is_supported(_DEFERRING, cache, cache_is_returned, is_assistant)
 
-    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
-        stops = super().__call__(unfinished_sequences, tokens, length)
-        if not stops:
+def _holding(call: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(call)
+    def stops(self: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        found = call(self, unfinished_sequences, tokens, length)
+        if not found:
             look_ups.hold()
-        return stops
+        return found
 
-    def finish(self) -> int:
-        undone = super().finish()
+    return stops
+
+
+def _taking_back(finish: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(finish)
+    def finished(self: Any) -> int:
+        undone = finish(self)
         if undone:
             look_ups.take_back()
         return undone
 
-
-def defer_stops() -> None:
-    """Have generations of this process end by `DeferredStops`, from now on."""
-    utils.DeferredStopCheck = DeferredStops
+    return finished
 
 
 @contextlib.contextmanager
@@ -60,10 +70,11 @@ def deferring(allowed: bool) -> Iterator[None]:
     """Around a request.
 
     Args:
-        allowed: as in `DeferredStops`.
+        allowed: whether a step too many goes unnoticed in it.
     """
-    DeferredStops.allowed = allowed
+    global _allowed
+    _allowed = allowed
     try:
         yield
     finally:
-        DeferredStops.allowed = False
+        _allowed = False

@@ -202,6 +202,12 @@ STUBS: dict[str, Any] = {
 }
 
 
+def stands_in(place: str) -> bool:
+    """Whether a place of code, "torch.cuda:stream", holds a stub."""
+    module, _, name = place.partition(":")
+    return (module == "torch.cuda" and name.partition(".")[0] in STUBS) or place == "torch:compile"
+
+
 def install() -> None:
     """Have `torch.cuda` speak of the pretended devices, for as long as this process lives."""
     for name, stub in STUBS.items():
