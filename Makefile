@@ -78,7 +78,7 @@ bench: setup ## measure against the peers on this machine (BENCH_ARGS=…)
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 
 gpu: setup ## the checks that need a CUDA device; without one, says so and succeeds
-	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	@if nvidia-smi -L 2>&1 | grep -q '^GPU' || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  PYTHON=$(PY) bash benchmarks/gpu.sh $(GPU_ARGS); \
 	else echo "make gpu: torch $$($(PY) -c 'import torch; print(torch.__version__)') sees no CUDA device; nothing to check"; fi
 

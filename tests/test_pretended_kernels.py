@@ -1,4 +1,4 @@
-"""What a captured decode step launches and moves on a pretended device, counted: see `tests/pretend_cuda/kernels.py`."""
+"""What a captured decode step launches and moves on a pretended device, counted by `tests/pretend_cuda/kernels.py`."""
 
 from __future__ import annotations
 

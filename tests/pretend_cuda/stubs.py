@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -154,8 +155,11 @@ def empty_cache() -> None:
     emptied.append(allocated(device_mode.current))
 
 
-def no_compiler(*_: Any, **__: Any) -> Any:
-    raise AssertionError("the compiler was asked for; it has no code for a pretended device")
+def no_compiler(function: Any = None, **_: Any) -> Any:
+    if "PRETENDED_COMPILER" not in os.environ:
+        raise AssertionError("the compiler was asked for; it has no code for a pretended device")
+    torch._dynamo.utils.counters["stats"]["unique_graphs"] += 1
+    return function
 
 
 emptied: list[int] = []
