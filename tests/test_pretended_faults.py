@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.chaos_devices import faults
 from parallelformers_ng import parallelize
-from parallelformers_ng.collectives.process_group import nccl_defaults
+from parallelformers_ng.collectives.nccl import nccl_defaults
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda import process_group

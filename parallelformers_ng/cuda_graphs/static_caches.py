@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class ReusableLayer(StaticLayer):
         self.batch_size = rows
         self.narrow(rows)
         self.is_initialized = True
+
+    def release(self) -> None:
+        """Give up the memory, whoever refers to this layer."""
+        self.whole = self.keys = self.values = None
+        self.is_initialized = False
 
     def renew(self) -> None:
         """Forget what is held, but not the memory."""
@@ -98,6 +103,14 @@ def unsupported_layer(cache: Cache) -> str:
     return next((name for name in names if name != _EMPTY), "")
 
 
+@runtime_checkable
+class Recording(Protocol):
+    """A recorded step."""
+
+    def destroy(self) -> None:
+        """Give up the recording, and what it keeps on the device."""
+
+
 class ReusableCache:
     """A static cache of transformers whose memory serves one call after another.
 
@@ -118,9 +131,23 @@ class ReusableCache:
         self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _REUSABLE]
         for layer in self.layers:
             layer.__class__ = _REUSABLE[type(layer)]
-            layer.whole, layer.on_move = None, self.steps.clear
+            layer.whole, layer.on_move = None, self.forget_steps
         self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
+
+    def forget_steps(self) -> None:
+        """Destroy what was recorded. A recording and its cache refer to each other, so that nothing else would."""
+        for step in self.steps.values():
+            if isinstance(step, Recording):
+                step.destroy()
+        self.steps.clear()
+
+    def release(self) -> None:
+        """Destroy what was recorded, and give up the memory, whoever refers to this cache."""
+        self.forget_steps()
+        self._lent = []
+        for layer in self.layers:
+            layer.release()
 
     def renew(self) -> StaticCache:
         """The cache as if it were new."""

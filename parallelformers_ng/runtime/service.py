@@ -74,14 +74,18 @@ class Service:
                 value = self._run(frame)
                 if void := self.communicator.why_void():
                     raise void
+                self.communicator.note_end(frame.sequence)
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(Kind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, _NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 is_consequence = self.communicator.why_void() is not None
-                self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
+                if not self.communicator.all_ended(frame.sequence):
+                    self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
                 self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error, is_consequence))
+            if self.communicator.why_void():  # the error is gone by now, and with it what its frames had on the device
+                self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
         """The next request; None where the parent says goodbye."""

@@ -185,6 +185,7 @@ GRAPHS = {
         "one generator a device, empty before CUDA is initialized",
         "torch/csrc/cuda/Module.cpp: THCPModule_initExtension",
     ),
+    "torch.Generator.get_state": Entry("uint8 on the host", "torch/csrc/Generator.cpp: getState"),
     "torch.Generator.clone_state": Entry(
         "a generator with its own copy of the state", "torch/csrc/Generator.cpp: cloneState"
     ),
@@ -333,6 +334,11 @@ ENVIRONMENT = {
         "3 by default: the watchdog, where a collective failed or timed out, waits four times"
         " TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC and ends the process. 0: it says so in the log, and goes on",
         f"{_GROUP}: Watchdog::runLoop, WorkNCCL::handleException, SHOULD_TEAR_DOWN",
+    ),
+    "NCCL_ASYNC_ERROR_HANDLING": Entry("the same, by its old name", "ProcessGroupNCCL.hpp"),
+    "TORCH_NCCL_ENABLE_MONITORING": Entry(
+        "1 by default: a thread ends the process if the watchdog does nothing for 480 s",
+        f"{_GROUP}: HeartbeatMonitor::runLoop",
     ),
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": Entry("15000 by default, see above", f"{_GROUP}: HeartbeatMonitor"),
     "TORCH_NCCL_RANKS_PER_ROOT": Entry(

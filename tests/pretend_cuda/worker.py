@@ -102,11 +102,12 @@ class PretendedRunner(ModelRunner):
         return process_group.made
 
     def fail_once(self, message: str, mishap: bool = False) -> None:
-        """Raise on rank 1; the group that is connected next may have a mishap there."""
+        """Raise on rank 1, for which the others wait; the group that is connected next may have a mishap there."""
         if self.rank == 1:
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
+        self.ping()
 
     def connect_alone(self, absent: int) -> int:
         """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""
