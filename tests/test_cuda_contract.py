@@ -38,7 +38,7 @@ def uses(source: str) -> tuple[set[str], set[str]]:
             first, *rest = ast.unparse(node).split(".")
             full = ".".join([imported.get(first, first), *rest])
             names |= {full} if _LIBRARIES.match(full) and "(" not in full else set()
-    if names:
+    if names or "cuda_graphs" in source:
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         names |= {f".{name}" for name in attributes & _MEMBERS}
     names |= {f"{node.arg}=" for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in _KEYWORDS}

@@ -128,8 +128,8 @@ def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: M
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
     captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    released: list[bool] = []
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
-        released: list[bool] = []
         captured._caches[1] = SimpleNamespace(release=lambda: released.append(True))  # type: ignore[assignment]
         with pytest.raises(error), replica._on_device([], {}):
             raise error

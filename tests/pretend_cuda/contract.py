@@ -209,10 +209,9 @@ DISTRIBUTED = {
     "torch.distributed.is_nccl_available": Entry(
         "whether torch was built with NCCL", "torch/distributed/distributed_c10d.py"
     ),
-    "torch.distributed.Store": Entry("base of stores: set, get, check", "torch/csrc/distributed/c10d/Store.hpp"),
-    "torch.distributed.Store.set": Entry("None", "torch/csrc/distributed/c10d/Store.hpp: Store::set"),
-    "torch.distributed.Store.get": Entry(
-        "bytes", "torch/csrc/distributed/c10d/Store.hpp: Store::get", waits="until a rank has set the key"
+    "torch.distributed.Store": Entry(
+        "base of stores: set; get, which waits until a rank has set the key; check",
+        "torch/csrc/distributed/c10d/Store.hpp",
     ),
     "torch.distributed.FileStore": Entry("a store in a file", "torch/csrc/distributed/c10d/FileStore.cpp"),
     "torch.distributed.TCPStore": Entry("a store at a port", "torch/csrc/distributed/c10d/TCPStore.cpp"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.pretend_cuda.memory import Pool, bytes_of, key_of, memory
+from tests.pretend_cuda.memory import Pool, bytes_of, key_of, memory, poison
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing\nSearch for it"
 _INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
@@ -83,8 +83,8 @@ class Recording:
         self.undo()
         for key, tensor in self._made.items():
             pool.storages[key] = tensor.untyped_storage().nbytes()
-        for key, held in self._outside.items():
-            memory.watch(key, held)
+        for key in self._outside:
+            memory.watch(key, self)
 
     def leave(self, pool: Pool) -> None:
         """Leave of a pool what tensors lie in."""
@@ -102,10 +102,14 @@ class Recording:
         for step in self._steps:
             step()
 
-    def poison(self) -> None:
+    def overwrite(self) -> None:
         """Another graph of the pool has run."""
         for tensor in self._made.values():
-            bytes_of(tensor).fill_(0xFF)
+            poison(tensor)
+
+    def on_freed(self, key: int) -> None:
+        """Memory was freed of which this has the address: others may write there."""
+        poison(self._outside[key])
 
     def spoil(self) -> None:
         """Have the last operator give something else."""
@@ -152,7 +156,7 @@ class CUDAGraph:
         CUDAGraph.replays += 1
         for other in self._pool.users:
             if other is not self and other.recording is not None:
-                other.recording.poison()
+                other.recording.overwrite()
         self.recording.run()
         if CUDAGraph.fault == "wrong":
             self.recording.spoil()

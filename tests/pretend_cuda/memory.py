@@ -7,6 +7,7 @@ freed it is filled with ones, which are NaN, and a replay that would read or wri
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import weakref
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 
 _GIBIBYTE = 1 << 30
-_POISON = 0xFF
 
 
 class Pool:
@@ -59,7 +59,7 @@ class Memory:
         self._places: dict[int, tuple[int, int]] = {}  # storage → device and bytes
         self._allocated: Counter[int] = Counter()
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._watched: dict[int, torch.Tensor] = {}  # storage → its bytes, if a graph has its address
+        self._watchers: dict[int, weakref.WeakSet[Any]] = {}  # storage → recordings that have its address
         self._lock = threading.RLock()
 
     def take(self, tensor: Any, host: torch.Tensor, index: int) -> None:
@@ -81,9 +81,9 @@ class Memory:
         """Whether a tensor lies in a storage."""
         return key in self._tensors
 
-    def watch(self, key: int, memory: torch.Tensor) -> None:
-        """Poison a storage, given as bytes, once it is freed: a graph has its address."""
-        self._watched[key] = memory
+    def watch(self, key: int, recording: Any) -> None:
+        """Have a recording know when a storage is freed whose address it has: its `on_freed` is called."""
+        self._watchers.setdefault(key, weakref.WeakSet()).add(recording)
 
     def allocated(self, index: int) -> int:
         """Bytes of the tensors on a device."""
@@ -130,8 +130,8 @@ class Memory:
             for pool in self.pools.values():
                 if not pool.users:
                     pool.storages.pop(key, None)
-            if key in self._watched:
-                self._watched.pop(key).fill_(_POISON)
+            for recording in self._watchers.pop(key, ()):
+                recording.on_freed(key)
 
     def check(self, keys: Iterable[int], what: str) -> None:
         """Note a fault if a replay needs memory that was freed."""
@@ -143,6 +143,12 @@ class Memory:
 def key_of(host: torch.Tensor) -> int:
     """What names the memory of a tensor of the host."""
     return host.untyped_storage()._cdata
+
+
+def poison(host: torch.Tensor) -> None:
+    """Fill the whole memory that a tensor lies in with ones, which are NaN."""
+    storage = host.untyped_storage()
+    ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
 
 
 def bytes_of(host: torch.Tensor) -> torch.Tensor:

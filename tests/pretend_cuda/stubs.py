@@ -16,6 +16,7 @@ from tests.pretend_cuda.memory import memory
 from tests.pretend_cuda.tensor import device_mode
 
 DEVICES = 4
+MEMORY = memory.limit
 
 
 def _index(device: Any = None) -> int:
