@@ -21,7 +21,7 @@ from parallelformers_ng.collectives.process_group import ProcessGroupCommunicato
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
-ENTRY_SECONDS = 0.5
+ENTRY_SECONDS = 0.25
 """How long a rank takes at most from its look at the abort word to NCCL's own locks. Who has not come back from there
 by then waits for a peer."""
 SETTLE_SECONDS = 0.1

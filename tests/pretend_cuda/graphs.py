@@ -39,11 +39,10 @@ class Recording:
         self._before: dict[int, torch.Tensor] = {}
         self._last: torch.Tensor | None = None
 
-    def operator(self, func: Any, args: Any, kwargs: Any, generator: Callable[[], Any] | None, compute: Any) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: Any, compute: Callable[[Any, Any], Any]) -> Any:
         """Note an operator on tensors of the host, and what it makes.
 
         Args:
-            generator: gives what it draws from, None where it draws nothing.
             compute: runs it.
         """
         args, kwargs = tree_map_only(torch.Tensor, self._address, (args, kwargs))
@@ -62,8 +61,7 @@ class Recording:
                 self._made[key_of(leaf)] = self._last = leaf
 
         def again() -> None:
-            drawn = {} if generator is None else {"generator": generator()}
-            for old, new in zip(fresh, tree_leaves(func(*args, **{**kwargs, **drawn})), strict=True):
+            for old, new in zip(fresh, tree_leaves(compute(args, kwargs)), strict=True):
                 if old is not None:
                     old.copy_(new)
 

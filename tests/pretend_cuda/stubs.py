@@ -127,7 +127,12 @@ def manual_seed_all(seed: int) -> None:
 
 def get_device_properties(device: Any = None) -> Any:
     return types.SimpleNamespace(
-        name="Pretended", major=9, minor=0, total_memory=memory.limit, multi_processor_count=4, gcnArchName=""
+        name="Pretended",
+        major=9,
+        minor=0,
+        total_memory=memory.limit,
+        multi_processor_count=device_mode.blocks(_index(device)),
+        gcnArchName="",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import math
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from tests.pretend_cuda.operators import Operator, operator
 
 aten = torch.ops.aten
 
+MULTIPROCESSORS = "PRETENDED_MULTIPROCESSORS"
+"""The environment variable that has how many each device has, separated by commas."""
+_BLOCK = 256  # threads
 _MATH_ATTENTION = 0
 
 
@@ -102,6 +107,23 @@ class DeviceMode(TorchDispatchMode):
             self.generators[index] = torch.Generator().manual_seed(0)
         return self.generators[index]
 
+    def drawing(self, index: int, args: Any) -> torch.Generator:
+        """What an operator draws from. If it needs more blocks of threads than a device runs at once, their number
+        counts as well, for what is drawn and for how far the stream moves: `calc_execution_policy` of torch."""
+        stream = self.generator(index)
+        count = args[0].numel() if isinstance(args[0], torch.Tensor) else math.prod(args[0])
+        if count <= _BLOCK * self.blocks(index):
+            return stream
+        state = stream.get_state().numpy().tobytes() + bytes([self.blocks(index)])
+        torch.rand(self.blocks(index), generator=stream)
+        return torch.Generator().manual_seed(zlib.crc32(state))
+
+    @staticmethod
+    def blocks(index: int) -> int:
+        """Blocks of threads that a device runs at once, here one for each of its multiprocessors."""
+        counts = os.environ.get(MULTIPROCESSORS, "132").split(",")
+        return int(counts[index % len(counts)])
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -128,7 +150,7 @@ class DeviceMode(TorchDispatchMode):
             graphs.refuse()
             ledger.note(WAITS, str(func))
         place = device or there[0].device
-        output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs, place), place)
+        output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs), place)
         given = {id(tensor.host): tensor for tensor in there}
 
         def placed(part: torch.Tensor) -> torch.Tensor:
@@ -137,7 +159,7 @@ class DeviceMode(TorchDispatchMode):
         wrapped = placed(output) if isinstance(output, torch.Tensor) else _mapped_output(output, placed)
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if known.changes_view else wrapped
 
-    def _host_kwargs(self, known: Operator, kwargs: dict[str, Any], place: torch.device) -> dict[str, Any]:
+    def _host_kwargs(self, known: Operator, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
             kwargs = dict(zip(kwargs, _mapped(kwargs.values(), _host), strict=True))
@@ -146,17 +168,18 @@ class DeviceMode(TorchDispatchMode):
         if known.has_generator:
             if kwargs.get("generator") is not None:
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-            kwargs["generator"] = self.generator(place.index)
+            kwargs.pop("generator", None)
         return kwargs
 
     def _run(self, func: Any, known: Operator, args: Any, kwargs: Any, place: torch.device) -> Any:
         def compute(args: Any, kwargs: Any) -> Any:
+            if known.has_generator:
+                kwargs = {**kwargs, "generator": self.drawing(place.index, args)}
             return self._compute(func, known, args, kwargs)
 
         if graphs.capturing is None:
             return compute(args, kwargs)
-        draws = functools.partial(self.generator, place.index) if known.has_generator else None
-        return graphs.capturing.operator(func, args, kwargs, draws, compute)
+        return graphs.capturing.operator(func, args, kwargs, compute)
 
     def _compute(self, func: Any, known: Operator, args: Any, kwargs: Any) -> Any:
         if func is aten.histc.default and not args[0].is_floating_point():  # integers, which it takes on CUDA alone
