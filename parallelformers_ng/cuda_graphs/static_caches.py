@@ -31,6 +31,8 @@ class ReusableLayer(StaticLayer):
         on_move: called when that memory is taken anew.
     """
 
+    keys: Any
+    values: Any
     whole: tuple[Tensor, Tensor] | None
     on_move: Callable[[], None]
 

@@ -318,6 +318,9 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": Entry(
         "interface of its sockets; `=lo` is that one exactly", "NCCL src/misc/socket.cc: ncclFindInterfaces"
     ),
+    "NCCL_P2P_DISABLE": Entry(
+        "1: no copies between devices, but by way of the host", "NCCL src/graph/paths.cc: ncclTopoUserP2pLevel"
+    ),
     "NCCL_RAS_ENABLE": Entry(
         "0: no service that listens on a port of its own", "NCCL src/ras/ras.cc: RasEnable", since="NCCL 2.24"
     ),

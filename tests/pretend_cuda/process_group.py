@@ -22,7 +22,7 @@ from tests.pretend_cuda.tensor import DeviceTensor
 _POLL_SECONDS = 0.0005
 
 MISHAP = "PRETENDED_NCCL_MISHAP"
-"""The environment variable by which a group cannot connect ("raise"), or sums wrongly ("sum")."""
+"""The environment variable by which a group cannot connect ("raise"), sums wrongly ("sum"), or waits ("hang")."""
 
 fail_next = False
 """Whether the next collective of this process fails."""
@@ -95,7 +95,7 @@ class ProcessGroupNCCL:
     def _finish(self, work: Any, outputs: list[torch.Tensor]) -> None:
         """Wait for gloo. As NCCL's, a collective whose group was aborted ends like any other, with anything in its
         tensors."""
-        while not (self.aborted or work.is_completed()):
+        while not (self.aborted or work.is_completed()) or self._mishap == "hang":
             time.sleep(_POLL_SECONDS)
         if not self.aborted:
             work.wait()

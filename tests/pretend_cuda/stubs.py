@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from tests.pretend_cuda.tensor import device_mode
 
 DEVICES = 4
 MEMORY = memory.limit
+DRIVER = "PRETENDED_DRIVER"
+"""The environment variable that has how many devices CUDA has of those that NVML lists, or "old", where it has none."""
 
 
 def _index(device: Any = None) -> int:
@@ -87,7 +90,25 @@ def graph(
         yield
 
 
+_initialized = False
+
+
+def lazy_init() -> None:
+    global _initialized
+    if os.environ.get(DRIVER) == "old":
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nHow")
+    _initialized = True
+
+
+def device_count() -> int:
+    """By NVML until CUDA is initialized, then by CUDA."""
+    return int(os.environ.get(DRIVER, DEVICES)) if _initialized else DEVICES
+
+
 def set_device(device: Any) -> None:
+    lazy_init()
+    if _index(device) >= device_count():
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal\nGPU device may be out of range")
     device_mode.current = _index(device)
 
 
@@ -151,10 +172,10 @@ emptied: list[int] = []
 _stream = Stream(0)
 
 STUBS: dict[str, Any] = {
-    "_lazy_init": lambda: None,
+    "_lazy_init": lazy_init,
     "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "device_count": lambda: DEVICES,
+    "is_initialized": lambda: _initialized,
+    "device_count": device_count,
     "current_device": lambda: device_mode.current,
     "set_device": set_device,
     "device": device_of,
