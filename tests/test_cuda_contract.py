@@ -25,7 +25,7 @@ _OBJECTS = (torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.Gen
 _OTHERS = (str, dict, list, set, torch.Tensor, torch.device, socket.socket, threading.Thread, Executor, Future)
 _MEMBERS = {name for kind in _OBJECTS for name in dir(kind)} - {name for kind in _OTHERS for name in dir(kind)}
 _MEMBERS |= {"record_stream", "asyncOp", "_timeout"}
-_MEMBERS -= {"rank", "name", "seed"}  # attributes of many objects here
+_MEMBERS -= {"rank", "name", "seed", "broadcast"}  # attributes of many objects here
 
 
 def uses(source: str) -> tuple[set[str], set[str]]:

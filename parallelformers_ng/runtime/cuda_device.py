@@ -36,6 +36,6 @@ def take_device(device: torch.device) -> None:
             ) from error
         raise StartupError(
             f"CUDA does not have {device}: {reason}. The driver lists {listed} devices and CUDA has"
-            f" {torch.cuda.device_count()}. Of devices in MIG mode it shows one slice to a process: name one for each rank"
-            " in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them as MIG-…), or ask for fewer ranks with num_gpus="
+            f" {torch.cuda.device_count()}. Of devices in MIG mode it shows one slice to a process: name one for each"
+            " rank in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them as MIG-…), or ask for fewer ranks with num_gpus="
         ) from error

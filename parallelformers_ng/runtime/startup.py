@@ -190,7 +190,8 @@ def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> Startu
     remedy = NCCL_REMEDY if phase == NCCL_PHASE else ""
     return StartupError(
         f"rank {worker.rank} was not ready within {start_timeout:g} s; it was {phase}{_place(worker)}.{remedy} Allow"
-        f" more time with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on {cores.usable_cpus():g} CPUs"
+        f" more time with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on"
+        f" {cores.usable_cpus():g} CPUs"
         f"{_tail(worker)}"
     )
 
