@@ -128,11 +128,12 @@ def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: M
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
     captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    released: list[bool] = []
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
-        captured._caches[1] = object()  # type: ignore[assignment]
+        captured._caches[1] = SimpleNamespace(release=lambda: released.append(True))  # type: ignore[assignment]
         with pytest.raises(error), replica._on_device([], {}):
             raise error
-        assert len(captured._caches) == kept
+        assert len(captured._caches) == kept == 1 - len(released)
 
 
 def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
@@ -143,12 +144,12 @@ def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
         total.add_(given * seen[0])
         return total.view(3, 1).exp()
 
-    output, run = recorder.record(step)
+    output, graph = recorder.record(step)
     assert total.tolist() == [0, 0, 0]
     seen[0] = 100.0
-    run()
+    graph.replay()
     given.fill_(2)
-    run()
+    graph.replay()
     assert total.tolist() == [3, 3, 3]
     torch.testing.assert_close(output, torch.full((3, 1), 3.0).exp())
     with pytest.raises(RuntimeError, match="not permitted"):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class ReusableLayer(StaticLayer):
         on_move: called when that memory is taken anew.
     """
 
+    keys: Any
+    values: Any
     whole: tuple[Tensor, Tensor] | None
     on_move: Callable[[], None]
 
@@ -62,6 +64,11 @@ class ReusableLayer(StaticLayer):
         self.values.index_copy_(2, position, value_states)
         self.cumulative_length.add_(1)
         return self.keys, self.values
+
+    def release(self) -> None:
+        """Give up the memory, whoever refers to this layer."""
+        self.whole = self.keys = self.values = None
+        self.is_initialized = False
 
     def renew(self) -> None:
         """Forget what is held, but not the memory."""
@@ -134,6 +141,14 @@ def unsupported_layer(cache: Cache) -> str:
     return next((name for name in names if name != _EMPTY), "")
 
 
+@runtime_checkable
+class Recording(Protocol):
+    """A recorded step."""
+
+    def destroy(self) -> None:
+        """Give up the recording, and what it keeps on the device."""
+
+
 class ReusableCache:
     """A static cache of transformers whose memory serves one call after another.
 
@@ -154,10 +169,24 @@ class ReusableCache:
         self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _REUSABLE]
         for layer in self.layers:
             layer.__class__ = _REUSABLE[type(layer)]
-            layer.whole, layer.on_move = None, self.steps.clear
+            layer.whole, layer.on_move = None, self.forget_steps
         self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
         _tokens_are_placed_alike()  # once, and not in the midst of a step
+
+    def forget_steps(self) -> None:
+        """Destroy what was recorded. A recording and its cache refer to each other, so that nothing else would."""
+        for step in self.steps.values():
+            if isinstance(step, Recording):
+                step.destroy()
+        self.steps.clear()
+
+    def release(self) -> None:
+        """Destroy what was recorded, and give up the memory, whoever refers to this cache."""
+        self.forget_steps()
+        self._lent = []
+        for layer in self.layers:
+            layer.release()
 
     def renew(self) -> StaticCache:
         """The cache as if it were new."""

@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 
-from tests.operator_recorder import Tape, operators_alone
+from tests.pretend_cuda import graphs
+from tests.pretend_cuda.graphs import CUDAGraph
 from tests.pretend_cuda.ledger import WAITS, ledger
-from tests.pretend_cuda.tensor import allocated, device_mode
+from tests.pretend_cuda.memory import memory
+from tests.pretend_cuda.tensor import device_mode
 
 DEVICES = 4
-MEMORY = 8 << 30  # bytes of each device
+MEMORY = memory.limit
+DRIVER = "PRETENDED_DRIVER"
+"""The environment variable that has how many devices CUDA has of those that NVML lists, or "old", where it has none."""
 
 
 def _index(device: Any = None) -> int:
@@ -76,39 +80,35 @@ class Event:
             ledger.wait(self._launched)
 
 
-class CUDAGraph:
-    """The operators of a step, run again on the memory that they had.
-
-    Attributes:
-        recordings, replays: how many there were in this process.
-        fault: "refused" where nothing can be recorded, "wrong" where a recording gives something else.
-    """
-
-    recordings = 0
-    replays = 0
-    fault = ""
-
-    def replay(self) -> None:
-        CUDAGraph.replays += 1
-        self.tape.run()
-        if CUDAGraph.fault == "wrong":
-            self.tape.last.mul_(2)
-
-
 @contextlib.contextmanager
-def graph(graph: CUDAGraph, **_: Any) -> Iterator[None]:
-    graph.tape = Tape()  # type: ignore[attr-defined]
-    try:
-        with operators_alone(), graph.tape:  # type: ignore[attr-defined]
-            yield
-        if CUDAGraph.fault == "refused":
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for it")
-    finally:
-        graph.tape.undo()  # type: ignore[attr-defined]
-    CUDAGraph.recordings += 1
+def graph(
+    graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    synchronize()
+    empty_cache()
+    with graphs.capture(graph, pool or graphs.pool_handle(), device_mode.current):
+        yield
+
+
+_initialized = False
+
+
+def lazy_init() -> None:
+    global _initialized
+    if os.environ.get(DRIVER) == "old":
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nHow")
+    _initialized = True
+
+
+def device_count() -> int:
+    """By NVML until CUDA is initialized, then by CUDA."""
+    return int(os.environ.get(DRIVER, DEVICES)) if _initialized else DEVICES
 
 
 def set_device(device: Any) -> None:
+    lazy_init()
+    if _index(device) >= device_count():
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal\nGPU device may be out of range")
     device_mode.current = _index(device)
 
 
@@ -123,6 +123,7 @@ def device_of(device: Any) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
+    graphs.refuse()
     ledger.note(WAITS, "synchronize")
     if device_mode.broken:
         raise torch.AcceleratorError(device_mode.broken)
@@ -147,12 +148,18 @@ def manual_seed_all(seed: int) -> None:
 
 def get_device_properties(device: Any = None) -> Any:
     return types.SimpleNamespace(
-        name="Pretended", major=9, minor=0, total_memory=MEMORY, multi_processor_count=4, gcnArchName=""
+        name="Pretended",
+        major=9,
+        minor=0,
+        total_memory=memory.limit,
+        multi_processor_count=device_mode.blocks(_index(device)),
+        gcnArchName="",
     )
 
 
 def empty_cache() -> None:
-    emptied.append(allocated(device_mode.current))
+    memory.empty_cache(device_mode.current)
+    emptied.append(memory.allocated(device_mode.current))
 
 
 def no_compiler(function: Any = None, **_: Any) -> Any:
@@ -168,10 +175,10 @@ emptied: list[int] = []
 _stream = Stream(0)
 
 STUBS: dict[str, Any] = {
-    "_lazy_init": lambda: None,
+    "_lazy_init": lazy_init,
     "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "device_count": lambda: DEVICES,
+    "is_initialized": lambda: _initialized,
+    "device_count": device_count,
     "current_device": lambda: device_mode.current,
     "set_device": set_device,
     "device": device_of,
@@ -180,7 +187,7 @@ STUBS: dict[str, Any] = {
     "Event": Event,
     "CUDAGraph": CUDAGraph,
     "graph": graph,
-    "graph_pool_handle": lambda: None,
+    "graph_pool_handle": graphs.pool_handle,
     "default_generators": [types.SimpleNamespace(clone_state=str, graphsafe_set_state=str)] * DEVICES,
     "current_stream": lambda device=None: _stream,
     "default_stream": lambda device=None: _stream,
@@ -193,10 +200,10 @@ STUBS: dict[str, Any] = {
     "is_bf16_supported": lambda *_, **__: True,
     "empty_cache": empty_cache,
     "ipc_collect": lambda: None,
-    "mem_get_info": lambda device=None: (MEMORY - allocated(_index(device)), MEMORY),
-    "memory_allocated": lambda device=None: allocated(_index(device)),
-    "memory_reserved": lambda device=None: allocated(_index(device)),
-    "max_memory_allocated": lambda device=None: allocated(_index(device)),
+    "mem_get_info": lambda device=None: (memory.limit - memory.reserved(_index(device)), memory.limit),
+    "memory_allocated": lambda device=None: memory.allocated(_index(device)),
+    "memory_reserved": lambda device=None: memory.reserved(_index(device)),
+    "max_memory_allocated": lambda device=None: memory.reserved(_index(device)),
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_summary": lambda device=None, abbreviated=False: f"| PyTorch CUDA memory summary, device {device} |",
     "get_rng_state": get_rng_state,

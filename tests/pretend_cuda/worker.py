@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.side_by_side import PartOfProduct
 from parallelformers_ng.live_code.changes import Digests
 from parallelformers_ng.wire import encoder
+from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
 from tests.pretend_cuda.ledger import ledger
+from tests.pretend_cuda.memory import memory
 from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 
 guard.load()
@@ -23,6 +27,16 @@ stubs.install()
 dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
 torch._C._set_only_lift_cpu_tensors(True)  # what `torch.tensor(…, device="cuda")` makes is copied in the mode's sight
 device_mode.__enter__()
+
+
+def _check() -> None:
+    """See that nothing was done that a device does in silence, with anything in the result.
+
+    Raises:
+        AssertionError: memory was used that had been freed.
+    """
+    faults, memory.faults = memory.faults, []
+    assert not faults, faults
 
 
 _lazy_initialization = ReusableLayer.lazy_initialization
@@ -47,7 +61,17 @@ _send_as_tensors()
 
 
 class PretendedRunner(ModelRunner):
-    """As on a GPU, and says what passed between host and device."""
+    """As on a GPU, and says what passed between host and device. What a device would bear in silence is an error."""
+
+    def run(self, call: Call) -> Answer:
+        answer = super().run(call)
+        _check()
+        return answer
+
+    def decode_rows(self, call: Call, asked: Round) -> News:
+        news = super().decode_rows(call, asked)
+        _check()
+        return news
 
     def differences(self, digests: Digests) -> Digests:
         """What stands in for a device is no code that the caller has changed."""
@@ -86,6 +110,27 @@ class PretendedRunner(ModelRunner):
         """Layers that share a product with others."""
         return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
 
+    def live_graphs(self) -> int:
+        """How many graphs were captured and not destroyed."""
+        return sum(len(pool.users) for pool in memory.pools.values())
+
+    def limit(self, free: int | None) -> int:
+        """Have so many bytes be free on the device; None: as many as at first. Returns the size of its memory."""
+        torch.cuda.empty_cache()
+        memory.limit = stubs.MEMORY if free is None else memory.reserved(self.device.index) + free
+        return memory.limit
+
+    def reserved(self, collect: bool = False) -> int:
+        """Bytes that stay taken once the cache is emptied.
+
+        Args:
+            collect: count nothing that is only kept until the garbage collector runs.
+        """
+        if collect:
+            gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
     def emptied(self) -> list[int]:
         """See `stubs.emptied`."""
         return stubs.emptied
@@ -107,11 +152,12 @@ class PretendedRunner(ModelRunner):
         return process_group.made
 
     def fail_once(self, message: str, mishap: bool = False) -> None:
-        """Raise on rank 1; the group that is connected next may have a mishap there."""
+        """Raise on rank 1, for which the others wait; the group that is connected next may have a mishap there."""
         if self.rank == 1:
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
+        self.ping()
 
     def connect_alone(self, absent: int) -> int:
         """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""
