@@ -59,7 +59,8 @@ class PlainParts:
         self._parts = [part for _, part in parts]
         for path, part in parts:
             if not isinstance(part, PlainPart):
-                part.__class__ = _plain_class(type(part))
+                cls: Any = type(part)
+                part.__class__ = _plain_class(cls)
             _homes.setdefault(part, []).append((self._calls, path))
 
     def leave(self) -> None:
