@@ -217,6 +217,20 @@ def test_patches_after_parallelize_are_seen_and_can_be_undone(groups, name: str)
         assert_agree(cut, whole, prompt())
 
 
+def test_a_proof_of_a_later_patch_leaves_the_weights_alone(groups, monkeypatch) -> None:
+    """The small copy for it has the code of the model that runs, and nothing else of it."""
+    whole, cut = decoder("Llama"), decoder("Llama")
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", doubled)
+    parallelize(cut, workers=groups(2))
+    assert_agree(cut, whole, prompt())
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", doubling(modeling_llama.LlamaMLP.forward))
+    assert_agree(cut, whole, prompt())
+    assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
+    cut.deparallelize()
+    for mine, plain in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
 def test_patches_that_need_another_cut_are_refused_by_name(groups) -> None:
     whole, cut = decoder("Llama"), decoder("Llama")
     with parallelize(cut, workers=groups(2)):
