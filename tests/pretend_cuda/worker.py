@@ -19,6 +19,7 @@ from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
 from tests.pretend_cuda.ledger import ledger
 from tests.pretend_cuda.memory import memory
+from tests.pretend_cuda.misuse import MISUSES
 from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 
 guard.load()
@@ -104,6 +105,16 @@ class PretendedRunner(ModelRunner):
     def computed_as_one(self) -> int:
         """Layers that share a product with others."""
         return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
+
+    def misuse(self, name: str, right: bool) -> str:
+        """What is said of a misuse, "" where nothing is."""
+        try:
+            MISUSES[name](right)
+            torch.cuda.synchronize()
+            _check()
+        except (AssertionError, RuntimeError) as error:
+            return str(error)
+        return ""
 
     def live_graphs(self) -> int:
         """How many graphs were captured and not destroyed."""
