@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
+import textwrap
 from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import cache_utils
+from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
@@ -105,6 +109,13 @@ class PretendedRunner(ModelRunner):
     def computed_as_one(self) -> int:
         """Layers that share a product with others."""
         return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
+
+    def prefetch_as_in_5_17(self) -> None:
+        """Have transformers' caches bring back from host memory what may be on its way there."""
+        source = inspect.getsource(Cache.update)
+        wait = "self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))"
+        exec(textwrap.dedent(source).replace(wait, "pass"), vars(cache_utils), found := {})
+        Cache.update = found["update"]
 
     def misuse(self, name: str, right: bool) -> str:
         """What is said of a misuse, "" where nothing is."""
