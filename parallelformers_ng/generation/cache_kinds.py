@@ -43,7 +43,7 @@ def order_prefetches() -> None:
     transformers 5.17 does not wait for that, nor does the host since it asks a step late whether sequences have ended.
     """
     if not hasattr(Cache.prefetch, "__wrapped__"):
-        Cache.prefetch = _after_offloads(Cache.prefetch)  # type: ignore[method-assign]
+        Cache.prefetch = _after_offloads(Cache.prefetch)
 
 
 def _after_offloads(usual: Any) -> Any:

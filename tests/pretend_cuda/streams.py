@@ -121,7 +121,9 @@ class Order:
         self._lent: dict[int, set[Stream]] = {}  # storage → streams that were recorded for it
         self._freed: dict[Stream, Marks] = {}  # allocated there → uses elsewhere of what was freed
         self._coming: list[tuple[Marks, torch.Tensor, torch.Tensor]] = []
-        self.leaving: dict[int, Marks] = {}  # storage of the host → copies from it that the host has not waited for
+        self.leaving: dict[
+            int, tuple[Marks, weakref.ref[torch.Tensor]]
+        ] = {}  # storage of the host → copies, its tensor
         memory.on_free.append(self._forget)
         memory.on_take.append(self._take)
 
@@ -185,14 +187,17 @@ class Order:
                 with torch.inference_mode(target.is_inference()):
                     target.copy_(value)
 
-    def leave(self, key: int) -> None:
-        """Note a copy from page-locked memory, which the host is not to change before it has waited."""
-        _merge(self.leaving.setdefault(key, {}), {self.current: self.current.position})
+    def leave(self, key: int, owner: weakref.ref[torch.Tensor]) -> None:
+        """Note a copy from page-locked memory, which the host is not to change before it has waited. Once no tensor has
+        the memory, torch keeps it until the copy has left."""
+        marks, _ = self.leaving.get(key, ({}, owner))
+        self.leaving[key] = {**marks, self.current: self.current.position}, owner
 
     def host_writes(self, key: int, what: Any) -> None:
         """The host writes to memory of its own."""
-        left = self.leaving.pop(key, {})
-        if any(self._done.get(stream, 0) < position for stream, position in left.items()):
+        marks, owner = self.leaving.pop(key, ({}, None))
+        late = any(self._done.get(stream, 0) < position for stream, position in marks.items())
+        if late and owner is not None and owner() is not None:
             memory.faults.append(f"{what} writes to memory of the host from which a copy may not have left")
 
     def _check(self, mark: tuple[Stream, int], stream: Stream, what: Any, did: str) -> None:

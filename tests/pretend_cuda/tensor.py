@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -90,7 +91,7 @@ class DeviceMode(TorchDispatchMode):
     Attributes:
         current: the index of the current device.
         generators: the random stream of each device.
-        pinned: storages of the host that are page-locked.
+        pinned: storages of the host that are page-locked, as long as the tensors live with which they were taken.
         broken: what a device-side assertion said. As on CUDA, nothing works in the process afterwards.
     """
 
@@ -99,7 +100,7 @@ class DeviceMode(TorchDispatchMode):
         self.current = 0
         self.generators: dict[int, torch.Generator] = {}
         self.broken = ""
-        self.pinned: set[int] = set()
+        self.pinned: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -170,7 +171,7 @@ class DeviceMode(TorchDispatchMode):
                     order.host_writes(key_of(tensor), func)
         output = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
         if kwargs.get("pin_memory"):
-            self.pinned.add(key_of(output))
+            self.pinned[key_of(output)] = weakref.ref(output)
         return output
 
     def _host_kwargs(self, known: Operator, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +235,11 @@ class DeviceMode(TorchDispatchMode):
     def _left(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> None:
         """A copy to a device was queued: the host waits, unless the memory that it is from is page-locked."""
         if source.device.type == "cpu" and device.type == "cuda" and source.dim():
-            if key_of(source) not in self.pinned:
+            owner = self.pinned.get(key_of(source))
+            if owner is None or owner() is None:
                 ledger.note(PAGEABLE, "copy")
             elif non_blocking:
-                order.leave(key_of(source))
+                order.leave(key_of(source), owner)
 
     def _indexed(self, device: torch.device | None) -> torch.device | None:
         if device is None or device.type != "cuda" or device.index is not None:
