@@ -70,6 +70,15 @@ def test_what_all_ranks_meet_at_the_same_place_costs_its_request_alone(failure: 
         assert (pretended.call("connections"), pretended.call("live_graphs")) == (connections, graphs)
 
 
+def test_what_one_rank_raises_when_all_are_done_costs_its_request_alone(pretended: WorkerGroup) -> None:
+    connections = pretended.call("connections")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="for nobody"):
+            pretended.call("fail_alone")
+        assert pretended.call("ping") == [0, 1]
+    assert pretended.call("connections") == connections
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", [9, 12])
 def test_what_one_rank_raises_leaves_no_recording_for_which_an_abort_waits(

@@ -176,6 +176,12 @@ class PretendedRunner(ModelRunner):
             raise ValueError(message)
         self.ping()
 
+    def fail_alone(self) -> None:
+        """Raise on rank 1, after an exchange of all and for nobody who waits."""
+        self.ping()
+        if self.rank == 1:
+            raise ValueError("for nobody")
+
     def connect_alone(self, absent: int) -> int:
         """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""
         if self.rank == absent:
