@@ -8,6 +8,7 @@ waits for the device meanwhile.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,7 @@ def guard_look_ups() -> None:
     functional.embedding = _guarded
 
 
+@functools.wraps(_look_up)  # by which the code of the caller's program is known to be the same
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not is_compiling() and input.device.type != "cpu":
         input = in_range(input, weight.shape[0])
