@@ -161,7 +161,7 @@ def test_a_longer_cache_takes_the_place_of_the_last_one(pretended_one: WorkerGro
 def test_what_runs_out_of_memory_leaves_it_to_the_next_request(pretended_one: WorkerGroup) -> None:
     whole, ids = small(), token_ids(length=20)
     want = whole.generate(ids, **HOW)
-    with parallelize(small(), workers=pretended_one) as model:
+    with parallelize(small(), workers=pretended_one, decode="cuda_graphs") as model:
         before = pretended_one.call("reserved")
         for length in (20, 200):
             model.generate(token_ids(length=length), **HOW)
