@@ -51,7 +51,9 @@ int cuInit(unsigned flags) { note(); return 100; } /* CUDA_ERROR_NO_DEVICE */
 int cuDriverGetVersion(int *version) { note(); *version = 13030; return 0; }
 int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long flags, int *status) {
     note();
-    *found = !strcmp(name, "cuInit") ? (void *)cuInit : !strcmp(name, "cuDriverGetVersion") ? (void *)cuDriverGetVersion : 0;
+    *found = 0;
+    if (!strcmp(name, "cuInit")) *found = (void *)cuInit;
+    if (!strcmp(name, "cuDriverGetVersion")) *found = (void *)cuDriverGetVersion;
     if (status) *status = *found ? 0 : 1;
     return *found ? 0 : 500;
 }

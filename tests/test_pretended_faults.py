@@ -135,7 +135,12 @@ def test_nothing_recorded_runs_once_a_peer_gave_up(pretended: WorkerGroup) -> No
         pretended.call("launch_after_abort")
 
 
-@pytest.mark.parametrize("kinds", [["sticky error"], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len)
+IN_PLACE = [name for name, kind in KINDS.items() if not kind.restarts]
+
+
+@pytest.mark.parametrize("kinds", [IN_PLACE, ["sticky error"], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len)
 def test_one_fault_of_each_kind(kinds: list[str], pretended: WorkerGroup) -> None:
     found = faults(len(kinds), seed=1, kinds=kinds)
     assert (found.untrue, found.unrecovered, found.hung, found.needless) == ([], [], 0, 0)
+    assert set(found.grown) <= {0}
+    assert found.replays > 0

@@ -70,6 +70,15 @@ def test_what_all_ranks_meet_at_the_same_place_costs_its_request_alone(failure: 
         assert (pretended.call("connections"), pretended.call("live_graphs")) == (connections, graphs)
 
 
+def test_what_one_rank_raises_when_all_are_done_costs_its_request_alone(pretended: WorkerGroup) -> None:
+    connections = pretended.call("connections")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="for nobody"):
+            pretended.call("fail_alone")
+        assert pretended.call("ping") == [0, 1]
+    assert pretended.call("connections") == connections
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", [9, 12])
 def test_what_one_rank_raises_leaves_no_recording_for_which_an_abort_waits(
@@ -152,7 +161,7 @@ def test_a_longer_cache_takes_the_place_of_the_last_one(pretended_one: WorkerGro
 def test_what_runs_out_of_memory_leaves_it_to_the_next_request(pretended_one: WorkerGroup) -> None:
     whole, ids = small(), token_ids(length=20)
     want = whole.generate(ids, **HOW)
-    with parallelize(small(), workers=pretended_one) as model:
+    with parallelize(small(), workers=pretended_one, decode="cuda_graphs") as model:
         before = pretended_one.call("reserved")
         for length in (20, 200):
             model.generate(token_ids(length=length), **HOW)

@@ -18,7 +18,7 @@ from parallelformers_ng.collectives.process_group import GlooCommunicator
 from parallelformers_ng.collectives.shared_memory import StagedCommunicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import CAPTURED, CAPTURED_BY_DEFAULT, NO_DEVICE, static_generation
-from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, StepArguments, Uncapturable
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, KeptAlive, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -155,6 +155,17 @@ def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
     with pytest.raises(RuntimeError, match="not permitted"):
         recorder.record(lambda: total.add_(1).sum().item())
     assert total.tolist() == [3, 3, 3]
+
+
+def test_what_a_graph_has_addresses_of_is_kept() -> None:
+    """Tensors that it is given, whether it reads or writes them; not those that it makes."""
+    given, total, constant = torch.ones(2, 2), torch.zeros(2), torch.full((2,), 3.0)
+    part = given[1]
+    with torch.inference_mode(), KeptAlive() as kept:
+        total.add_((part * constant).view(2).exp())
+        total.view(1, 2).sum()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept.tensors.values()}
+    assert storages == {tensor.untyped_storage().data_ptr() for tensor in (given, total, constant)}
 
 
 def test_arguments_are_padded_where_it_is_known_how() -> None:

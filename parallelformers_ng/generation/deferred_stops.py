@@ -24,45 +24,46 @@ _allowed = False
 
 
 def defer_stops() -> None:
-    """Have transformers' check defer stops in this process, from now on, in generations within `deferring` whose caches
-    nobody sees afterwards. What the step too many looks up is not held against the request: its position may lie beyond
-    a table. Idempotent."""
+    """Have generations of this process within `deferring` end a step late, from now on. Idempotent.
+
+    What the step too many looks up is not held against the request: its position may lie beyond a table.
+    """
     check = utils.DeferredStopCheck
-    if not hasattr(check.__call__, "__wrapped__"):
-        check.is_supported = staticmethod(_if_unseen(check.is_supported))
+    if not hasattr(check.finish, "__wrapped__"):
+        check.is_supported = staticmethod(_supported(check.is_supported))
         check.__call__ = _holding(check.__call__)
         check.finish = _taking_back(check.finish)
 
 
-def _if_unseen(is_supported: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(is_supported)
-    def is_supported_if_unseen(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(usual)
+    def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         unseen = _allowed and not cache_is_returned
-        return unseen and is_supported(_DEFERRING, cache, cache_is_returned, is_assistant)
+        return unseen and usual(_DEFERRING, cache, cache_is_returned, is_assistant)
 
-    return is_supported_if_unseen
+    return is_supported
 
 
-def _holding(call: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(call)
-    def stops(self: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
-        found = call(self, unfinished_sequences, tokens, length)
-        if not found:
+def _holding(usual: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(usual)
+    def call(check: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        stops = usual(check, unfinished_sequences, tokens, length)
+        if not stops:
             look_ups.hold()
-        return found
+        return stops
 
-    return stops
+    return call
 
 
-def _taking_back(finish: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(finish)
-    def finished(self: Any) -> int:
-        undone = finish(self)
+def _taking_back(usual: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(usual)
+    def finish(check: Any) -> int:
+        undone = usual(check)
         if undone:
             look_ups.take_back()
         return undone
 
-    return finished
+    return finish
 
 
 @contextlib.contextmanager
@@ -70,7 +71,7 @@ def deferring(allowed: bool) -> Iterator[None]:
     """Around a request.
 
     Args:
-        allowed: whether a step too many goes unnoticed in it.
+        allowed: whether a step too many goes unnoticed in it, if its cache is not handed out either.
     """
     global _allowed
     _allowed = allowed

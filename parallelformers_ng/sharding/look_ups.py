@@ -44,7 +44,7 @@ def guard_look_ups() -> None:
     functional.embedding = _guarded
 
 
-@functools.wraps(_look_up)
+@functools.wraps(_look_up)  # by which the code of the caller's program is known to be the same
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not is_compiling() and input.device.type != "cpu":
         input = in_range(input, weight.shape[0])

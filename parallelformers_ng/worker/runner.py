@@ -22,7 +22,7 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
+from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
 from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
 from parallelformers_ng.generation.in_place_cache import append_in_place
@@ -68,6 +68,7 @@ class ModelRunner(RankWeights):
             answer_for_steps()
             slice_single_indices()
             defer_stops()
+            order_prefetches()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:

@@ -143,6 +143,7 @@ STREAMS = {
         thread="any, for itself",
     ),
     "torch.cuda.current_stream": Entry("the calling thread's", f"{_CUDA}: current_stream", thread="any, for itself"),
+    "torch.cuda.default_stream": Entry("stream 0, which no other has to wait for", f"{_CUDA}: default_stream"),
     "torch.cuda.Event": Entry(
         "an event that nothing recorded yet: waiting for it returns at once", f"{_STREAMS}: Event"
     ),

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.pretend_cuda.memory import Pool, bytes_of, key_of, memory, poison
+from tests.pretend_cuda.streams import order
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing\nSearch for it"
 _INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
@@ -37,6 +38,7 @@ class Recording:
         self._made: dict[int, torch.Tensor] = {}
         self._outside: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] = {}
+        self._written: set[int] = set()
         self._last: torch.Tensor | None = None
 
     def operator(self, func: Any, args: Any, kwargs: Any, compute: Callable[[Any, Any], Any]) -> Any:
@@ -97,6 +99,7 @@ class Recording:
 
     def run(self) -> None:
         memory.check(self._outside, "a replay")
+        order.queued(self._outside, self._written, "a replay")
         for step in self._steps:
             step()
 
@@ -124,7 +127,8 @@ class Recording:
 
     def _remember(self, written: torch.Tensor) -> None:
         key = key_of(written)
-        if key in self._outside and key not in self._before:
+        if key in self._outside and key not in self._written:
+            self._written.add(key)
             self._before[key] = self._outside[key].clone()
 
 

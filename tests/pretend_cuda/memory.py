@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Memory:
         faults: what was done with memory that had been freed, in words.
         pools: those of graphs, by the handle that names them.
         pool: the one in which memory is taken now, during a capture.
+        on_take, on_free: called with each storage that is allocated, and freed.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,8 @@ class Memory:
         self.faults: list[str] = []
         self.pools: dict[Any, Pool] = {}
         self.pool: Pool | None = None
+        self.on_take: list[Callable[[int], None]] = []
+        self.on_free: list[Callable[[int], None]] = []
         self._reserved: Counter[int] = Counter()
         self._tensors: dict[int, int] = {}  # storage → how many tensors lie in it
         self._places: dict[int, tuple[int, int]] = {}  # storage → device and bytes
@@ -116,6 +119,8 @@ class Memory:
             self.pool.storages[key] = count
         self._places[key] = index, count
         self._allocated[index] += count
+        for told in self.on_take:
+            told(key)
 
     def _let_go(self, number: int, key: int, _: object) -> None:
         with self._lock:
@@ -132,6 +137,8 @@ class Memory:
                     pool.storages.pop(key, None)
             for recording in self._watchers.pop(key, ()):
                 recording.on_freed(key)
+            for told in self.on_free:
+                told(key)
 
     def check(self, keys: Iterable[int], what: str) -> None:
         """Note a fault if a replay needs memory that was freed."""

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
 from tests.pretend_cuda import graphs
 from tests.pretend_cuda.graphs import CUDAGraph
+from tests.pretend_cuda.memory import key_of
+from tests.pretend_cuda.streams import order
 from tests.pretend_cuda.tensor import DeviceTensor
 
 _POLL_SECONDS = 0.0005
@@ -91,6 +93,7 @@ class ProcessGroupNCCL:
             graphs.capturing.collective(self, hosts, run)
         else:
             run()
+            order.queued(map(key_of, hosts), map(key_of, outputs), "a collective")
 
     def _finish(self, work: Any, outputs: list[torch.Tensor]) -> None:
         """Wait for gloo. As NCCL's, a collective whose group was aborted ends like any other, with anything in its

@@ -13,7 +13,8 @@ import torch
 from tests.pretend_cuda import graphs
 from tests.pretend_cuda.graphs import CUDAGraph
 from tests.pretend_cuda.ledger import WAITS, ledger
-from tests.pretend_cuda.memory import memory
+from tests.pretend_cuda.memory import key_of, memory
+from tests.pretend_cuda.streams import Event, Stream, order
 from tests.pretend_cuda.tensor import device_mode
 
 DEVICES = 4
@@ -31,62 +32,16 @@ def _index(device: Any = None) -> int:
     return device_mode.current if found is None else found
 
 
-class Stream:
-    """Work is done when it is queued, so that a stream has nothing to keep."""
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = torch.device("cuda", _index(device))
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        ledger.note(WAITS, "Stream.synchronize")
-
-    def query(self) -> bool:
-        return True
-
-
-class Event:
-    """An event in a stream. One that was never recorded is waited for by nobody."""
-
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self.recorded = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.recorded = True
-        self._launched = ledger.launched
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        if self.recorded:
-            ledger.wait(self._launched)
-
-
 @contextlib.contextmanager
 def graph(
     graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
     synchronize()
     empty_cache()
-    with graphs.capture(graph, pool or graphs.pool_handle(), device_mode.current):
+    with (
+        stream or Stream(device_mode.current),
+        graphs.capture(graph, pool or graphs.pool_handle(), device_mode.current),
+    ):
         yield
 
 
@@ -127,6 +82,7 @@ def synchronize(device: Any = None) -> None:
     ledger.note(WAITS, "synchronize")
     if device_mode.broken:
         raise torch.AcceleratorError(device_mode.broken)
+    order.host_waits()
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
@@ -162,6 +118,10 @@ def empty_cache() -> None:
     emptied.append(memory.allocated(device_mode.current))
 
 
+def record_stream(tensor: Any, stream: Stream) -> None:
+    order.lend(key_of(tensor.host), stream)
+
+
 def no_compiler(function: Any = None, **_: Any) -> Any:
     if "PRETENDED_COMPILER" not in os.environ:
         raise AssertionError("the compiler was asked for; it has no code for a pretended device")
@@ -171,8 +131,6 @@ def no_compiler(function: Any = None, **_: Any) -> Any:
 
 emptied: list[int] = []
 """How many bytes were allocated whenever `empty_cache` was called."""
-
-_stream = Stream(0)
 
 STUBS: dict[str, Any] = {
     "_lazy_init": lazy_init,
@@ -189,10 +147,9 @@ STUBS: dict[str, Any] = {
     "graph": graph,
     "graph_pool_handle": graphs.pool_handle,
     "default_generators": [types.SimpleNamespace(clone_state=str, graphsafe_set_state=str)] * DEVICES,
-    "current_stream": lambda device=None: _stream,
-    "default_stream": lambda device=None: _stream,
-    "set_stream": lambda stream: None,
-    "stream": lambda stream: contextlib.nullcontext(),
+    "current_stream": lambda device=None: order.current,
+    "default_stream": lambda device=None: order.default,
+    "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
     "is_current_stream_capturing": lambda: False,
     "get_device_name": lambda device=None: "Pretended",
     "get_device_capability": lambda device=None: (9, 0),
@@ -213,16 +170,10 @@ STUBS: dict[str, Any] = {
 }
 
 
-def stands_in(place: str) -> bool:
-    """Whether a place of code, "torch.cuda:stream", holds a stub."""
-    module, _, name = place.partition(":")
-    return (module == "torch.cuda" and name.partition(".")[0] in STUBS) or place == "torch:compile"
-
-
 def install() -> None:
     """Have `torch.cuda` speak of the pretended devices, for as long as this process lives."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]
-    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
+    torch.Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
     torch.compile = no_compiler  # type: ignore[assignment]

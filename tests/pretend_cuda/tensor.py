@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from tests.pretend_cuda import graphs
-from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS, ledger
-from tests.pretend_cuda.memory import memory
+from tests.pretend_cuda.ledger import PAGEABLE, TO_DEVICE, TO_HOST, WAITS, ledger
+from tests.pretend_cuda.memory import key_of, memory
 from tests.pretend_cuda.operators import Operator, operator
+from tests.pretend_cuda.streams import order
 
 aten = torch.ops.aten
 
@@ -89,6 +91,7 @@ class DeviceMode(TorchDispatchMode):
     Attributes:
         current: the index of the current device.
         generators: the random stream of each device.
+        pinned: storages of the host that are page-locked, as long as the tensors live with which they were taken.
         broken: what a device-side assertion said. As on CUDA, nothing works in the process afterwards.
     """
 
@@ -97,6 +100,7 @@ class DeviceMode(TorchDispatchMode):
         self.current = 0
         self.generators: dict[int, torch.Generator] = {}
         self.broken = ""
+        self.pinned: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,7 +137,7 @@ class DeviceMode(TorchDispatchMode):
         there = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
         device = self._indexed(kwargs.get("device"))
         if not there and (device is None or device.type != "cuda"):
-            return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+            return self._on_host(func, args, kwargs)
         known = operator(func)
         if known.is_composite:
             with self:
@@ -149,6 +153,7 @@ class DeviceMode(TorchDispatchMode):
         if known.waits or (known.indexes and _waits_for_mask(func, args)):
             graphs.refuse()
             ledger.note(WAITS, str(func))
+            order.host_waits(order.current.marks)
         place = device or there[0].device
         output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs), place)
         given = {id(tensor.host): tensor for tensor in there}
@@ -158,6 +163,16 @@ class DeviceMode(TorchDispatchMode):
 
         wrapped = placed(output) if isinstance(output, torch.Tensor) else _mapped_output(output, placed)
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if known.changes_view else wrapped
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if order.leaving:
+            for at, name in operator(func).writes:
+                for tensor in _tensors([args[at] if at < len(args) else kwargs.get(name)]):
+                    order.host_writes(key_of(tensor), func)
+        output = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        if kwargs.get("pin_memory"):
+            self.pinned[key_of(output)] = weakref.ref(output)
+        return output
 
     def _host_kwargs(self, known: Operator, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs:
@@ -177,9 +192,14 @@ class DeviceMode(TorchDispatchMode):
                 kwargs = {**kwargs, "generator": self.drawing(place.index, args)}
             return self._compute(func, known, args, kwargs)
 
-        if graphs.capturing is None:
-            return compute(args, kwargs)
-        return graphs.capturing.operator(func, args, kwargs, compute)
+        if graphs.capturing is not None:
+            return graphs.capturing.operator(func, args, kwargs, compute)
+        output = compute(args, kwargs)
+        given = {key_of(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in known.writes]
+        made = {key_of(tensor) for tensor in _tensors([output])} - given
+        order.queued(filter(memory.is_live, given), [*made, *map(key_of, _tensors(written))], func)
+        return output
 
     def _compute(self, func: Any, known: Operator, args: Any, kwargs: Any) -> Any:
         if func is aten.histc.default and not args[0].is_floating_point():  # integers, which it takes on CUDA alone
@@ -197,14 +217,29 @@ class DeviceMode(TorchDispatchMode):
         if func is aten._to_copy.default:
             device = device or source.device
             plain = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+            if source.device.type == "cpu":
+                order.carry_on(source)
             _count_copy(source.device, device, kwargs.get("non_blocking", False))
-            return _placed(
-                self._run(func, known, [_host(source)], {**plain, "device": torch.device("cpu")}, device), device
-            )
+            if device.type == "cpu" and kwargs.get("non_blocking"):
+                return order.bring(self._run(func, known, [_host(source)], {**plain, "device": device}, source.device))
+            output = self._run(func, known, [_host(source)], {**plain, "device": torch.device("cpu")}, device)
+            self._left(source, device, kwargs.get("non_blocking", False))
+            return _placed(output, device)
         target = args[0] if func is aten.copy_.default else args[1]
-        _count_copy(source.device, target.device, False if len(args) < 3 else args[2])
+        non_blocking = len(args) > 2 and args[2]
+        _count_copy(source.device, target.device, non_blocking)
         self._run(aten.copy_.default, known, [_host(target), _host(source)], {}, target.device)
+        self._left(source, target.device, non_blocking)
         return target
+
+    def _left(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> None:
+        """A copy to a device was queued: the host waits, unless the memory that it is from is page-locked."""
+        if source.device.type == "cpu" and device.type == "cuda" and source.dim():
+            owner = self.pinned.get(key_of(source))
+            if owner is None or owner() is None:
+                ledger.note(PAGEABLE, "copy")
+            elif non_blocking:
+                order.leave(key_of(source), owner)
 
     def _indexed(self, device: torch.device | None) -> torch.device | None:
         if device is None or device.type != "cuda" or device.index is not None:
@@ -284,6 +319,7 @@ def _count_copy(source: torch.device, target: torch.device, non_blocking: bool) 
         ledger.note(TO_HOST, "copy")
         if not non_blocking:
             ledger.note(WAITS, "copy")
+            order.host_waits(order.current.marks)
 
 
 def _waits_for_mask(func: Any, args: Any) -> bool:

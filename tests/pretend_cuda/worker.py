@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
+import textwrap
 from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import cache_utils
+from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
@@ -20,6 +24,7 @@ from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
 from tests.pretend_cuda.ledger import ledger
 from tests.pretend_cuda.memory import memory
+from tests.pretend_cuda.misuse import MISUSES
 from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 
 guard.load()
@@ -63,6 +68,12 @@ _send_as_tensors()
 class PretendedRunner(ModelRunner):
     """As on a GPU, and says what passed between host and device. What a device would bear in silence is an error."""
 
+    def differences(self, digests: Digests) -> Digests:
+        """Of torch the caller has what is real, which is not to come here."""
+        return super().differences(
+            {place: each for place, each in digests.items() if not place.startswith(("torch.cuda", "torch:"))}
+        )
+
     def run(self, call: Call) -> Answer:
         answer = super().run(call)
         _check()
@@ -72,10 +83,6 @@ class PretendedRunner(ModelRunner):
         news = super().decode_rows(call, asked)
         _check()
         return news
-
-    def differences(self, digests: Digests) -> Digests:
-        """What stands in for a device is no code that the caller has changed."""
-        return {place: found for place, found in super().differences(digests).items() if not stubs.stands_in(place)}
 
     def counted(self) -> dict[str, dict[str, int]]:
         """See `Ledger.take`."""
@@ -109,6 +116,23 @@ class PretendedRunner(ModelRunner):
     def computed_as_one(self) -> int:
         """Layers that share a product with others."""
         return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
+
+    def prefetch_as_in_5_17(self) -> None:
+        """Have transformers' caches bring back from host memory what may be on its way there."""
+        source = inspect.getsource(Cache.update)
+        wait = "self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))"
+        exec(textwrap.dedent(source).replace(wait, "pass"), vars(cache_utils), found := {})
+        Cache.update = found["update"]
+
+    def misuse(self, name: str, right: bool) -> str:
+        """What is said of a misuse, "" where nothing is."""
+        try:
+            MISUSES[name](right)
+            torch.cuda.synchronize()
+            _check()
+        except (AssertionError, RuntimeError) as error:
+            return str(error)
+        return ""
 
     def live_graphs(self) -> int:
         """How many graphs were captured and not destroyed."""
@@ -158,6 +182,12 @@ class PretendedRunner(ModelRunner):
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
         self.ping()
+
+    def fail_alone(self) -> None:
+        """Raise on rank 1, after an exchange of all and for nobody who waits."""
+        self.ping()
+        if self.rank == 1:
+            raise ValueError("for nobody")
 
     def connect_alone(self, absent: int) -> int:
         """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""
