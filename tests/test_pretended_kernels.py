@@ -259,3 +259,10 @@ def test_products_that_float16_cannot_hold(served: None) -> None:
     with torch.inference_mode():
         output = layer(torch.ones(1, 512, dtype=torch.float16))  # 512 · 448 before it is scaled
     assert largest_difference(output.float(), torch.full((1, 4), 5.12)) <= 1e-2
+
+
+@pytest.mark.parametrize("make", [lambda: decoder("Llama"), t5], ids=["llama", "t5"])
+def test_a_models_own_code_is_no_change(make: Callable[[], Any], counting: WorkerGroup) -> None:
+    """Of what a process notes for itself, as transformers 5.17 does of the classes that it builds, each has its own."""
+    with parallelize(make(), workers=counting):
+        assert counting.call("changed_code") == []

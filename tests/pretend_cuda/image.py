@@ -13,7 +13,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-ABSENT = {"dacite", "fastapi", "flask", "gevent", "httpx", "llguidance", "openai", "playwright", "uvicorn"}
+ABSENT = {"dacite", "fastapi", "flask", "gevent", "llguidance", "openai", "playwright", "uvicorn"}
 
 
 class _Absent(MetaPathFinder):

@@ -112,6 +112,10 @@ class CountingRunner(PretendedRunner):
         """Kernels of the latest recording: name → how often."""
         return dict(Counter(CountingRecorder.latest.kernels))
 
+    def changed_code(self) -> list[str]:
+        """Places that hold code of the caller's program."""
+        return sorted(self.code.of_step)
+
     def norms(self) -> dict[str, int]:
         """Norms with one kernel: class → how many there are."""
         kinds = (DeviceRMSNorm, DeviceLayerNorm)
