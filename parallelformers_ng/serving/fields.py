@@ -140,7 +140,7 @@ NOTES = {
     "ignore_eos": "the answer goes on after a token that ends texts; excludes constraints",
     "min_tokens": "tokens before an end, a stop token or a stop string counts; a constraint that is met goes before it",
     "n": "answers of a prompt, with the seeds `seed`, `seed + 1`, …",
-    "parallel_tool_calls": "false: the first call alone is told",
+    "parallel_tool_calls": "false: one call; of an answer that is not forced, the first alone is told",
     "reasoning_effort": "a variable of the chat template; it also sets `enable_thinking`, to false for none",
     "response_format": "text, json_object or json_schema; schemas are kept to token by token",
     "seed": "by default the server draws one",
@@ -148,7 +148,7 @@ NOTES = {
     "stop_token_ids": "the answer ends with the token, which is part of its text unless it is a special one",
     "structured_outputs": "`json`, `regex`, `choice`, `grammar` (Lark or GBNF) or `json_object`;"
     " `disable_any_whitespace`, `disable_additional_properties`, `whitespace_pattern`",
-    "tool_choice": "auto or none",
+    "tool_choice": "auto, none, required, a named function, or `allowed_tools`",
     "top_k": "0 or -1 cut nothing off",
     "top_logprobs": "with `logprobs`",
 }

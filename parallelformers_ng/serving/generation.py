@@ -19,6 +19,7 @@ from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape
+from parallelformers_ng.serving.structured import Constraint
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ class Generation:
             return await self._converse(request, places)
 
     async def _converse(self, request: ChatRequest, places: Places) -> Response:
-        tools = self._chat.tools(request)
-        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
+        choice = request.tool_choice_read
+        text = await asyncio.to_thread(self._chat.prompt, request.messages, choice.tools, request.template_arguments)
         prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens), text)
         shape = ChatShape(self._options.name, self._chat.tokenizer, request)
-        most_calls = None if request.parallel_tool_calls else 1
-        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools, most_calls), places)
+        forced = self._chat.forced_calls(choice) if choice.forced else None
+        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """`/tokenize`: the tokens that a prompt or a chat would be."""
@@ -116,8 +117,9 @@ class Generation:
         shape: ChatShape | CompletionShape,
         reader: Callable[[], Any],
         places: Places,
+        forced: Constraint | None = None,
     ) -> Response:
-        asked = await self._asked(request, prompts, places)
+        asked = await self._asked(request, prompts, places, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
@@ -130,10 +132,12 @@ class Generation:
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
-    async def _asked(self, request: GenerationRequest, prompts: list[Prompt], places: Places) -> list[Asked]:
+    async def _asked(
+        self, request: GenerationRequest, prompts: list[Prompt], places: Places, forced: Constraint | None
+    ) -> list[Asked]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
-        constraint = request.constraint()
+        constraint = request.constraint(forced)
         if constraint is not None and request.ignore_eos:
             raise bad_request(f"ignore_eos and {constraint.param} exclude each other; leave one out", "ignore_eos")
         ends = frozenset() if request.ignore_eos else frozenset(self._engine.ends)

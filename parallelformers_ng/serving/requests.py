@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, StrictInt, model_validator
 from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
 from parallelformers_ng.serving.structured import Fields, GuidedFields
+from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -148,11 +149,18 @@ class Message(Fields):
         return self
 
 
+class ToolFunction(Fields):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] | None = None
+
+
 class Tool(Fields):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: ToolFunction
 
 
 class TemplateFields(Request):
@@ -206,6 +214,12 @@ class ChatRequest(TemplateFields, GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         return self
+
+    @property
+    def tool_choice_read(self) -> ToolChoice:
+        """The tools that the model may call, and whether it must."""
+        tools = [tool.model_dump() for tool in self.tools or ()]
+        return read_tool_choice(tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def most_tokens(self) -> int | None:
