@@ -66,6 +66,7 @@ def limits() -> str:
         ("refusals a second", f"{guard.REFUSALS_A_SECOND:,}"),
         ("bytes of all headers", f"{guard.MOST_HEADER_BYTES:,}"),
         ("messages of a chat", f"{requests.MOST_MESSAGES:,}"),
+        ("tokens of `logit_bias`", f"{requests.MOST_BIASES:,}"),
         ("characters of a stop string", f"{generation.STOP_LENGTH:,}"),
         ("characters of a grammar or schema", f"{grammar.MOST_CHARACTERS:,}"),
         ("symbols of a grammar, ten for a property", f"{grammar.MOST_SYMBOLS:,}"),

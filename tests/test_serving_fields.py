@@ -72,8 +72,8 @@ def test_every_field_stands_in_one_table(route):
 
 
 ASKING: dict[str, Any] = {
-    "best_of": 2, "dimensions": 5, "frequency_penalty": 0.5, "function_call": "auto", "functions": [{"name": "f"}],
-    "logit_bias": {"5": 1}, "modalities": ["text", "audio"], "presence_penalty": -1, "suffix": "y", "verbosity": "low",
+    "best_of": 2, "dimensions": 5, "function_call": "auto", "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"], "suffix": "y", "verbosity": "low",
     "add_special_tokens": False, "echo": True, "embed_dtype": "float16",
     "endianness": "big", "include_reasoning": False, "include_stop_str_in_output": True, "padding": "max_length",
     "priority": 1, "prompt_logprobs": 0, "return_prompt_text": True, "return_token_ids": True,
@@ -123,11 +123,29 @@ def test_a_harmless_field_changes_nothing(http, model, route, name):
         assert told[0] == told[1]
 
 
-def test_a_penalty_of_nothing_is_no_penalty(http):
+def test_a_penalty_of_nothing_is_no_penalty(http, model):
     for value in ({"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"logit_bias": {}}):
         assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 200
-    for value in ({"presence_penalty": False}, {"logit_bias": {"1": 0}}, {"frequency_penalty": "0"}):
-        assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 400
+        assert "logits_processor" not in model.asked[-1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -3},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"100000": 1}},
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        {"logit_bias": [5]},
+    ],
+)
+def test_penalties_that_cannot_act_are_refused(http, value):
+    refused = http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith(next(iter(value)))
 
 
 @pytest.mark.parametrize(

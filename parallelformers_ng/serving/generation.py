@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.serving.answers import Form, Piece, write_all
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
@@ -105,8 +106,9 @@ class Generation:
                 raise bad_request(f"{name}: the request asks for {value}, and the limit is {most}", name)
         if not prompts:
             raise bad_request("there is no prompt", "prompt")
-        if any(token >= self._engine.vocabulary for token in request.stop_token_ids):
-            raise bad_request(f"stop_token_ids: the model has {self._engine.vocabulary} tokens", "stop_token_ids")
+        for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+            if any(token >= self._engine.vocabulary for token in tokens):
+                raise bad_request(f"{name}: the model has {self._engine.vocabulary} tokens", name)
         if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
             raise bad_request(f"a stop string has 1 to {STOP_LENGTH} characters", "stop")
 
@@ -148,13 +150,39 @@ class Generation:
         asked = []
         for prompt in prompts:
             for number in range(request.n or 1):
-                processors: list[Any] = [] if grammar is None else [self._schemas.processor(grammar, len(prompt.ids))]
+                processors: list[Any] = (
+                    [] if grammar is None else [self._schemas.processor(grammar, self._engine.answer_start(prompt.ids))]
+                )
+                penalties = self._penalties(request, self._engine.answer_start(prompt.ids))
                 # The answers to one request differ, and are the same whenever its seed is.
                 own = (seed + number) % (1 << 63)
                 asked.append(
-                    Asked(prompt.ids, settings, own, processors, request.alternatives, ends, request.min_tokens, places)
+                    Asked(
+                        prompt.ids,
+                        settings,
+                        own,
+                        processors,
+                        request.alternatives,
+                        ends,
+                        request.min_tokens,
+                        places,
+                        penalties,
+                    )
                 )
         return asked
+
+    def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
+        """Return the penalties of an answer.
+
+        Args:
+            request: the request.
+            start: tokens of the sequence before the answer.
+        """
+        if not request.penalizes:
+            return None
+        repetition = request.repetition_penalty or self._engine.model.generation_config.repetition_penalty or 1.0
+        bias = tuple(request.logit_bias.items())
+        return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
         """What the request says of `GenerationConfig`; the model's own settings hold where it says nothing."""
@@ -174,6 +202,8 @@ class Generation:
                 settings[name] = off  # what stands there is the default of transformers, and no choice of the model's
         if request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
+        if request.penalizes:
+            settings["repetition_penalty"] = 1.0  # it is among the penalties, whose order counts
         if request.min_tokens:
             settings["min_new_tokens"] = request.min_tokens
         return settings

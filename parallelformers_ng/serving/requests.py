@@ -15,6 +15,10 @@ Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 MOST_MESSAGES = 4096  # a template takes its time for each
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
+TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # a word of JSON, "17"
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MOST_BIASES = 1024  # each is added at every step
 _NO_TEMPLATE_VARIABLES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -59,6 +63,9 @@ class GenerationRequest(Request, GuidedFields):
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] = Field(default_factory=dict)
     n: Count | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] = Field(default_factory=list)
@@ -71,6 +78,11 @@ class GenerationRequest(Request, GuidedFields):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether an answer has penalties that count its own tokens, or a bias."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     @property
     def stops(self) -> list[str]:

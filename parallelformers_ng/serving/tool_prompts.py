@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 _HOW = (
-    'You can call tools. To call one, answer with a JSON object alone: {"name": NAME, "arguments": {…}}. The tools, with'
-    " JSON schemas of their arguments:"
+    'You can call tools. To call one, answer with a JSON object alone: {"name": NAME, "arguments": {…}}. The tools,'
+    " with JSON schemas of their arguments:"
 )
 
 
