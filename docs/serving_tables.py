@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from parallelformers_ng.serving import generation, grammar, guard, requests
+from parallelformers_ng.serving import generation, grammar, guard, requests, response_requests
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
 from parallelformers_ng.serving.options import ServeOptions
 
@@ -29,6 +29,7 @@ def request_fields() -> str:
     """Return what becomes of each field of a request, by route."""
     classes = (
         requests.ChatRequest,
+        response_requests.ResponsesRequest,
         requests.CompletionRequest,
         requests.EmbeddingRequest,
         requests.TokenizeRequest,
@@ -54,7 +55,8 @@ def request_fields() -> str:
             notes.append(IGNORED[name].why)
         rows.append((f"`{name}`", *kinds, "; ".join(filter(None, notes))))
     return _table(
-        ("field", "chat", "completions", "embeddings", "tokenize", "what it does, or what to do instead"), rows
+        ("field", "chat", "responses", "completions", "embeddings", "tokenize", "what it does, or what to do instead"),
+        rows,
     )
 
 

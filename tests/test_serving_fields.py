@@ -10,16 +10,30 @@ import httpx
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 
-from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, IGNORED, REFUSED, ROUTES, TOKENIZE
+from parallelformers_ng.serving.fields import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    IGNORED,
+    REFUSED,
+    RESPONSES,
+    ROUTES,
+    TOKENIZE,
+)
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
+from parallelformers_ng.serving.response_requests import ResponsesRequest
 from tests.serving import ScriptedModel, serving, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-REQUESTS = {each.route: each for each in (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest)}
+REQUESTS = {
+    each.route: each for each in (ChatRequest, ResponsesRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest)
+}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hello"}], "seed": 1},
     COMPLETIONS: {"prompt": "Hello", "seed": 1},
+    RESPONSES: {"input": "Hello", "seed": 1},
     TOKENIZE: {"messages": [{"role": "user", "content": "Hello"}]},
 }
 
@@ -38,6 +52,9 @@ VLLM = {
     CHAT: f"""{_SAMPLING} {_TEMPLATE} reasoning_effort include_reasoning echo documents media_io_kwargs
         return_prompt_text""",
     COMPLETIONS: f"{_SAMPLING} prompt_embeds",
+    RESPONSES: """logit_bias top_k skip_special_tokens include_stop_str_in_output request_id mm_processor_kwargs
+        priority cache_salt enable_response_messages previous_input_messages previous_response structured_outputs
+        repetition_penalty seed stop ignore_eos vllm_xargs""",
     EMBEDDINGS: """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
         cache_salt input add_special_tokens encoding_format embed_dtype endianness dimensions use_activation normalize
         task""",
@@ -45,7 +62,10 @@ VLLM = {
 }
 """Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/base/protocol.py` and
 `entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
-OURS = {TOKENIZE: {"documents", "reasoning_effort"}}  # as in chats, whose prompts it shows
+OURS = {
+    TOKENIZE: {"documents", "reasoning_effort"},  # as in chats, whose prompts it shows
+    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as in chats
+}
 OPENAI = {
     CHAT: (chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming),
     COMPLETIONS: (
@@ -53,6 +73,10 @@ OPENAI = {
         completion_create_params.CompletionCreateParamsStreaming,
     ),
     EMBEDDINGS: (embedding_create_params.EmbeddingCreateParams,),
+    RESPONSES: (
+        response_create_params.ResponseCreateParamsNonStreaming,
+        response_create_params.ResponseCreateParamsStreaming,
+    ),
     TOKENIZE: (),
 }
 
@@ -150,7 +174,7 @@ def test_penalties_that_cannot_act_are_refused(http, value):
 
 @pytest.mark.parametrize(
     ("route", "name"),
-    [(route, name) for route in BODIES for name in sorted(acting(route) - {"prompt", "messages", "model"})],
+    [(route, name) for route in BODIES for name in sorted(acting(route) - {"prompt", "messages", "input", "model"})],
 )
 def test_null_is_a_field_that_is_left_out(http, route, name):
     assert http.post(route, json={**BODIES[route], name: None}).status_code == 200

@@ -21,6 +21,7 @@ from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
+from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.status import Status
 
 _PAGE = {
@@ -69,6 +70,11 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, pooling: Pooli
     async def chat_completions(request: ChatRequest) -> Response:
         check_name(request.model)
         return await generation.converse(request)
+
+    @app.post("/v1/responses")
+    async def responses(request: ResponsesRequest) -> Response:
+        check_name(request.model)
+        return await generation.respond(request)
 
     @app.post("/v1/embeddings")
     async def embed(request: EmbeddingRequest) -> dict[str, Any]:

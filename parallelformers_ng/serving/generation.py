@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,10 @@ from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
 from parallelformers_ng.serving.errors import api_error, bad_request
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from parallelformers_ng.serving.response_requests import ResponsesRequest
+from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
-from parallelformers_ng.serving.shapes import ChatShape, CompletionShape
+from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
 from parallelformers_ng.serving.structured import Constraint
 
 
@@ -70,15 +71,22 @@ class Generation:
 
     async def converse(self, request: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
+        return await self._converse(request, ChatShape(self._options.name, self._chat.tokenizer, request))
+
+    async def respond(self, request: ResponsesRequest) -> Response:
+        """`/v1/responses`."""
+        chat = request.chat()
+        return await self._converse(chat, ResponseShape(self._options.name, self._chat.tokenizer, chat, request))
+
+    async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
         with self._engine.admitted(request.n or 1) as places:
-            return await self._converse(request, places)
+            return await self._converse_at(request, shape, places)
 
-    async def _converse(self, request: ChatRequest, places: Places) -> Response:
+    async def _converse_at(self, request: ChatRequest, shape: Shape, places: Places) -> Response:
         choice = request.tool_choice_read
         text = await asyncio.to_thread(self._chat.prompt, request.messages, choice.tools, request.template_arguments)
         prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens), text)
-        shape = ChatShape(self._options.name, self._chat.tokenizer, request)
         forced = self._chat.forced_calls(choice) if choice.forced else None
         return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
 
@@ -116,7 +124,7 @@ class Generation:
         self,
         request: GenerationRequest,
         prompts: list[Prompt],
-        shape: ChatShape | CompletionShape,
+        shape: Shape,
         reader: Callable[[], Any],
         places: Places,
         forced: Constraint | None = None,
@@ -213,24 +221,19 @@ STOP_LENGTH = 256
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
 
 
-async def _events(
-    first: Piece, pieces: AsyncGenerator[Piece, None], shape: ChatShape | CompletionShape
-) -> AsyncGenerator[str, None]:
+async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shape) -> AsyncGenerator[str, None]:
     async with contextlib.aclosing(pieces):
         try:
             for chunk in shape.opening():
-                yield _event(chunk)
+                yield shape.event(chunk)
             for chunk in shape.chunks(first):
-                yield _event(chunk)
+                yield shape.event(chunk)
             async for piece in pieces:
                 for chunk in shape.chunks(piece):
-                    yield _event(chunk)
+                    yield shape.event(chunk)
             for chunk in shape.closing():
-                yield _event(chunk)
+                yield shape.event(chunk)
         except Exception as error:  # the status is sent; the error is an event
-            yield _event(api_error(error).body())
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+            yield shape.event(shape.failure(api_error(error)))
+    if shape.end:
+        yield shape.end

@@ -54,10 +54,9 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
-class GenerationRequest(Request, GuidedFields):
-    """What chats and completions have in common."""
+class Sampling(Request):
+    """How tokens of an answer are chosen."""
 
-    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
@@ -66,18 +65,12 @@ class GenerationRequest(Request, GuidedFields):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] = Field(default_factory=dict)
-    n: Count | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
 
     @property
     def penalizes(self) -> bool:
@@ -87,6 +80,18 @@ class GenerationRequest(Request, GuidedFields):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class GenerationRequest(Sampling, GuidedFields):
+    """What chats and completions have in common."""
+
+    max_tokens: Count | None = None
+    n: Count | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
