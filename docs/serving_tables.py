@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from parallelformers_ng.serving import generation, grammar, guard, requests, response_requests
+from parallelformers_ng.serving import generation, grammar, guard, requests, response_requests, score_requests
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
 from parallelformers_ng.serving.options import ServeOptions
 
@@ -32,6 +32,8 @@ def request_fields() -> str:
         response_requests.ResponsesRequest,
         requests.CompletionRequest,
         requests.EmbeddingRequest,
+        score_requests.ScoreRequest,
+        score_requests.RerankRequest,
         requests.TokenizeRequest,
     )
     acting = {cls.route: cls.model_fields for cls in classes}
@@ -55,7 +57,17 @@ def request_fields() -> str:
             notes.append(IGNORED[name].why)
         rows.append((f"`{name}`", *kinds, "; ".join(filter(None, notes))))
     return _table(
-        ("field", "chat", "responses", "completions", "embeddings", "tokenize", "what it does, or what to do instead"),
+        (
+            "field",
+            "chat",
+            "responses",
+            "completions",
+            "embeddings",
+            "score",
+            "rerank",
+            "tokenize",
+            "what it does, or what to do instead",
+        ),
         rows,
     )
 

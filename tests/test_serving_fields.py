@@ -18,18 +18,24 @@ from parallelformers_ng.serving.fields import (
     EMBEDDINGS,
     IGNORED,
     REFUSED,
+    RERANK,
     RESPONSES,
     ROUTES,
+    SCORE,
     TOKENIZE,
 )
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
 from parallelformers_ng.serving.response_requests import ResponsesRequest
+from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
 from tests.serving import ScriptedModel, serving, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 REQUESTS = {
-    each.route: each for each in (ChatRequest, ResponsesRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest)
-}
+    each.route: each
+    for each in (
+        ChatRequest, ResponsesRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
+    )
+}  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hello"}], "seed": 1},
     COMPLETIONS: {"prompt": "Hello", "seed": 1},
@@ -48,6 +54,8 @@ _SAMPLING = """
     structural_tag
 """
 _TEMPLATE = "add_generation_prompt continue_final_message chat_template chat_template_kwargs mm_processor_kwargs"
+_POOLING = """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs cache_salt
+    use_activation"""
 VLLM = {
     CHAT: f"""{_SAMPLING} {_TEMPLATE} reasoning_effort include_reasoning echo documents media_io_kwargs
         return_prompt_text""",
@@ -58,12 +66,15 @@ VLLM = {
     EMBEDDINGS: """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
         cache_salt input add_special_tokens encoding_format embed_dtype endianness dimensions use_activation normalize
         task""",
+    SCORE: f"{_POOLING} text_1 text_2 data_1 data_2 queries documents items",
+    RERANK: f"{_POOLING} query documents top_n",
     TOKENIZE: f"{_TEMPLATE} model prompt messages add_special_tokens return_token_strs tools media_io_kwargs",
 }
-"""Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/base/protocol.py` and
+"""Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
 `entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
 OURS = {
     TOKENIZE: {"documents", "reasoning_effort"},  # as in chats, whose prompts it shows
+    RERANK: {"return_documents"},  # of Jina and Cohere
     RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as in chats
 }
 OPENAI = {
@@ -77,6 +88,8 @@ OPENAI = {
         response_create_params.ResponseCreateParamsNonStreaming,
         response_create_params.ResponseCreateParamsStreaming,
     ),
+    SCORE: (),
+    RERANK: (),
     TOKENIZE: (),
 }
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-CHAT, RESPONSES, COMPLETIONS, EMBEDDINGS, TOKENIZE = ROUTES = (
-    "/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings", "/tokenize"
+CHAT, RESPONSES, COMPLETIONS, EMBEDDINGS, SCORE, RERANK, TOKENIZE = ROUTES = (
+    "/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize"
 )  # fmt: skip
 _TEXT = (CHAT, COMPLETIONS)
 _ANSWERS = (CHAT, RESPONSES, COMPLETIONS)
 _TEMPLATES = (CHAT, TOKENIZE)
-_NO_RESPONSES = (CHAT, COMPLETIONS, EMBEDDINGS)
-_ALL = (CHAT, RESPONSES, COMPLETIONS, EMBEDDINGS)
+_VECTORS = (EMBEDDINGS, SCORE, RERANK)
+_NO_RESPONSES = (CHAT, COMPLETIONS, *_VECTORS)
+_ALL = (CHAT, RESPONSES, COMPLETIONS, *_VECTORS)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ REFUSED = {
     "kv_transfer_params": Refused(_TEXT, _LATER, ({},)),
     "logprob_token_ids": Refused(_TEXT, "use top_logprobs"),
     "normalize": Refused((EMBEDDINGS,), "the model's own modules say whether vectors are normalized"),
-    "padding": Refused((EMBEDDINGS,), "padding changes no vector here", ("do_not_pad",)),
+    "padding": Refused(_VECTORS, "padding changes no vector here", ("do_not_pad",)),
     "priority": Refused(_ALL, "requests are served in the order in which they come", (0,)),
     "prompt_embeds": Refused((COMPLETIONS,), "send a prompt", ([],)),
     "prompt_logprobs": Refused(_TEXT, "use /v1/completions with echo and logprobs"),
@@ -129,7 +130,7 @@ IGNORED = {
     "guided_decoding_backend": Ignored(_TEXT, "it names a library; llguidance keeps to the same grammar"),
     "length_penalty": Ignored(_TEXT, "it acts in beam search, which is refused"),
     "media_io_kwargs": Ignored(_TEMPLATES, _NO_MEDIA),
-    "mm_processor_kwargs": Ignored((CHAT, RESPONSES, EMBEDDINGS, TOKENIZE), _NO_MEDIA),
+    "mm_processor_kwargs": Ignored((*_ALL[:2], *_VECTORS, TOKENIZE), _NO_MEDIA),
     "request_id": Ignored(_ALL, "the server names its answers itself"),
     "return_mm_kwargs": Ignored(_TEXT, "vLLM has it for other routes"),
     "return_token_offsets": Ignored(_TEXT, "vLLM has it for other routes"),
@@ -144,7 +145,9 @@ NOTES = {
     "add_special_tokens": "as the tokenizer adds them: true by default for a prompt, false for messages",
     "chat_template_kwargs": "variables of the chat template",
     "continue_final_message": "the answer continues the last message; excludes `add_generation_prompt`",
-    "documents": "a variable of the chat template",
+    "data_1": "another name of `text_1`",
+    "data_2": "another name of `text_2`",
+    "documents": "of a chat: a variable of the chat template; of a score: `text_2`; of a rerank: texts",
     "frequency_penalty": "times the occurrences of a token in the answer",
     "guided_choice": "older name of `structured_outputs.choice`",
     "guided_grammar": "older name of `structured_outputs.grammar`",
@@ -153,6 +156,7 @@ NOTES = {
     "guided_whitespace_pattern": "older name of `structured_outputs.whitespace_pattern`",
     "ignore_eos": "the answer goes on after a token that ends texts; excludes constraints",
     "include": "`message.output_text.logprobs` acts; others name things that are in no answer here",
+    "items": "another name of `text_2`",
     "input": "of embeddings: texts; of a response: text, messages, calls of functions and their outputs",
     "instructions": "a system message before the input",
     "logit_bias": "ids of tokens, as text, and what is added to their scores, -100 to 100",
@@ -161,6 +165,7 @@ NOTES = {
     "parallel_tool_calls": "false: one call; of an answer that is not forced, the first alone is told",
     "presence_penalty": "once for each token of the answer",
     "reasoning_effort": "a variable of the chat template; it also sets `enable_thinking`, to false for none",
+    "queries": "another name of `text_1`",
     "reasoning": "its `effort` acts as `reasoning_effort`",
     "repetition_penalty": "factor of tokens of prompt and answer; the model's own by default",
     "response_format": "text, json_object or json_schema; schemas are kept to token by token",
@@ -169,9 +174,12 @@ NOTES = {
     "stop_token_ids": "the answer ends with the token, which is part of its text unless it is a special one",
     "structured_outputs": "`json`, `regex`, `choice`, `grammar` (Lark or GBNF) or `json_object`;"
     " `disable_any_whitespace`, `disable_additional_properties`, `whitespace_pattern`",
+    "text_1": "one text, or as many as `text_2`",
     "text": "`format`: text, json_object or json_schema",
     "tool_choice": "auto, none, required, a named function, or `allowed_tools`",
+    "top_n": "results that are told; 0 for all",
     "top_k": "0 or -1 cut nothing off",
+    "use_activation": "false: the logit itself",
     "top_logprobs": "with `logprobs`",
 }
 """What acting fields do, where the name does not tell."""

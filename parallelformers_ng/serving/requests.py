@@ -265,6 +265,11 @@ class EmbeddingRequest(Request):
         return list(texts)  # type: ignore[arg-type]
 
 
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
 class TokenizeRequest(TemplateFields):
     """A prompt, or the messages of a chat."""
 

@@ -114,7 +114,7 @@ def serve(options: ServeOptions) -> int:
         model, tokenizer = load(options, kind)
         end = deployment_of(model).close
         try:
-            server = Server(create_app(model, tokenizer, options, kind.pooling), options, say, end)
+            server = Server(create_app(model, tokenizer, options, kind), options, say, end)
             warm_up(model)
             say(started(model, options, listening.getsockname()[1]))
             server.run([listening])
@@ -179,8 +179,12 @@ def warm_up(model: Any) -> None:
     try:
         if model.can_generate():
             model.generate(input_ids=prompt, attention_mask=prompt + 1, max_new_tokens=2, do_sample=False)
-        elif getattr(model(input_ids=prompt, attention_mask=prompt + 1), "last_hidden_state", None) is None:
-            raise UnsupportedModelError(f"{type(model).__name__} gives no vectors of tokens, and no text")
+        else:
+            output = model(input_ids=prompt, attention_mask=prompt + 1)
+            if getattr(output, "last_hidden_state", getattr(output, "logits", None)) is None:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} gives no vectors of tokens, no scores, and no text"
+                )
     except WorkerError as error:
         raise UnsupportedModelError(f"{type(model).__name__} is not served: it fails with a token: {error}") from error
     gc.collect()
