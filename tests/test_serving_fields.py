@@ -33,7 +33,8 @@ TOKENIZER = tiny_tokenizer()
 REQUESTS = {
     each.route: each
     for each in (
-        ChatRequest, ResponsesRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
+        ChatRequest, ResponsesRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest,
+        TokenizeRequest,
     )
 }  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
@@ -54,8 +55,8 @@ _SAMPLING = """
     structural_tag
 """
 _TEMPLATE = "add_generation_prompt continue_final_message chat_template chat_template_kwargs mm_processor_kwargs"
-_POOLING = """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs cache_salt
-    use_activation"""
+_POOLING = """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
+    cache_salt use_activation"""
 VLLM = {
     CHAT: f"""{_SAMPLING} {_TEMPLATE} reasoning_effort include_reasoning echo documents media_io_kwargs
         return_prompt_text""",
