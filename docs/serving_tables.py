@@ -20,7 +20,7 @@ def options() -> str:
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
     rows = []
     for option in fields(ServeOptions):
-        default = "" if option.default in (None, "", MISSING) else f"`{option.default}`"
+        default = "" if option.default in (None, "", False, MISSING) else f"`{option.default}`"
         rows.append((f"`{option.name}`", default, typing.get_args(kinds[option.name])[1]))
     return _table(("option", "default", "what"), rows)
 

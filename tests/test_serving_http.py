@@ -122,7 +122,7 @@ REFUSED = [
     ("POST", "/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "poet", "content": "x"}]}, 400, "no such role"),
     ("POST", "/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
-    ("POST", "/v1/embeddings", {"input": "x"}, 400, "generates text"),
+    ("POST", "/v1/embeddings", {"input": "x"}, 400, "no embeddings"),
     ("POST", "/tokenize", {}, 400, "prompt or messages"),
     ("GET", "/v1/completions", None, 405, "takes no GET"),
     ("DELETE", "/health", None, 405, "takes no DELETE"),

@@ -27,14 +27,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE.toml", help="a file with these options, each a word with underscores")
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
-        if default not in (None, MISSING, ""):
+        if default not in (None, MISSING, "", False):
             text += f" (default: {default})"
         if option.name == "model":
             parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
             continue
+        flag = "--" + option.name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
         several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(kind) is list else {}
         parser.add_argument(
-            "--" + option.name.replace("_", "-"),
+            flag,
             type=_reader(kind),
             default=argparse.SUPPRESS,
             metavar=option.name.rpartition("_")[2].upper(),

@@ -55,7 +55,10 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         An ASGI application.
     """
     template = None if options.chat_template is None else Path(options.chat_template).read_text()
-    engine = Engine(model, options, Metrics(options.name))
+    rows = options.rows * (options.replicas if options.launcher == "local" else 1)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    metrics = Metrics(options.name, rows, options.cache_tokens or rows * positions)
+    engine = Engine(model, options, metrics)
     chat = Chat(tokenizer, template, engine.longest)
     generation, status = Generation(engine, chat, options), Status(engine, chat, options)
     kind = kind or Kind(None if engine.generates else Pooling())
@@ -66,7 +69,11 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     errors.install(app)
     if options.cors:
         app.add_middleware(
-            CORSMiddleware, allow_origins=options.cors, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=options.cors,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
 
     def check_name(name: str | None) -> None:
@@ -147,7 +154,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         app.add_api_route(path, handler, response_model=None)
     for path, (name, media_type) in _PAGE.items():
         app.add_api_route(path, _asset(name, media_type), include_in_schema=False, response_model=None)
-    return Guard(app, options)
+    return Guard(app, options, metrics)
 
 
 def _asset(name: str, kind: str) -> Any:

@@ -181,7 +181,7 @@ class Engine:
         news: asyncio.Queue[Step | None] = asyncio.Queue()
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
-        with self.metrics.answering() as answer:
+        with self.metrics.answering(len(asked.ids)) as answer:
             self._begin(asked.places)
             call = asyncio.ensure_future(self.model.agenerate(**arguments))
             call.add_done_callback(lambda _: news.put_nowait(None))

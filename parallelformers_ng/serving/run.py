@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +21,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind, kind_of
+from parallelformers_ng.serving.logs import set_up_logs
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
 
@@ -108,13 +108,17 @@ def serve(options: ServeOptions) -> int:
         ParallelError: the model cannot be served; see `parallelize`.
         OSError: the address cannot be listened on.
     """
+    set_up_logs(options.log_format, options.log_level)
     with bound(options) as listening:  # before a minute of loading
         kind = kind_of(options.model, options.revision)
         say(f"loading {options.model}, to be served as {kind}")
         model, tokenizer = load(options, kind)
-        end = deployment_of(model).close
+        deployment = deployment_of(model)
+        end, first = deployment.close, deployment.incarnation
         try:
-            server = Server(create_app(model, tokenizer, options, kind), options, say, end)
+            app = create_app(model, tokenizer, options, kind)
+            app.metrics.restarts = lambda: deployment.incarnation - first
+            server = Server(app, options, say, end)
             warm_up(model)
             say(started(model, options, listening.getsockname()[1]))
             server.run([listening])
@@ -204,4 +208,4 @@ def started(model: Any, options: ServeOptions, port: int) -> str:
 
 
 def say(line: str) -> None:
-    print(f"parallelformers-ng: {line}", file=sys.stderr, flush=True)
+    log.info("%s", line)
