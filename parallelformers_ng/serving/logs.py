@@ -105,6 +105,11 @@ class _Json(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+def formatter(log_format: str) -> logging.Formatter:
+    """Return what makes lines of one of `FORMATS`."""
+    return _Json() if log_format == "json" else _Text()
+
+
 def set_up_logs(log_format: str, log_level: str) -> None:
     """Write the log to standard error. A program that has set up `logging` keeps its handlers.
 
@@ -113,6 +118,6 @@ def set_up_logs(log_format: str, log_level: str) -> None:
         log_level: one of `LEVELS`; other libraries' lines come from warnings on.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if log_format == "json" else _Text())
+    handler.setFormatter(formatter(log_format))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(log_level.upper())
