@@ -22,8 +22,9 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind
+from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.options import ServeOptions
-from parallelformers_ng.serving.run import Server, bound
+from parallelformers_ng.serving.run import Server
 from parallelformers_ng.sharding.plan import ShardPlan
 from tests.patience import PROMPTLY
 from tests.zoo.build import build

@@ -61,8 +61,15 @@ def _types(kind: Any) -> Iterator[Any]:
 
 def run(options: argparse.Namespace) -> int:
     """Serve a model until told to end."""
+    from parallelformers_ng.serving.listening import check_at_once
+    from parallelformers_ng.serving.options import read_serve_options
+
+    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
+    if key := os.environ.get(KEY_VARIABLE):
+        given.setdefault("api_key", key)
+    wanted = read_serve_options(options.config, given)
+    check_at_once(wanted)
     try:
-        from parallelformers_ng.serving.options import read_serve_options
         from parallelformers_ng.serving.run import serve
     except ModuleNotFoundError as error:
         if error.name not in _NEEDS:
@@ -70,14 +77,7 @@ def run(options: argparse.Namespace) -> int:
         raise ParallelError(
             f"serve needs {error.name}, which is not installed: pip install 'parallelformers-ng[serve]'"
         ) from None
-    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
-    if key := os.environ.get(KEY_VARIABLE):
-        given.setdefault("api_key", key)
-    try:
-        wanted = read_serve_options(options.config, given)
-        return serve(wanted) if wanted.launcher == "local" else _on_ray(wanted)
-    except KeyboardInterrupt:  # while the model is loaded
-        return 130
+    return serve(wanted) if wanted.launcher == "local" else _on_ray(wanted)
 
 
 def _on_ray(options: ServeOptions) -> int:

@@ -21,6 +21,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind, kind_of
+from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import set_up_logs
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
@@ -127,20 +128,6 @@ def serve(options: ServeOptions) -> int:
     return 0
 
 
-def bound(options: ServeOptions) -> socket.socket:
-    """A socket that has its address, and refuses clients until the server listens."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # By the named protocol asyncio knows a connection that shall not wait with small packets: 40 ms of each answer.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((options.host, options.port))
-    except BaseException:
-        found.close()
-        raise
-    return found
-
-
 def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
     """Return the model, parallelized, and its tokenizer.
 
@@ -196,12 +183,14 @@ def warm_up(model: Any) -> None:
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """One line that says what is served, where, on what and within which limits."""
+    """Return the line that says what is served, where, on what and within which limits."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"
+    url = f"http://{host}:{port}"
     return (
-        f"serving {options.name} on http://{host}:{port} with {key}: {type(model).__name__} on ranks {devices};"
+        f"serving {options.name} on {url} with {key}, its page at {url}/, its API at {url}/v1:"
+        f" {type(model).__name__} on ranks {devices};"
         f" {options.rows} rows, {options.waiting} waiting, {options.max_tokens} tokens unless asked for others,"
         f" {options.timeout:g} s a request"
     )
