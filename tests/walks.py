@@ -20,6 +20,7 @@ from parallelformers_ng import warm_up
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.sharding.cache_names import CACHE
 from tests.test_generate import assert_same
+from tests.walk_code_moves import CodeMoves
 from tests.walk_moves import FaultMoves, await_as_before, open_and_running
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import EXPERTS, decoder, gpt2
@@ -52,7 +53,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
 
 
 @dataclass
-class Walk(FaultMoves):
+class Walk(FaultMoves, CodeMoves):
     """A walk with one pair of models.
 
     Args:
@@ -145,6 +146,7 @@ class Walk(FaultMoves):
             + [self._hook] * 3
             + [self._attribute]
             + self.fault_moves()
+            + self.code_moves()
         )
         maker = self._random.choice(makers)
         self._kind = maker.__name__.strip("_")

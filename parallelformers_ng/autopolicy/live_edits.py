@@ -20,21 +20,54 @@ from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is
 _TABLES = frozenset(vars(nn.Module())) | {"training"}
 
 
+_NAMES = ("_parameters", "_buffers", "_modules")
+
+
 @dataclass(frozen=True)
 class _Edit:
-    """A module whose code is the program's.
+    """A module whose code is the program's, as it is before its model is parallelized: later its class is another.
 
     Attributes:
-        module: the module itself, whose tensors are not looked at.
+        cls: its class.
+        attributes: name → value, tables of tensors and children aside.
+        names: names of its parameters, buffers and children.
         functions: attribute → function of the program's that the module holds.
+        bound: names of the functions that are methods of this very module.
+        itself: a copy of a module that has no tensors; None for others.
     """
 
-    module: nn.Module
+    cls: type[nn.Module]
+    attributes: dict[str, Any]
+    names: list[list[str]]
     functions: dict[str, Any]
+    bound: set[str]
+    itself: nn.Module | None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Edit:
+        functions = functions_of(module)
+        bound = {name for name, value in functions.items() if getattr(value, "__self__", None) is module}
+        has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+        return cls(
+            type(module),
+            {name: value for name, value in vars(module).items() if name not in _TABLES},
+            [[*vars(module)[table]] for table in _NAMES],
+            functions,
+            bound,
+            None if has_tensors else _copied(module),
+        )
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return type(self.module), *sorted((name, digest(value)) for name, value in self.functions.items())
+        return self.cls, *sorted((name, digest(value)) for name, value in self.functions.items())
+
+
+def _copied(module: nn.Module) -> nn.Module | None:
+    """A copy of a module without tensors; None for one that holds what cannot be copied."""
+    try:
+        return copy.deepcopy(module)
+    except Exception:  # attributes are the program's, and may refuse to be copied in any way
+        return None
 
 
 class LiveEdits:
@@ -50,7 +83,7 @@ class LiveEdits:
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         modules = dict(model.named_modules())
-        self._edits = {path: _Edit(modules[path], functions_of(modules[path])) for path in foreign_modules(model)}
+        self._edits = {path: _Edit.of(modules[path]) for path in foreign_modules(model)}
 
     def __bool__(self) -> bool:
         return bool(self._edits)
@@ -58,7 +91,7 @@ class LiveEdits:
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """The same for models with the same code."""
-        classes = {type(edit.module) for edit in self._edits.values()}
+        classes = {edit.cls for edit in self._edits.values()}
         slots = reach(classes).values() if classes else ()
         code = frozenset((slot.place, digest(slot.value)) for slot in slots if not is_stock(slot))
         return code, frozenset((_pattern(path), *edit.kind) for path, edit in self._edits.items())
@@ -85,33 +118,28 @@ class LiveEdits:
                 raise self._refusal(path, "it has no such layer")
 
     def _put(self, small: nn.Module, path: str, copied: nn.Module, edit: _Edit) -> None:
-        live = edit.module
-        if type(live) is not type(copied):
-            if not any(True for _ in (*live.parameters(), *live.buffers())):
-                small.set_submodule(path, copy.deepcopy(live))
+        if edit.cls is not type(copied):
+            if edit.itself is not None:
+                small.set_submodule(path, copy.deepcopy(edit.itself))
                 return
-            if not _alike(live, copied):
-                raise self._refusal(path, f"a {type(live).__name__} has other weights than a {type(copied).__name__}")
-            copied.__class__ = type(live)
-            for name in vars(live).keys() - vars(copied).keys() - _TABLES:
-                if isinstance(vars(live)[name], (torch.Tensor, nn.Module)):
+            if edit.names != [[*vars(copied)[table]] for table in _NAMES]:
+                raise self._refusal(
+                    path, f"a {edit.cls.__name__} has other weights than a {type(copied).__name__}, or cannot be copied"
+                )
+            copied.__class__ = edit.cls
+            for name in edit.attributes.keys() - vars(copied).keys():
+                if isinstance(edit.attributes[name], (torch.Tensor, nn.Module)):
                     raise self._refusal(path, f"its {name} has the size of the whole")
-                vars(copied)[name] = copy.copy(vars(live)[name])
+                vars(copied)[name] = copy.copy(edit.attributes[name])
         for name, value in edit.functions.items():
             if any(_holds_module(function) for function in functions_in(value)):
                 raise self._refusal(path, f"its {name} holds a module of the whole model")
-            is_bound = isinstance(value, types.MethodType) and value.__self__ is live
-            vars(copied)[name] = types.MethodType(value.__func__, copied) if is_bound else value
+            vars(copied)[name] = types.MethodType(value.__func__, copied) if name in edit.bound else value
 
     def _refusal(self, path: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"no tiny twin of {self._name} runs the code of {path or 'the model'}, which the program has changed: {why}"
         )
-
-
-def _alike(live: nn.Module, copied: nn.Module) -> bool:
-    """Whether two modules hold parameters, buffers and children of the same names."""
-    return all(vars(live)[t].keys() == vars(copied)[t].keys() for t in ("_parameters", "_buffers", "_modules"))
 
 
 def _holds_module(function: types.FunctionType) -> bool:

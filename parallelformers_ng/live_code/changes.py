@@ -9,6 +9,7 @@ import io
 import operator
 import pickle
 import sys
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ def pack(
         with by_value(modules):
             data = _pickled(values)
     except Exception as error:  # reducers are foreign code and raise anything
-        place = next((place for place, value in values.items() if not _is_portable(value)), "")
+        place = next((place for place, value in values.items() if not _is_portable(place, value)), "")
         raise NotPortableError(
             f"{place.replace(':', '.')} was changed by this program, and the change cannot be sent to the workers:"
             f" {error}. Have it hold nothing that cannot be copied (a lock, an open file)"
@@ -258,15 +259,29 @@ def _put_by_value(
             scope[key] = value
 
 
-def _pickled(value: Any) -> bytes:
+class _Pickler(cloudpickle.Pickler):
+    """Takes the functions of some places by value, also if they are called as the place is: one that
+    `functools.wraps` has named after what it replaces."""
+
+    def __init__(self, buffer: io.BytesIO, places: Collection[str]) -> None:
+        super().__init__(buffer, protocol=5)
+        self._places = places
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and f"{obj.__module__}:{obj.__qualname__}" in self._places:
+            return self._dynamic_function_reduce(obj)
+        return super().reducer_override(obj)
+
+
+def _pickled(values: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    cloudpickle.Pickler(buffer, protocol=5).dump(value)
+    _Pickler(buffer, values.keys()).dump(dict(values))
     return buffer.getvalue()
 
 
-def _is_portable(value: Any) -> bool:
+def _is_portable(place: str, value: Any) -> bool:
     try:
-        _pickled(value)
-    except Exception:  # the very failure that is being located
+        _pickled({place: value})
+    except Exception:  # see `pack`
         return False
     return True

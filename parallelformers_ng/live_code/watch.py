@@ -7,7 +7,6 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.live_code.reach import Slot
@@ -18,10 +17,9 @@ class CodeWatch:
 
     Args:
         slots: the places, with what they hold.
-        modules: modules of which none may get a forward of its own.
     """
 
-    def __init__(self, slots: Iterable[Slot], modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, slots: Iterable[Slot]) -> None:
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for slot in slots:
             table = _table_of(slot.holder)
@@ -30,15 +28,13 @@ class CodeWatch:
         self._tables = [table for table, _ in groups.values()]
         self._getters = [_getter(values) for _, values in groups.values()]
         self._values = [getter(table) for getter, table in zip(self._getters, self._tables, strict=True)]
-        self._attributes = [vars(module) for module in modules]
 
     def holds(self) -> bool:
         """Whether all places hold what they held: the same objects, or equal numbers."""
         try:
-            same = [*map(operator.call, self._getters, self._tables)] == self._values
+            return [*map(operator.call, self._getters, self._tables)] == self._values
         except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
             return False
-        return same and not any("forward" in attributes for attributes in self._attributes)
 
 
 def _table_of(holder: Any) -> dict[str, Any]:

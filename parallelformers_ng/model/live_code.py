@@ -45,7 +45,6 @@ class LiveCode:
     def __init__(self, model: nn.Module, check: CodeCheck) -> None:
         self._classes = classes_of(model)
         self._functions = check.edits.functions
-        self._helpers = [module for module in model.modules() if _computes_here(module)]
         self.check = check
         self._attentions = attentions_of(model)
         self._slots = reach(self._classes, self._functions, self._attentions)
@@ -89,11 +88,6 @@ class LiveCode:
 
     def _update(self) -> None:
         before, current = self._slots, reach(self._classes, self._functions, self._attentions)
-        if helper := next((module for module in self._helpers if "forward" in vars(module)), None):
-            raise ParallelError(
-                f"the forward of a {type(helper).__name__} was replaced in a model that is parallelized; call"
-                " deparallelize() first"
-            )
         moved = {
             place
             for place in before.keys() | current.keys()
@@ -128,7 +122,7 @@ class LiveCode:
         return module_of(slot.place).partition(".")[0] in _FOLLOWED
 
     def _watch(self) -> None:
-        self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), self._helpers)
+        self.step = CodeWatch(slot for slot in self._slots.values() if slot.of_step)
         self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
 
     def _modules(self) -> set[str]:
@@ -138,11 +132,3 @@ class LiveCode:
         """Whether ranks can import nothing of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
-
-
-def _computes_here(module: nn.Module) -> bool:
-    """Whether a module of a parallelized model stays an ordinary one, as activations do, so that nobody is told what is
-    set on it."""
-    code = getattr(type(module).forward, "__code__", None)
-    own = module._parameters or module._buffers or module._modules
-    return not own and not (code is not None and "training" in code.co_names)

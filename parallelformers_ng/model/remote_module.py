@@ -1,7 +1,7 @@
 """The modules of a parallelized model in the caller's process. Their weights and their work are with the workers.
 
-Each module keeps its class, its name and its place; `RemoteModule` is put in front of its class. A module without
-weights and without children stays as it is and computes here: other models may share it.
+Each module keeps its class, its name and its place; `RemoteModule` is put in front of its class. Modules without
+weights compute here as well, see `plain_parts`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 REMOTE = "_parallelformers_ng"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
-_FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
+FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 """Attributes that say what a module computes, and where."""
 
 
@@ -43,6 +43,7 @@ class Remote:
 
     Attributes:
         parts: of the model itself: its modules that are remote.
+        plain_parts: of the model itself: its modules that compute here too.
         around: of the model itself: what peft has put around it.
         tables: the parameters, buffers and children that the module had, and will have again.
     """
@@ -52,6 +53,7 @@ class Remote:
         self.calls = calls
         self.path = path
         self.parts: list[nn.Module] = []
+        self.plain_parts: Any = None
         self.around: list[nn.Module] = []
         self.tables: dict[str, dict[str, Any]] = {}
 
@@ -90,6 +92,18 @@ class Remote:
         return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, how))
 
 
+def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether the model's code may read an attribute that is set to a new value, so that the workers need it: it had
+    one before, of its own or of its class. Of private ones, which libraries use for notes, numbers and words count."""
+    own = vars(module)
+    if own.get(name, _ABSENT) is value:
+        return False
+    if name.startswith("_"):
+        return isinstance(value, (bool, int, float, str, torch.dtype)) and name in own and name not in SWITCHES
+    of_class = getattr(type(module), name, None)
+    return name in own or (of_class is not None and not callable(of_class))
+
+
 class RemoteModule(nn.Module):
     """Mixed in before a module's own class while its model is parallelized, so that `isinstance` and `super()` hold."""
 
@@ -100,21 +114,12 @@ class RemoteModule(nn.Module):
         held = self._table_of(name)
         if held is not None and held[name] is value:
             return
-        if held is not None or name in _FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+        if held is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
-        if vars(self).get(name, _ABSENT) is not value and self._may_read(name, value):
+        if may_be_read(self, name, value):
             remote = remote_of(self)
             remote.calls.set_attribute(remote.path, name, value)
         super().__setattr__(name, value)
-
-    def _may_read(self, name: str, value: Any) -> bool:
-        """Whether the model's code may read an attribute, so that the workers need its value: it had one before, of its
-        own or of its class. Of private ones, which libraries use for notes, numbers and words count."""
-        if name.startswith("_"):
-            plain = isinstance(value, (bool, int, float, str, torch.dtype))
-            return plain and name in vars(self) and name not in SWITCHES
-        of_class = getattr(type(self), name, None)
-        return name in vars(self) or (of_class is not None and not callable(of_class))
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
         """The table of parameters, buffers or children that holds `name`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
+from parallelformers_ng.model.plain_parts import PlainParts, computes_here
 from parallelformers_ng.model.remote_module import (
     REMOTE,
     Remote,
@@ -30,16 +30,7 @@ from parallelformers_ng.model.remote_module import (
     switched,
     unlock,
 )
-
-
-def _concerns_workers(module: nn.Module) -> bool:
-    """Whether the workers must know what becomes of a module: it or what is in it has weights, or does as its mode
-    says. The others compute here what they do on a rank, and may serve plain models too, as some activations do."""
-    for part in module.modules():
-        code = getattr(type(part).forward, "__code__", None)
-        if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
-            return True
-    return False
+from parallelformers_ng.model.stand_in import stand_in, whole_class
 
 
 def enter(model: nn.Module, calls: Calls, root: type) -> None:
@@ -48,13 +39,16 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
     Args:
         root: the mixin of the model itself.
     """
-    parts = [(path, part) for path, part in model.named_modules() if path and _concerns_workers(part)]
+    below = [(path, part) for path, part in model.named_modules() if path]
+    plain_parts = [(path, part) for path, part in below if computes_here(part)]
+    parts = [(path, part) for path, part in below if not computes_here(part)]
     for path, module in (("", model), *parts):
         vars(module)[REMOTE] = Remote(model, calls, path)
         lock(module)
         cls: Any = type(module)
         module.__class__ = _remote_class(RemoteModule if path else root, cls)
     remote_of(model).parts = [part for _, part in parts]
+    remote_of(model).plain_parts = PlainParts(calls, plain_parts)
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
@@ -73,46 +67,21 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
             lock(module)
         raise
     remote_of(model).calls.hooks.leave()
+    remote_of(model).plain_parts.leave()
     for module in (*modules, *remote_of(model).around):
-        object.__setattr__(module, "__class__", type(module)._whole_class)  # type: ignore[attr-defined]
+        object.__setattr__(module, "__class__", whole_class(type(module)))
         del vars(module)[REMOTE]
-
-
-class _RemoteType(type):
-    """The type of the classes made here: what is done with such a class is done with the class that it stands for."""
-
-    _whole_class: type[nn.Module]
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._whole_class(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls._whole_class)
-
-
-def _as_whole(cls: _RemoteType) -> Any:
-    """How pickle takes such a class."""
-    return _itself, (cls._whole_class,)
-
-
-def _itself(cls: type) -> type:
-    return cls
 
 
 @functools.cache
 def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` with its name and module, so that what it saves and prints names the original."""
     own = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
-    members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    members = {}
     for name in public_methods(cls):
         place = place_of(cls, name)
         if name not in own and place in _MAKERS:
             members[name] = _MAKERS[place](name, getattr(cls, name))
-    kind = _RemoteType if type(cls) is type else type("_RemoteType", (_RemoteType, type(cls)), {})
-    copyreg.pickle(kind, _as_whole)
-    made = kind(cls.__name__, (mixin, cls), members)
-    made._whole_class = cls
-    return made
+    return stand_in(mixin, cls, members)
 
 
 def _saved(name: str, original: Callable) -> Callable:

@@ -92,7 +92,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
                     Array_##NAME bias = random_##NAME(out), y = random_##NAME(rows * out);                          \
                     float *wide = calloc(rows * in, sizeof(float));                                                 \
                     for (size_t i = 0; i < rows * in; i++) wide[i] = load_##NAME(x.given[i]);                       \
-                    linear_##NAME(wide, weight.given, bias.given, y.given, rows, in, in, out);                      \
+                    linear_##NAME(wide, weight.given, bias.given, y.given, rows, in, in, out, out);                 \
                     plain_linear(x.wide, weight.wide, bias.wide, y.wide, rows, in, out);                            \
                     check_##NAME("linear " #NAME, y.given, y.wide, rows * out, 1);                                  \
                 }                                                                                                   \
@@ -119,7 +119,8 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         integers_##NAME(wide, &m, y.given, rows, in, out, malloc(integers_work_bytes(rows, in, out)));              \
         check_##NAME("integers " #NAME, y.given, y.wide, rows * out, 1);                                            \
         float *products = calloc(rows * out, sizeof(float)), *laid = malloc(integers_work_bytes(rows, in, out));    \
-        widened(wide, &m, products, rows, in, out, KIND, laid);                                                     \
+        lay_out_rows(wide, &m, laid, rows, in);                                                                     \
+        widened(laid, &m, products, rows, in, out, KIND, 0, out);                                                   \
         for (size_t i = 0; i < rows * out; i++) y.given[i] = store_##NAME(products[i] + (float)bias.wide[i % out]); \
         check_##NAME("widened " #NAME, y.given, y.wide, rows * out, 1);                                             \
     }                                                                                                               \

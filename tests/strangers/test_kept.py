@@ -35,9 +35,21 @@ def other_epsilon(model: Any) -> None:
         layer.input_layernorm.variance_epsilon = 0.5
 
 
+def leakier(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn.negative_slope = 0.7
+
+
+def clipped(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn.act = lambda states: states.clamp(-0.1, 0.1)
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "an attribute of attention": (lambda: decoder("Llama"), scaled),
     "an attribute of a norm": (lambda: decoder("Llama"), other_epsilon),
+    "an attribute of an activation": (lambda: decoder("Llama", hidden_act="leaky_relu"), leakier),
+    "a function of an activation": (lambda: decoder("Llama", hidden_act="gelu"), clipped),
     "a switch of attention": (gpt2, unscaled),
     "a configuration": (lambda: decoder("Llama"), shallower),
 }

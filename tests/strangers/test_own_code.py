@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
-from parallelformers_ng import parallelize, plan
+from parallelformers_ng import ParallelError, parallelize, plan
 from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
 from tests.zoo.decoders import decoder, gpt2
 
@@ -166,14 +168,28 @@ def one_for_all_heads(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return self.c_proj(inner / inner.norm(dim=-1, keepdim=True))
 
 
+def doubling(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(forward)
+    def call(*args: Any) -> torch.Tensor:
+        return 2 * forward(*args)
+
+    return call
+
+
 PATCHES: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
     "a norm": (lambda: decoder("Llama"), modeling_llama.LlamaRMSNorm, "forward", doubled),
     "positions": (lambda: decoder("Llama"), modeling_llama, "apply_rotary_pos_emb", no_positions),
     "a feed-forward": (lambda: decoder("Llama"), modeling_llama.LlamaMLP, "forward", largest_only),
+    "a function named after what it replaces": (
+        lambda: decoder("Llama"),
+        modeling_llama.LlamaMLP,
+        "forward",
+        doubling(modeling_llama.LlamaMLP.forward),
+    ),
     "a feed-forward of GPT-2": (gpt2, modeling_gpt2.GPT2MLP, "forward", one_for_all_heads),
     "a product of torch": (lambda: decoder("Llama"), nn.Linear, "forward", Clamped.forward),
 }
-AFTERWARDS = {"a norm", "positions"}
+AFTERWARDS = {"a norm", "positions", "a function named after what it replaces"}
 """Patches that the model can follow as it is cut."""
 
 
@@ -201,6 +217,20 @@ def test_patches_after_parallelize_are_seen_and_can_be_undone(groups, name: str)
         assert_agree(cut, whole, prompt())
 
 
+def test_a_proof_of_a_later_patch_leaves_the_weights_alone(groups, monkeypatch) -> None:
+    """The small copy for it has the code of the model that runs, and nothing else of it."""
+    whole, cut = decoder("Llama"), decoder("Llama")
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", doubled)
+    parallelize(cut, workers=groups(2))
+    assert_agree(cut, whole, prompt())
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", doubling(modeling_llama.LlamaMLP.forward))
+    assert_agree(cut, whole, prompt())
+    assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
+    cut.deparallelize()
+    for mine, plain in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
 def test_patches_that_need_another_cut_are_refused_by_name(groups) -> None:
     whole, cut = decoder("Llama"), decoder("Llama")
     with parallelize(cut, workers=groups(2)):
@@ -209,3 +239,20 @@ def test_patches_that_need_another_cut_are_refused_by_name(groups) -> None:
             with pytest.raises(Exception, match=r"LlamaMLP\.forward was changed after the model was parallelized"):
                 cut(prompt())
         assert_agree(cut, whole, prompt())
+
+
+def test_an_activation_is_one_of_the_model(groups) -> None:
+    shared = nn.LeakyReLU(0.1)
+    models = [decoder("Llama"), decoder("Llama"), decoder("Llama")]
+    for model in models:
+        model.model.layers[0].mlp.act_fn = shared
+    whole, first, second = models
+    with parallelize(first, workers=groups(2)):
+        with parallelize(second, 2, progress=False):
+            shared.negative_slope = 0.7
+            with pytest.raises(ParallelError, match=r"layers\.0\.mlp\.act_fn belongs to a parallelized model.*forward"):
+                shared.forward = torch.tanh
+            assert isinstance(pickle.loads(pickle.dumps(shared)), nn.LeakyReLU)
+            assert_agree(second, whole, prompt())
+        assert_agree(first, whole, prompt())
+    assert type(shared) is nn.LeakyReLU
