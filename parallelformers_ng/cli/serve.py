@@ -59,15 +59,20 @@ def _types(kind: Any) -> Iterator[Any]:
         yield from _types(part)
 
 
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that flags and the environment give."""
+    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
+    if key := os.environ.get(KEY_VARIABLE):
+        given.setdefault("api_key", key)
+    return given
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve a model until told to end."""
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.options import read_serve_options
 
-    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
-    if key := os.environ.get(KEY_VARIABLE):
-        given.setdefault("api_key", key)
-    wanted = read_serve_options(options.config, given)
+    wanted = read_serve_options(options.config, given_options(options))
     check_at_once(wanted)
     try:
         from parallelformers_ng.serving.run import serve
