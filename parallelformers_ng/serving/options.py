@@ -28,7 +28,7 @@ class ServeOptions:
     text beside its type is the flag's help.
     """
 
-    model: Annotated[str, "a model folder or a name on the Hugging Face hub"] = ""
+    model: Annotated[str, "a model folder, a GGUF file or a name on the Hugging Face hub"] = ""
     num_gpus: Annotated[int | None, "number of ranks; by default all GPUs, or 2 CPU ranks where there is none"] = None
     replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None

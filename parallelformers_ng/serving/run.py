@@ -8,19 +8,20 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import uvicorn
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parallelformers_ng.api import parallelize
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
-from parallelformers_ng.serving.kinds import Kind, kind_of
+from parallelformers_ng.serving.kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import set_up_logs
 from parallelformers_ng.serving.options import ServeOptions
@@ -135,12 +136,16 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         options: the model, and where its ranks are.
         kind: what it is served as; by default it has the class that its configuration names.
     """
-    tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
     found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    source: Any = options.model
+    if is_gguf(options.model):
+        source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
     if kind is not None and kind.model_class is not None:
         found["model_class"] = kind.model_class
     model = parallelize(
-        options.model,
+        source,
         options.num_gpus,
         dtype=options.dtype,
         fit=options.fit,
@@ -155,6 +160,23 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         **found,
     )
     return model, tokenizer
+
+
+def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a GGUF file, whose weights transformers makes floats of.
+
+    Args:
+        path: path of the file.
+        dtype: data type of the weights; by default float32.
+    """
+    where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        return AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "float32"), tokenizer
+    except ImportError as error:
+        raise UnsupportedModelError(f"{path} is a GGUF file, which needs another package: {error}") from None
+    except ValueError as error:  # an architecture that transformers does not read from GGUF
+        raise UnsupportedModelError(f"transformers cannot read {path}: {error}") from None
 
 
 def warm_up(model: Any) -> None:
