@@ -79,10 +79,10 @@ class Chat:
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
                 "messages",
             )
-        read = [_plain(message) for message in messages]
-        if self._form is None:
-            read, tools = plain_messages(read, tools), []
         try:
+            read = [_plain(message) for message in messages]
+            if self._form is None:
+                read, tools = plain_messages(read, tools), []
             text: str = self.tokenizer.apply_chat_template(
                 read,
                 tools=tools or None,
