@@ -31,7 +31,7 @@ _MEMBERS -= {"rank", "name", "seed", "broadcast"}  # attributes of many objects 
 def uses(source: str) -> tuple[set[str], set[str]]:
     """Names and variables that a module uses; a method as `.name`, of whatever object."""
     tree = ast.parse(source)
-    imported = dict(_imported(tree))
+    imported = imports_of(tree)
     names = {full for full in imported.values() if _LIBRARIES.match(full)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -44,6 +44,11 @@ def uses(source: str) -> tuple[set[str], set[str]]:
     names |= {f"{node.arg}=" for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in _KEYWORDS}
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return names, {variable for text in texts for variable in _VARIABLES.findall(text)}
+
+
+def imports_of(tree: ast.AST) -> dict[str, str]:
+    """Name in a module → what it imports under it."""
+    return dict(_imported(tree))
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:

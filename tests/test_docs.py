@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import fnmatch
+import importlib
 import importlib.util
 import json
 import re
@@ -199,6 +202,26 @@ def test_the_health_check_finds_port_and_key_where_the_server_does(
     monkeypatch.setenv("PARALLELFORMERS_API_KEY", "of the environment")
     found = health.options_of([*start, "x", "--host", "0.0.0.0", "--port", "9002"])
     assert (found.port, found.api_key) == (9002, "of the environment")
+
+
+def test_the_compose_file_for_gpus_has_what_nccl_and_triton_need() -> None:
+    yaml = pytest.importorskip("yaml")
+    service = yaml.safe_load((ROOT / "docker/compose.gpu.yml").read_text())["services"]["server"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["capabilities"] == ["gpu"]
+    assert "--num-gpus" not in service["command"]  # as many ranks as there are GPUs
+    assert (ROOT / served(["serve", *service["command"]]).model).exists()
+    assert service["shm_size"] == "2gb"
+    (mount,) = service["tmpfs"]
+    place, _, options = mount.partition(":")
+    assert "exec" in options.split(",")
+    caches = service["environment"]
+    assert {"TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} <= caches.keys()
+    assert all(path == place or path.startswith(f"{place}/") for path in caches.values())
+    index, text = service["build"]["args"]["TORCH_INDEX"], (ROOT / "docker/Dockerfile").read_text()
+    kept = re.search(r'case "\$\{TORCH_INDEX\}" in (\S+)\) apt-get purge', text)
+    assert kept
+    assert [fnmatch.fnmatch(url, kept[1]) for url in (index, "https://download.pytorch.org/whl/cpu")] == [False, True]
 
 
 def test_the_tables_of_the_server_are_those_of_its_code() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, KeptAlive, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
 from parallelformers_ng.errors import GroupError
@@ -75,7 +76,7 @@ class CapturedStep:
             with self._kept:
                 return run(**given)
 
-        with reusable.widened(width):
+        with reusable.widened(width), masks_converted_once():
             output, self._graph = recorder.record(step)
         self._kind = type(output)
         self._logits = output.logits

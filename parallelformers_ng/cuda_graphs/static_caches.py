@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,6 +51,20 @@ class ReusableLayer(StaticLayer):
         self.narrow(rows)
         self.is_initialized = True
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if key_states.shape[-2] > 1 or not self.is_initialized or not _tokens_are_placed_alike():
+            return super().update(key_states, value_states, *args, **kwargs)
+        return self._place(key_states, value_states)
+
+    def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold one more token, `[rows, heads, 1, width]`. The tensor that counts the tokens is its position;
+        transformers makes another one of it, two kernels in each layer."""
+        position = self.cumulative_length.view(1)
+        self.keys.index_copy_(2, position, key_states)
+        self.values.index_copy_(2, position, value_states)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values
+
     def release(self) -> None:
         """Give up the memory, whoever refers to this layer."""
         self.whole = self.keys = self.values = None
@@ -74,10 +89,12 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
     """The same for a layer that keeps the last tokens only. It counts them in Python as well."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[-2] > 1 or not self.is_full:
-            return super().update(key_states, value_states, *args, **kwargs)
-        # transformers makes an index out of Python numbers here, which no capture admits
+        if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
+            return super(ReusableLayer, self).update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
+        if self.cumulative_length_int <= self.max_cache_len:
+            return self._place(key_states, value_states)
+        # transformers makes an index out of Python numbers here, which no capture admits
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held.copy_(torch.cat((held[:, :, 1:], new), dim=-2))
         return self.keys, self.values
@@ -90,6 +107,25 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
     def renew(self) -> None:
         super().renew()
         self.cumulative_length_int = 0
+
+
+@functools.cache
+def _tokens_are_placed_alike() -> bool:
+    """Whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
+    with torch.inference_mode(), torch.device("cpu"):
+        states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
+        one = states[:, :, :1]
+        for mine, theirs in (
+            (ReusableLayer(4), StaticLayer(4)),
+            (ReusableWindowLayer(4, 4), StaticSlidingWindowLayer(4, 4)),
+        ):
+            mine.whole, mine.on_move = None, lambda: None
+            for layer in (mine, theirs):
+                layer.update(states, -states)
+            placed, usual = mine._place(one, -one), theirs.update(one, -one)
+            if not all(map(torch.equal, (*placed, mine.cumulative_length), (*usual, theirs.cumulative_length))):
+                return False
+    return True
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
@@ -136,6 +172,7 @@ class ReusableCache:
             layer.whole, layer.on_move = None, self.forget_steps
         self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
+        _tokens_are_placed_alike()  # once, and not in the midst of a step
 
     def forget_steps(self) -> None:
         """Destroy what was recorded. A recording and its cache refer to each other, so that nothing else would."""

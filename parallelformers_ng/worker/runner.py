@@ -33,7 +33,7 @@ from parallelformers_ng.generation.step_masks import answer_for_steps, known_mas
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
-from parallelformers_ng.kernels import installation
+from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
 from parallelformers_ng.live_code.changes import AppliedChanges, CodeChanges, Digests, differences
 from parallelformers_ng.sharding import look_ups
@@ -63,6 +63,7 @@ class ModelRunner(RankWeights):
             install_attention()
             append_in_place()
         else:
+            on_devices.install_attention()
             look_ups.guard_look_ups()
             answer_for_steps()
             slice_single_indices()
@@ -99,8 +100,9 @@ class ModelRunner(RankWeights):
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
-        if self.device.type == "cpu" and not self.code.of_step:
-            installation.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
+        if not self.code.of_step:
+            kernels = installation if self.device.type == "cpu" else on_devices
+            kernels.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
         keep_caches(self.plan.cache)
         self.alike = devices_alike(self.communicator, self.device)
