@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import fnmatch
 import importlib
 import importlib.util
