@@ -99,10 +99,10 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
         recorder.record(lambda: total.add_(1).sum().item())
     assert torch.cuda.current_stream(device) == stream
     assert torch.rand(3, device=device).shape == (3,)
-    output, replay = recorder.record(lambda: total.add_(1).sum())
+    output, graph = recorder.record(lambda: total.add_(1).sum())
     assert total.tolist() == [0, 0, 0, 0]
-    replay()
-    replay()
+    graph.replay()
+    graph.replay()
     assert (total.tolist(), output.item()) == ([2, 2, 2, 2], 8)
 
 
