@@ -271,6 +271,15 @@ class WorkerGroup:
         finally:
             self._requests.release()
 
+    def why_over(self) -> str:
+        """Return why the group has ended, "" if it has not."""
+        if not self._is_over:
+            return ""
+        try:
+            self._processes.raise_why_over()
+        except GroupError as error:
+            return str(error)
+
     def drain(self, deadline: float) -> None:
         """Wait until the workers have left a request that was interrupted. If they do not, the group ends. After
         `deadline`, on the clock of `time.monotonic`, nothing is decided."""
