@@ -103,6 +103,7 @@ class CopiedLayer(MovedLayer):
         self._mapping = MappedLayer(module, () if staging is None else self._homes)
         self._staging, self._device, self._stream = staging, device, stream
         self._copies: list[Tensor] = []
+        self._written = False
 
     def bring(self) -> None:
         self._mapping.bring()
@@ -112,6 +113,9 @@ class CopiedLayer(MovedLayer):
 
     def ask(self) -> None:
         if self._staging is None:
+            if not self._written:  # what filled the homes may still be queued, once
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                self._written = True
             with torch.cuda.stream(self._stream):
                 self._copy()
                 self._arrived = self._stream.record_event()
