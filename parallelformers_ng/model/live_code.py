@@ -10,17 +10,15 @@ from torch import nn
 from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.changes import (
-    CodeChanges,
-    Digests,
     attentions_of,
     classes_of,
     digests_of,
     is_by_value,
     is_filled_in,
     module_of,
-    pack,
 )
 from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, reach
 from parallelformers_ng.live_code.watch import CodeWatch
 
@@ -73,7 +71,9 @@ class LiveCode:
         unlike = {place: found for place, found in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**here, **unlike}
         self._sent = set(unlike)
-        return pack({place: self._slots[place] for place in unlike}, (), self.by_value) if unlike else None
+        if not unlike:
+            return None
+        return pack({place: self._slots[place] for place in unlike}, self._on_ranks, modules=self.by_value)
 
     def update(self) -> None:
         """Look at the code anew after a change.
@@ -106,7 +106,7 @@ class LiveCode:
             if now[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
         }
         restored = [place for place in self._sent if place in now and now[place] == self._on_ranks.get(place)]
-        self.changes = pack(values, restored, self.by_value)
+        self.changes = pack(values, self._on_ranks, restored, self.by_value)
         self._sent |= set(values)
         self._slots = current
         self.count += 1

@@ -18,7 +18,11 @@ from transformers.models.llama import modeling_llama
 
 from parallelformers_ng import ParallelError, parallelize, plan
 from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
+from tests.zoo.build import largest_difference
+from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import decoder, gpt2
+from tests.zoo.encoders import encoder
+from tests.zoo.seq2seq import t5
 
 
 class BitLinear(nn.Linear):
@@ -142,6 +146,17 @@ def test_changed_modules_give_the_plain_numbers(groups, name: str) -> None:
         assert_agree_in_a_batch(cut, whole, [prompt(9), prompt(12, seed=2)])
 
 
+@pytest.mark.parametrize("make", [t5, lambda: encoder("MPNet", attention="eager")], ids=["T5", "MPNet"])
+def test_attentions_that_share_a_position_bias_are_cut_together(groups, make: Callable[[], Any]) -> None:
+    whole, cut = make(), make()
+    for model in (whole, cut):
+        queries = [module for name, module in model.named_modules() if name.endswith((".SelfAttention.q", ".attn.q"))]
+        queries[-1].__class__ = Clamped
+    inputs = seq2seq_inputs() if whole.config.is_encoder_decoder else text_inputs()
+    with parallelize(cut, workers=groups(2)), torch.no_grad():
+        assert largest_difference(cut(**inputs)[0], whole(**inputs)[0]) < 1e-4
+
+
 def test_the_plan_says_what_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder("Llama")
     sparse_feed_forward(model)
@@ -176,6 +191,18 @@ def doubling(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return call
 
 
+def scaling_states(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a forward that transformers has wrapped in functions that cannot be copied."""
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.clamp(-0.5, 0.5)
+        return output
+
+    return call
+
+
 PATCHES: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
     "a norm": (lambda: decoder("Llama"), modeling_llama.LlamaRMSNorm, "forward", doubled),
     "positions": (lambda: decoder("Llama"), modeling_llama, "apply_rotary_pos_emb", no_positions),
@@ -187,9 +214,27 @@ PATCHES: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
         doubling(modeling_llama.LlamaMLP.forward),
     ),
     "a feed-forward of GPT-2": (gpt2, modeling_gpt2.GPT2MLP, "forward", one_for_all_heads),
+    "a model's forward": (
+        lambda: decoder("Llama"),
+        modeling_llama.LlamaModel,
+        "forward",
+        scaling_states(modeling_llama.LlamaModel.forward),
+    ),
+    "the forward of GPT-2's model": (
+        gpt2,
+        modeling_gpt2.GPT2Model,
+        "forward",
+        scaling_states(modeling_gpt2.GPT2Model.forward),
+    ),
     "a product of torch": (lambda: decoder("Llama"), nn.Linear, "forward", Clamped.forward),
 }
-AFTERWARDS = {"a norm", "positions", "a function named after what it replaces"}
+AFTERWARDS = {
+    "a norm",
+    "positions",
+    "a function named after what it replaces",
+    "a model's forward",
+    "the forward of GPT-2's model",
+}
 """Patches that the model can follow as it is cut."""
 
 
