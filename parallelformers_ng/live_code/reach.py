@@ -35,6 +35,7 @@ _NOT_COMPUTING = tuple(
     )
 )  # fmt: skip
 """Modules of transformers that load, write, describe or train, and are not followed."""
+_LAYERS_OF_TORCH = "torch.nn.modules."
 _MOST_ENTRIES = 200
 
 
@@ -63,7 +64,8 @@ def reach(
     """List the places of the code that methods of these classes can reach.
 
     A method is reached if code that is reached names it, whatever the object. Globals are followed within transformers
-    and the packages of the classes and functions themselves, not into torch.
+    and the packages of the classes and functions themselves. Into torch they are not; of its layers, the functions that
+    they name are listed.
 
     Args:
         classes: classes of a model's modules.
@@ -148,10 +150,12 @@ class _Walk:
             self._waiting.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
 
     def _read(self, function: types.FunctionType) -> None:
-        if package_of(function) in LIBRARIES - self._packages:
-            return
         scope = function.__globals__
         module = scope.get("__name__", "")
+        if module.startswith(_LAYERS_OF_TORCH):
+            return self._read_layer(function)
+        if package_of(function) in LIBRARIES - self._packages:
+            return
         if module.startswith(_NOT_COMPUTING):
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
@@ -171,6 +175,12 @@ class _Walk:
                 self._read_registry(f"{module}:{name}", value)
             else:
                 self._waiting.append((None, name, value))
+
+    def _read_layer(self, function: types.FunctionType) -> None:
+        """Note what a layer of torch names of `torch.nn.functional`."""
+        functional = function.__globals__.get("F")
+        if isinstance(functional, types.ModuleType):
+            self._read_module(functional, names_in(function.__code__))
 
     def _read_module(
         self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()

@@ -94,7 +94,8 @@ class LiveCode:
             if place not in before or place not in current or before[place].value is not current[place].value
         }
         if why := self.check.objection(moved):
-            names = ", ".join(sorted(place.partition(":")[2] for place in moved & before.keys())[:3])
+            known = moved & before.keys()
+            names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
             raise ParallelError(
                 f"{names} was changed after the model was parallelized, and the model cannot be cut as it is with the"
                 f" new code: {why}. Call deparallelize(), then parallelize() again"
@@ -132,3 +133,9 @@ class LiveCode:
         """Whether ranks can import nothing of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
+
+
+def _in_short(place: str) -> str:
+    """A place as messages name it: `Class.attribute`, or `module.global`."""
+    module, _, name = place.partition(":")
+    return name if "." in name or "[" in name else f"{module}.{name}"

@@ -70,7 +70,8 @@ class SharedCalls:
             As `Queue.generate`.
         """
         self.queue.check(*tokens_of(model, arguments))
-        call = self.trial.why_alone(type(model), model.config) or shared_call(model, arguments, seed, draw_seed)
+        call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
+        call = call or shared_call(model, arguments, seed, draw_seed)
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()
