@@ -7,9 +7,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
 
-from parallelformers_ng.live_code.reach import Slot
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.live_code.reach import LIBRARIES, Slot, package_of
 
 
 class CodeWatch:
@@ -35,6 +39,18 @@ class CodeWatch:
             return [*map(operator.call, self._getters, self._tables)] == self._values
         except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
             return False
+
+
+def refuse_modes() -> None:
+    """Raise ParallelError within a mode of the program's that changes what functions of torch do in this process."""
+    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if package_of(type(mode)) not in LIBRARIES:
+            raise ParallelError(
+                f"the call is made within {type(mode).__name__}, which changes what functions of torch do in this"
+                " process, and the workers compute in others. Leave it before the call, or deparallelize() first"
+            )
 
 
 def _table_of(holder: Any) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelformers_ng import ParallelError, parallelize, plan
+from parallelformers_ng.errors import UnsupportedModelError
 from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
 from tests.strangers.changed_code import CHANGES, PATCHES, Clamped, sparse_feed_forward
 from tests.zoo.build import largest_difference
@@ -77,3 +80,52 @@ def test_an_activation_is_one_of_the_model(groups) -> None:
             assert_agree(second, whole, prompt())
         assert_agree(first, whole, prompt())
     assert type(shared) is nn.LeakyReLU
+
+
+class Doubling(torch.Tensor):
+    """A tensor whose class doubles products with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output * 2 if func is nn.functional.linear else output
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output.bfloat16().float() if func is torch.ops.aten.mm.default else output
+
+
+class Negating(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return -output if func is nn.functional.silu else output
+
+
+def as_parameter(model: Any) -> None:
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = nn.Parameter(up.weight.data.as_subclass(Doubling))
+
+
+def as_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.as_subclass(Doubling)
+
+
+@pytest.mark.parametrize("put", [as_parameter, as_buffer])
+def test_tensors_of_a_class_of_the_programs_are_refused(put: Callable[[Any], None]) -> None:
+    model = decoder("Llama")
+    put(model)
+    with pytest.raises(UnsupportedModelError, match=r"(up_proj\.weight|inv_freq) is a Doubling"):
+        parallelize(model, 2)
+
+
+@pytest.mark.parametrize("mode", [Rounding, Negating])
+def test_modes_of_the_programs_are_refused(groups, mode: type) -> None:
+    whole, cut = decoder("Llama"), decoder("Llama")
+    with parallelize(cut, workers=groups(2)):
+        for call in (cut, cut.generate):
+            with mode(), pytest.raises(ParallelError, match=f"made within {mode.__name__}"):
+                call(prompt())
+        with torch.device("cpu"):
+            assert_agree(cut, whole, prompt())
