@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import GeneralInterface
@@ -36,6 +37,7 @@ _NOT_COMPUTING = tuple(
 )  # fmt: skip
 """Modules of transformers that load, write, describe or train, and are not followed."""
 _LAYERS_OF_TORCH = "torch.nn.modules."
+_CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
 
 
@@ -76,7 +78,7 @@ def reach(
         Place → slot, those of a forward pass first.
     """
     walk = _Walk([*classes], [*functions], attentions)
-    walk.follow(STEP, of_step=True)
+    walk.follow(STEP | {"__init__"}, of_step=True)  # that of caches, which name their layers there
     own = {base for cls in walk.classes for base in cls.__mro__ if base not in _GENERAL}
     public = {name for base in own for name in vars(base) if not name.startswith("_")}
     walk.follow(public | {"generate"}, of_step=False)
@@ -138,7 +140,8 @@ class _Walk:
             self._known_classes.add(base)
             for name, value in vars(base).items():
                 is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
-                if name in _NOT_FOLLOWED or not (is_setting or any(True for _ in functions_in(value))):
+                skipped = name in _NOT_FOLLOWED and not (name == "__init__" and base.__module__ == _CACHES)
+                if skipped or not (is_setting or any(True for _ in functions_in(value))):
                     continue
                 self._methods.setdefault(name, []).append(base)
                 if name in self._named:
@@ -162,6 +165,7 @@ class _Walk:
         names = names_in(function.__code__)
         for name in names:
             self._name(name)
+            self._read_method_of_tensors(name)
             if name not in scope or name.startswith("__"):
                 continue
             value = scope[name]
@@ -175,6 +179,13 @@ class _Walk:
                 self._read_registry(f"{module}:{name}", value)
             else:
                 self._waiting.append((None, name, value))
+
+    def _read_method_of_tensors(self, name: str) -> None:
+        """Note a method that a program has put on all tensors."""
+        method = vars(torch.Tensor).get(name)
+        if isinstance(method, types.FunctionType) and package_of(method) != "torch":
+            self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
+            self._waiting.append((None, name, method))
 
     def _read_layer(self, function: types.FunctionType) -> None:
         """Note what a layer of torch names of `torch.nn.functional`."""
@@ -202,6 +213,8 @@ class _Walk:
             return
         self._known.add(id(registry))
         for key, value in entries_of(registry):
+            if isinstance(value, type) and value.__module__ == _CACHES:
+                self._add(value)
             if isinstance(key, str) and callable(value) and not isinstance(value, type):
                 self._note(f"{place}[{key}]", registry, key, value)
                 if isinstance(registry, GeneralInterface) and (self._attentions is None or key in self._attentions):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.live_code.reach import LIBRARIES, Slot, package_of
+from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_of
 
 
 class CodeWatch:
@@ -25,18 +25,25 @@ class CodeWatch:
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        classes: dict[int, dict[str, Any]] = {}
         for slot in slots:
             table = _table_of(slot.holder)
+            if slot.key in STEP and isinstance(slot.holder, type):
+                classes[id(table)] = table
             if slot.key in table:
                 groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
         self._tables = [table for table, _ in groups.values()]
         self._getters = [_getter(values) for _, values in groups.values()]
         self._values = [getter(table) for getter, table in zip(self._getters, self._tables, strict=True)]
+        self._classes = [*classes.values(), _table_of(torch.Tensor)]
+        self._sizes = [*map(len, self._classes)]
 
     def holds(self) -> bool:
-        """Whether all places hold what they held: the same objects, or equal numbers."""
+        """Whether all places hold what they held, the same objects or equal numbers, and no class of modules has got a
+        place more or lost one."""
         try:
-            return [*map(operator.call, self._getters, self._tables)] == self._values
+            same = [*map(operator.call, self._getters, self._tables)] == self._values
+            return same and [*map(len, self._classes)] == self._sizes
         except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
             return False
 

@@ -20,6 +20,7 @@ from parallelformers_ng.live_code.changes import (
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, reach
+from parallelformers_ng.live_code.stock import is_stock
 from parallelformers_ng.live_code.watch import CodeWatch
 
 _FOLLOWED = ("torch", "transformers")
@@ -93,6 +94,8 @@ class LiveCode:
             for place in before.keys() | current.keys()
             if place not in before or place not in current or before[place].value is not current[place].value
         }
+        if not moved:
+            return self._watch()
         if why := self.check.objection(moved):
             known = moved & before.keys()
             names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
@@ -106,7 +109,7 @@ class LiveCode:
             for place, slot in current.items()
             if now[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
         }
-        restored = [place for place in self._sent if place in now and now[place] == self._on_ranks.get(place)]
+        restored = self._sent - values.keys()
         self.changes = pack(values, self._on_ranks, restored, self.by_value)
         self._sent |= set(values)
         self._slots = current
@@ -120,7 +123,8 @@ class LiveCode:
             return False
         if module_of(slot.place) in self.by_value:
             return slot.place in before and before[slot.place].value is slot.value and slot.place not in self._sent
-        return module_of(slot.place).partition(".")[0] in _FOLLOWED
+        is_plain = isinstance(slot.value, (bool, int, float, str, property))
+        return module_of(slot.place).partition(".")[0] in _FOLLOWED and not is_plain and is_stock(slot)
 
     def _watch(self) -> None:
         self.step = CodeWatch(slot for slot in self._slots.values() if slot.of_step)

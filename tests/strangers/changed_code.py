@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
+from transformers.cache_utils import DynamicLayer
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
@@ -173,6 +174,23 @@ def scaling_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def next_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(self, *args, **kwargs)
+        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 90}
+
+    return call
+
+
+def rounding(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache that holds keys in fewer bits."""
+
+    def call(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return update(self, (keys * 8).round() / 8, values, *args, **kwargs)
+
+    return call
+
+
 PATCHES: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
     "a norm": (lambda: decoder("Llama"), modeling_llama.LlamaRMSNorm, "forward", doubled),
     "positions": (lambda: decoder("Llama"), modeling_llama, "apply_rotary_pos_emb", no_positions),
@@ -203,6 +221,26 @@ PATCHES: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
         followed_by(bounded, nn.functional.linear),
     ),
     "torch's layer norm": (gpt2, nn.functional, "layer_norm", followed_by(torch.tanh, nn.functional.layer_norm)),
+    "a method that the class inherits": (
+        lambda: decoder("Llama"),
+        modeling_llama.LlamaMLP,
+        "__call__",
+        followed_by(torch.tanh, nn.Module.__call__),
+    ),
+    "how a model prepares its inputs": (
+        gpt2,
+        modeling_gpt2.GPT2LMHeadModel,
+        "prepare_inputs_for_generation",
+        next_ids(modeling_gpt2.GPT2LMHeadModel.prepare_inputs_for_generation),
+    ),
+    "a property in the place of an attribute": (
+        lambda: decoder("Llama"),
+        modeling_llama.LlamaAttention,
+        "scaling",
+        property(lambda attention: 0.01, lambda attention, value: None),
+    ),
+    "a cache's layer": (gpt2, DynamicLayer, "update", rounding(DynamicLayer.update)),
+    "a method of tensors": (lambda: decoder("Llama"), torch.Tensor, "pow", followed_by(torch.sqrt, torch.Tensor.pow)),
     "a product of torch": (lambda: decoder("Llama"), nn.Linear, "forward", Clamped.forward),
 }
 AFTERWARDS = {
@@ -212,5 +250,9 @@ AFTERWARDS = {
     "a model's forward",
     "the forward of GPT-2's model",
     "torch's layer norm",
+    "a method that the class inherits",
+    "how a model prepares its inputs",
+    "a property in the place of an attribute",
+    "a cache's layer",
 }
 """Patches that the model can follow as it is cut."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelformers_ng import ParallelError, parallelize, plan
 from parallelformers_ng.errors import UnsupportedModelError
-from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
+from tests.strangers.agreement import NEW_TOKENS, assert_agree, assert_agree_in_a_batch, prompt
 from tests.strangers.changed_code import CHANGES, PATCHES, Clamped, sparse_feed_forward
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs
@@ -57,9 +57,10 @@ def test_the_plan_says_what_stays_whole(caplog: pytest.LogCaptureFixture) -> Non
 def test_patched_classes_and_globals_reach_the_ranks(groups, monkeypatch, name: str) -> None:
     make, owner, key, value = PATCHES[name]
     whole, cut = make(), make()
-    plain = whole(prompt()).logits
-    monkeypatch.setattr(owner, key, value)
-    assert not torch.allclose(whole(prompt()).logits, plain, atol=1e-3)
+    logits, tokens = whole(prompt()).logits, whole.generate(prompt(), **NEW_TOKENS)
+    monkeypatch.setattr(owner, key, value, raising=False)
+    same = torch.allclose(whole(prompt()).logits, logits, atol=1e-3)
+    assert not (same and torch.equal(whole.generate(prompt(), **NEW_TOKENS), tokens))
     with parallelize(cut, workers=groups(2)):
         assert_agree(cut, whole, prompt())
         assert_agree_in_a_batch(cut, whole, [prompt(9), prompt(12, seed=2)])
