@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.units import and_above, sees_part
 
 
 class CodeCheck:
-    """What has to be known of a model to check its plan again.
+    """Checks a plan against code that has changed since the plan was made.
 
     Args:
         model: the model, before it is parallelized.

@@ -107,7 +107,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.
         in_pieces: see `Trial`.
-        lengths: of the calls, tokens before and after.
+        lengths: tokens of each call, before and after.
     """
     model.set_experts_implementation("eager")  # as on the ranks; other kernels take not all widths of a small copy
     words = model.config.get_text_config().vocab_size

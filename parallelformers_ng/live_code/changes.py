@@ -102,7 +102,7 @@ class AppliedChanges:
             self._restore(place)
 
     def _imported(self, place: str) -> Any:
-        """What this rank imports at a place, whatever it holds now."""
+        """Give the value that this rank imported at a place, also if it holds another now."""
         return self._before[place][2] if place in self._before else _look_up(place)
 
     def _restore(self, place: str) -> None:
@@ -141,7 +141,7 @@ def is_by_value(name: str) -> bool:
 
 
 def _found_on_path(name: str) -> Any:
-    """What an import of a module by name would find, had it not been loaded."""
+    """Find what an import of a module by name would read if the module were not loaded."""
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     for finder in sys.meta_path:
@@ -160,7 +160,7 @@ def _look_up(place: str) -> Any:
 
 
 def _holder_of(place: str) -> tuple[Any, str]:
-    """What holds the value of a place in this process, and under which key."""
+    """Find the class, globals or registry of a place in this process, and the key of its value there."""
     name, _, path = place.partition(":")
     try:
         module = importlib.import_module(name)

@@ -29,7 +29,7 @@ class CodeChanges:
         data: a pickle of place → value.
         restored: places that hold again what a rank imports by itself.
         of_step: whether a forward pass reaches one of them.
-        by_value: modules whose code came to the ranks by value, where no import finds it.
+        by_value: modules whose code came to the ranks by value, as no import finds it.
     """
 
     data: bytes
@@ -104,8 +104,8 @@ class Unpickler(pickle.Unpickler):
 
 class _Pickler(cloudpickle.Pickler):
     """Takes the functions of some places by value, also if they are called as the place is: one that
-    `functools.wraps` has named after what it replaces. What it replaces, which such a function often calls, travels as
-    the name of the place."""
+    `functools.wraps` has named after the function it replaces. Such a function often calls the one it replaces, which
+    travels as the name of the place."""
 
     def __init__(self, buffer: io.BytesIO, places: Collection[str], imported: Digests) -> None:
         super().__init__(buffer, protocol=5)

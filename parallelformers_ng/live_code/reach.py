@@ -49,7 +49,7 @@ class Slot:
         place: its name, `module:Class.attribute`, `module:global` or `module:registry[key]`.
         holder: the class, the globals of the module or the registry that holds the value.
         key: the name under which `holder` has it.
-        value: what it held when it was looked at.
+        value: its value when it was looked at.
         of_step: whether a forward pass reaches it; else only `generate` and other methods do.
     """
 
@@ -87,7 +87,7 @@ def reach(
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
     """The globals in which the code that `reach` follows looks names up: name of the module → dictionaries. Code that
-    came by value has some of its own, which no import finds."""
+    came by value has globals of its own, which no import finds."""
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
     return {name: [*scopes.values()] for name, scopes in walk.scopes.items()}
@@ -225,7 +225,7 @@ class _Walk:
 
 
 def value_in(holder: Any, key: str, default: Any = None) -> Any:
-    """What a class, the globals of a module or a registry holds under a name, not what it inherits."""
+    """Read the value that a class, the globals of a module or a registry itself has under a name."""
     if isinstance(holder, type):
         return vars(holder).get(key, default)
     if isinstance(holder, GeneralInterface):

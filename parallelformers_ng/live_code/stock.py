@@ -178,7 +178,7 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _foreign_on_module(module: nn.Module) -> str:
-    """What a module itself has in the place of stock code, in words."""
+    """Say which stock code a module itself replaces, in words; "" if none."""
     name = next(iter(functions_of(module)), "")
     return "its forward was replaced" if name == "forward" else f"its {name} is the program's" if name else ""
 

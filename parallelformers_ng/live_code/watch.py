@@ -55,8 +55,8 @@ def refuse_modes() -> None:
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if package_of(type(mode)) not in LIBRARIES:
             raise ParallelError(
-                f"the call is made within {type(mode).__name__}, which changes what functions of torch do in this"
-                " process, and the workers compute in others. Leave it before the call, or deparallelize() first"
+                f"the call is made within {type(mode).__name__}, which changes functions of torch in this process, not"
+                " in the workers. Leave it before the call, or call deparallelize() first"
             )
 
 

@@ -1,4 +1,4 @@
-"""Keeps the code on the ranks as it is in the caller's process, where a program may change it at any time."""
+"""Keeps the code on the ranks as it is in the caller's process, which may change it at any time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class LiveCode:
         check: says why the plan does not hold for changed code.
 
     Attributes:
-        check: as given.
         by_value: modules whose code travels by value.
-        changes: what ranks that have what `compare` sent have to change; None if nothing has changed since.
+        changes: changes since `compare`, for ranks that have what it sent; None if there are none.
         count: how often the code has changed since.
         step, rest: watches of the code of a forward pass, and of what only `generate` and other methods reach.
     """

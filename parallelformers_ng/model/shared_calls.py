@@ -25,12 +25,12 @@ class SharedCalls:
     Args:
         options: the limits.
         trial: says whether any call of the model may.
-        dispatcher: of the replica whose workers decode them.
+        dispatcher: dispatcher of the replica whose workers decode them.
         adapters: the model's, None where it has none.
         steps: whether their steps become CUDA graphs.
 
     Attributes:
-        queue: where they wait.
+        queue: queue in which they wait.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class SharedCalls:
         """Have a call share a batch.
 
         Args:
-            arguments: of `generate`, by name.
-            seed, timeout, streamer: of this call.
+            arguments: arguments of `generate`, by name.
+            seed, timeout, streamer: options of this call.
             draw_seed: gives a seed to a call that samples without; None where it would be alone anyway.
 
         Returns:

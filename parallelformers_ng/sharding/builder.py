@@ -47,8 +47,8 @@ def build_plan(
         selection: the policies that apply, from `known_policies`.
         dtype: data type to cast floating-point parameters to; None leaves them.
         exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
-        parts: what part of the model each rank is to hold, 1 in all; none where all are to hold the same.
-        quantize: which weights are held in few bits.
+        parts: part of the model for each rank, 1 in all; none if all are to hold the same.
+        quantize: weights to hold in few bits.
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer it matches.

@@ -1,4 +1,4 @@
-"""Which rules of a policy belong together, and which modules see one rank's part of a result between them.
+"""Groups the rules of a policy that belong together, and finds the modules that see one rank's part of a result.
 
     hidden ─► [q k v] ─► heads ─► [o] ─► hidden ─► [gate up] ─► columns ─► [down] ─► hidden
               └──── one unit ────┘                 └─────── another unit ──────┘
@@ -37,7 +37,7 @@ class CutUnit:
     is_attention: bool = False
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
-        """Say which module that sees parts runs code of the program's, and what that is; "" if none does.
+        """Name a module that sees parts and runs code of the program's, with that code; "" if there is none.
 
         Args:
             block: dotted path of the block in the model.
