@@ -20,9 +20,9 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.wire import interrupts
-from parallelformers_ng.wire.encoder import encode, pack
-from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.frame import Kind
 from parallelformers_ng.wire.interrupts import CriticalSection, InterruptPoint
+from parallelformers_ng.wire.message import encode, pack
 from parallelformers_ng.wire.transport import Channel
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
@@ -132,7 +132,7 @@ def test_a_frame_is_taken_and_sent_on_after_an_interruption():
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(ours), Channel(theirs)
     value = ["x" * (1 << 20), torch.arange(99), "end"]
-    packed = pack(Kind.EVENT, 5, encode(value, None))
+    packed = pack(Kind.EVENT, 5, encode(value))
     with pytest.raises(RequestTimeoutError):
         sender.send_packed(packed, deadline=0.0)
     assert sender.sent != 5

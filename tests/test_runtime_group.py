@@ -18,7 +18,7 @@ from runtime_target import Reading
 
 from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.format import FileDescriptor
+from parallelformers_ng.wire.frame import FileDescriptor
 from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"

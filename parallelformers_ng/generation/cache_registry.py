@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.errors import DeadlineExpiredError, NotPortableError, ParallelError, SharedMemoryError
 from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.interrupts import CriticalSection
 
 if TYPE_CHECKING:

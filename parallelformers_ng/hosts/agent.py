@@ -22,8 +22,7 @@ import torch
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
 from parallelformers_ng.runtime import forks, startup
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.wire.classes import signature
-from parallelformers_ng.wire.format import FileDescriptor, Kind
+from parallelformers_ng.wire.frame import FileDescriptor, Kind
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
 
@@ -37,11 +36,6 @@ VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name)
 def machine() -> str:
     """What tells this machine, since it was started, from all others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def group_key(key: bytes, token: bytes) -> bytes:
-    """What signs pickles and class names of one group. It follows from what both ends know, and does not cross."""
-    return signature(key, "group", token)
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
@@ -147,7 +141,6 @@ class _Agent:
                 self._arena,
                 target=order["target"],
                 device_names=names,
-                key=group_key(self._key, self._token),
                 backend=order["backend"],
                 timeout=order["timeout"],
                 start_timeout=order["start_timeout"],

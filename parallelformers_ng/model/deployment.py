@@ -27,7 +27,7 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
-from parallelformers_ng.wire.format import OUT_OF_MEMORY, why_no_memory
+from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
 
 
 class Deployment:

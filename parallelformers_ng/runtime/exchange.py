@@ -16,10 +16,9 @@ from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes, Worker
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.decoder import Frame
-from parallelformers_ng.wire.encoder import Encoded, Packed, pack
-from parallelformers_ng.wire.format import Flag, Kind
+from parallelformers_ng.wire.frame import Flag, Frame, Kind, Packed
 from parallelformers_ng.wire.interrupts import InterruptPoint
+from parallelformers_ng.wire.message import Encoded, decode, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
 OnEvent = Callable[[Any], object]
@@ -100,12 +99,10 @@ class Exchange:
 
     Args:
         processes: the workers, all ready.
-        key: the group's; it signs pickles and class names.
     """
 
-    def __init__(self, processes: Processes, key: bytes) -> None:
+    def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._key = key
         self._sequence = 0
         self._needs_reset = False
         self.patient_until = 0.0  # with workers that are still busy with a request that was interrupted; 0: none is
@@ -229,7 +226,7 @@ class Exchange:
                 if frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
                 elif frame.kind is Kind.EVENT and rank == 0:
-                    event = frame.decode(self._key)
+                    event = decode(frame)
                     if on_event is not None and failure is None:
                         failure = self._deliver(event, on_event)
                 else:
@@ -284,9 +281,9 @@ class Exchange:
         raised: dict[int, Any] = {}
         for rank, frame in self._answers.items():
             if frame.kind is _RESULT:
-                values[rank] = frame.decode(self._key)
+                values[rank] = decode(frame)
             elif frame.kind is _ERROR:
-                raised[rank] = frame.decode(self._key)
+                raised[rank] = decode(frame)
         if not raised:
             return values, None
         errors = {rank: failures.rebuild(rank, description) for rank, description in raised.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import secrets
 import select
 import threading
 import time
@@ -29,9 +28,9 @@ from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.exchange import INTERRUPT_SECONDS, STRAGGLER_SECONDS, Exchange, FairLock, OnEvent
 from parallelformers_ng.runtime.processes import Hosts, Processes
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.encoder import Encoded, encode
-from parallelformers_ng.wire.format import Flag
+from parallelformers_ng.wire.frame import Flag
 from parallelformers_ng.wire.interrupts import CriticalSection, InterruptPoint
+from parallelformers_ng.wire.message import Encoded, encode
 
 _GOODBYE_SECONDS = 2.0
 
@@ -92,7 +91,6 @@ class WorkerGroup:
         self.user: weakref.ref[Any] | None = None
         self._requests = FairLock()
         self.hosts = None if hosts is None else hosts()
-        self._key = self.hosts.key if self.hosts else secrets.token_bytes(32)
         arena: Any = self.hosts or startup.create_arena(world_size)
         launch = self.hosts.launch if self.hosts else functools.partial(startup.launch, arena=arena)
         self._processes = Processes(arena, self.device_names)
@@ -103,7 +101,6 @@ class WorkerGroup:
                 self._processes,
                 target=target,
                 device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
-                key=self._key,
                 backend=backend,
                 timeout=timeout,
                 start_timeout=start_timeout,
@@ -113,7 +110,7 @@ class WorkerGroup:
         except BaseException:
             self._processes.end()
             raise
-        self._exchange = Exchange(self._processes, self._key)
+        self._exchange = Exchange(self._processes)
         self._deaths = select.epoll()  # many threads may ask at once, which an object of `poll` refuses
         if wait:
             self.wait_until_ready()
@@ -189,7 +186,7 @@ class WorkerGroup:
 
         Args:
             method: a public method of the target.
-            *args: its arguments; anything that `encoder.encode` takes.
+            *args: its arguments; anything that `message.encode` takes.
             timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
             on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
                 cancelled and the exception goes on to the caller.
@@ -207,9 +204,9 @@ class WorkerGroup:
             RequestTimeoutError: the time passed while it ran. The group is of no further use.
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
-        # A method without arguments is asked for by its name alone: there is nothing to take apart and rebuild.
-        request = {"method": method, "args": args, "kwargs": kwargs} if args or kwargs else method
-        return self._request(method, [request], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[0]
+        return self._request(method, [(method, args, kwargs)], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[
+            0
+        ]
 
     def call_each(
         self,
@@ -293,7 +290,7 @@ class WorkerGroup:
             raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {-limit:.3g} s before")
         deadline = time.monotonic() + limit
         with InterruptPoint():
-            messages = [encode(request, self._key) for request in requests]
+            messages = [encode(request) for request in requests]
         if self._exchange.in_event and self._requests.is_mine():
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
         with CriticalSection():

@@ -18,7 +18,7 @@ from parallelformers_ng.errors import (
     WrongProcessError,
 )
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.frame import Kind
 from parallelformers_ng.wire.transport import Channel
 
 Why = Callable[[], GroupError]
@@ -65,13 +65,10 @@ class Hosts(Steering, Protocol):
     """What starts and steers ranks that are not started by this process.
 
     Attributes:
-        key: signs the group's pickles and class names.
         names, counts: of the hosts, and of the ranks of each, once these are ready.
         are_here: whether all ranks are on one host, and it is this machine.
         launch: as `startup.launch`, without an arena.
     """
-
-    key: bytes
 
     @property
     def names(self) -> list[str]: ...

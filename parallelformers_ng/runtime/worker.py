@@ -106,7 +106,6 @@ def _work(control: int) -> int:
     channel = Channel(socket.socket(fileno=control), blocking=True)
     try:
         _, _, boot = channel.recv()
-        channel.key = boot["key"]
         worker = service.start(channel, boot)
         if worker is None:
             return 1

@@ -42,7 +42,7 @@ from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import check_is_whole
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory

@@ -23,7 +23,7 @@ from parallelformers_ng.offload.tiers import Place, Tiers
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
 from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
-from parallelformers_ng.wire.format import FileDescriptor
+from parallelformers_ng.wire.frame import FileDescriptor
 
 
 class RankWeights:
