@@ -24,11 +24,12 @@ PIP_INSTALL = $(PY) -m pip install $(if $(CI),--quiet)
 INSTALL_APART = -m pip install --quiet --no-deps -r requirements-apart.txt --upgrade --target
 ECOSYSTEM := .venv-ecosystem
 DOCS := .venv-docs
+CUDA := .venv-cuda
 
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem ecosystem-lock images docs clean
+.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem ecosystem-lock images docs clean cuda-build
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,9 +79,23 @@ bench: setup ## measure against the peers on this machine (BENCH_ARGS=…)
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 
 gpu: setup ## the checks that need a CUDA device; without one, says so and succeeds
-	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	@if nvidia-smi -L 2>&1 | grep -q '^GPU' || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  PYTHON=$(PY) bash benchmarks/gpu.sh $(GPU_ARGS); \
 	else echo "make gpu: torch $$($(PY) -c 'import torch; print(torch.__version__)') sees no CUDA device; nothing to check"; fi
+
+# Of the newest torch, unless told: CUDA_BUILD=constraints/oldest.txt. Gigabytes; `make clean` removes them.
+CUDA_BUILD ?= constraints/newest.txt
+
+cuda-build: $(CUDA)/.installed-$(basename $(notdir $(CUDA_BUILD))) ## what a build of torch with CUDA shows without a GPU (PYTHON=python3.13, CUDA_BUILD=constraints/oldest.txt)
+	@$(CUDA)/bin/python -m benchmarks.cuda_build $(CUDA_BUILD_ARGS)
+
+$(CUDA)/.installed-%: $(CUDA_BUILD) requirements-dev.txt requirements-apart.txt pyproject.toml setup.py
+	@$(MAKE) --no-print-directory VENV=$(CUDA) $(CUDA)/bin/python
+	@$(CUDA)/bin/python -m pip install $(if $(CI),--quiet) 'setuptools>=77' -c $(CUDA_BUILD) -r requirements-dev.txt
+	@$(CUDA)/bin/python $(INSTALL_APART) $(CUDA)/apart
+	@$(CUDA)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@rm -f $(CUDA)/.installed*
+	@touch $@
 
 zoo: setup ## parity of every model family, tiny, and plans of their real sizes (ZOO_ARGS=…)
 	@$(PY) -m benchmarks.full_size .full_size.json
@@ -117,6 +132,6 @@ $(DOCS)/.installed: requirements-docs.txt
 	@touch $@
 
 clean: ## remove .venv, caches and built files
-	@rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) $(CUDA) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find parallelformers_ng -name '*.so' -delete

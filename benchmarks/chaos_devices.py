@@ -17,13 +17,14 @@ from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda.caller import believe
-from tests.pretend_cuda.faults import KINDS, LATE_SECONDS, Fault
-from tests.zoo.case import VOCABULARY, token_ids
+from tests.pretend_cuda.faults import KINDS, Fault, spoil
+from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
 PATIENCE_SECONDS = 60.0  # a request that takes longer counts as hung
-_TOKENS = 4
+_TOKENS = 6  # of which the last ones come from recorded steps
 
 
 @dataclass
@@ -36,6 +37,9 @@ class Outcome:
         unrecovered: faults after which the next answer was wrong, or none, in words.
         hung: requests that took longer than anybody waits.
         needless: restarts that were not due.
+        seconds: to the next answer, after each fault that is no cause for a restart.
+        grown: bytes that a device had more after such a fault than before the first one.
+        replays: of recorded steps.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -43,6 +47,9 @@ class Outcome:
     unrecovered: list[str] = field(default_factory=list)
     hung: int = 0
     needless: int = 0
+    seconds: list[float] = field(default_factory=list)
+    grown: list[float] = field(default_factory=list)
+    replays: int = 0
 
 
 def figures(count: int, seed: int) -> list[Figure]:
@@ -56,6 +63,8 @@ def figures(count: int, seed: int) -> list[Figure]:
         Figure("wrong next answers", "sum", 0, [len(found.unrecovered)]),
         Figure("hung", "sum", 0, [found.hung]),
         Figure("restarts that were not due", "sum", 0, [found.needless]),
+        Figure("s to the next answer, where no restart is due", "max", 1.0, found.seconds),
+        Figure("bytes more on a device, where no restart is due", "max", 0, found.grown),
     ]
 
 
@@ -65,34 +74,51 @@ def faults(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcom
     how: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False}
     want = gpt2().generate(ids, **how)
     options = {"device": "cuda", "host_copy": True, "timeout": PATIENCE_SECONDS, "max_restarts": count + 1}
-    with parallelize(gpt2(), 2, workers=options) as model:
+    with parallelize(gpt2(), 2, workers=options, decode="cuda_graphs") as model:
+        taken = _taken(model, ids, **how)
         for name in tqdm([kinds[number % len(kinds)] for number in range(count)], "faults", disable=None):
             deployment_of(model).replicas[0].ready(time.monotonic() + PATIENCE_SECONDS)
             kind, rank, before = KINDS[name], source.randrange(2), deployment_of(model).incarnation
             pid, step = deployment_of(model).pids[rank], source.randrange(_TOKENS)
-            given = ids.clone()
-            given[1, 3] = VOCABULARY + 5 if kind.strikes is None else given[1, 3]
-            late = {"timeout": LATE_SECONDS} if name == "late rank" else {}
-            error = _error_of(model, given, logits_processor=[Fault(name, pid, ids.shape[1] + step)], **how, **late)
+            given = {"input_ids": ids.clone(), **how, "logits_processor": [Fault(name, pid, ids.shape[1] + step)]}
+            spoil(name, given, step)
+            error = _error_of(model, **given)
             found.kinds[name] += 1
-            found.hung += isinstance(error, RequestTimeoutError) and not late
+            found.hung += isinstance(error, RequestTimeoutError) and name != "late rank"
             blamed = getattr(error, "rank", rank) if kind.strikes is not None else rank
             if not isinstance(error, kind.raises) or kind.says not in str(error) or blamed != rank:
                 found.untrue.append(f"{name} on rank {rank} at step {step}: {error!r}")
-            answer = _answer_of(model, ids, **how)
+            begun = time.monotonic()
+            answer = _answer_of(model, input_ids=ids, **how)
+            seconds = time.monotonic() - begun
             if not isinstance(answer, torch.Tensor) or not torch.equal(answer, want):
                 found.unrecovered.append(f"after {name} on rank {rank} at step {step}: {answer!r}")
             found.needless += deployment_of(model).incarnation > before + kind.restarts
+            if not kind.restarts:
+                found.seconds.append(seconds)
+                found.grown.append(_taken(model, ids, **how) - taken)
+        found.replays = _group(model).call("graphs")[1]
     return found
 
 
-def _error_of(model: Any, ids: torch.Tensor, **how: Any) -> Exception | None:
-    answer = _answer_of(model, ids, **how)
+def _group(model: Any) -> WorkerGroup:
+    return deployment_of(model).replicas[0].group
+
+
+def _taken(model: Any, ids: torch.Tensor, **how: Any) -> int:
+    """Bytes on the device of rank 0 once what all calls of one kind need is there."""
+    for _ in range(2):
+        model.generate(ids, **how)
+    return _group(model).call("reserved", collect=True)
+
+
+def _error_of(model: Any, **how: Any) -> Exception | None:
+    answer = _answer_of(model, **how)
     return answer if isinstance(answer, Exception) else None
 
 
-def _answer_of(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor | Exception:
+def _answer_of(model: Any, **how: Any) -> torch.Tensor | Exception:
     try:
-        return model.generate(ids, **how)
+        return model.generate(**how)
     except Exception as error:  # whatever it is, it is compared with what is due
         return error

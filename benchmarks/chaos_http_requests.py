@@ -67,9 +67,13 @@ def _body(source: random.Random) -> bytes:
             lambda: json.dumps({"messages": [{"role": "user", "content": "x"}] * 20_000}).encode(),
         )
     )()
-    return _post(source.choice(("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/embeddings")), body)
+    return _post(source.choice(_ROUTES), body)
 
 
+_ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 10**30, -(10**30), 1e308, -0.0, float("nan"), float("inf"), "", "x", "\x00",
     "\ufeff", [], {}, [None], [[]], [[[]]], {"": {}}, ["x"] * 1000, [1, "x"], {"x": [1] * 1000}, "x" * 10_000, [-1],
@@ -92,13 +96,37 @@ def _fields(source: random.Random) -> bytes:
     if source.random() < 0.3:
         schema = source.choice(_SCHEMAS)()
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    if chat and source.random() < 0.3:
+        schema = source.choice(_SCHEMAS)()
+        body["tools"] = [{"type": "function", "function": {"name": "x", "parameters": schema}}]
+        body["tool_choice"] = source.choice(("required", "auto", {"type": "function", "function": {"name": "x"}}))
+    if chat and source.random() < 0.4:
+        return _post("/v1/responses", json.dumps(_as_response(body, source)).encode())
     return _post(f"/v1/{'chat/' * chat}completions", json.dumps(body).encode())
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _as_response(body: dict[str, Any], source: random.Random) -> dict[str, Any]:
+    """The same as a request of `/v1/responses`, with items that are none."""
+    items: list[Any] = [{"role": "user", "content": "x"}]
+    for _ in range(source.randint(0, 2)):
+        kind = source.choice(("reasoning", "function_call", "function_call_output", "message", "item_reference", 5))
+        field = source.choice(("content", "output", "arguments", "summary", "call_id", "name"))
+        items.insert(0, {"type": kind, field: source.choice(_VALUES)})
+    offered = [each.get("function") for each in _list(body.get("tools")) if isinstance(each, dict)]
+    tools = [{"type": "function", **dict(each or {})} for each in offered]
+    known = {name: value for name, value in body.items() if name not in ("messages", "tools", "max_tokens")}
+    return {**known, "input": items, "tools": tools, "max_output_tokens": 4}
 
 
 _NAMES = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n",
     "stop", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "repetition_penalty", "response_format",
-    "tools", "tool_choice", "echo", "logit_bias", "presence_penalty", "best_of", "suffix", "unknown", "__class__",
+    "tools", "tool_choice", "parallel_tool_calls", "frequency_penalty", "echo",
+    "logit_bias", "presence_penalty", "best_of", "suffix", "unknown", "__class__",
 )  # fmt: skip
 _MESSAGE: tuple[tuple[str, Any], ...] = (
     ("role", "{{ 7 * 7 }}"), ("role", None), ("content", "{% for i in range(10**9) %}{% endfor %}"), ("content", None),

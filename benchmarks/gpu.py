@@ -5,7 +5,11 @@
     python -m benchmarks.gpu profile [--shape 1B] [--json OUT]
 
 `speed` measures prefill (the time to the first token), decode and memory of one contestant after another, the most
-telling first, until its time is up. Each figure is in OUT, and on the page beside it, as soon as it is there.
+telling first. One for which the time is not enough, by what the others took, is not begun, and named. Each figure is in
+OUT, and on the page beside it, as soon as it is there.
+
+It fails if a figure is not what its name says: steps that were to be captured or compiled and ran as they are, tokens
+that transformers would not have chosen, a restart after which the tokens are others, a profile without a device.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import logging
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +45,11 @@ SHAPES: dict[str, dict[str, int]] = {
              "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip
 PROMPT, TOKENS, ROUNDS = 512, 64, 3
-RESTART_SECONDS = 120.0
+RESTART_SECONDS = 30.0
+ROWS_CHECKED = 2
+MOST_BELOW = 0.5
+"""Standard deviations of its logits by which a token may lie below the best: bfloat16 changes them by a few hundredths,
+and a token that has nothing to do with the model lies four below."""
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -79,11 +88,13 @@ class Contestant:
         generate: so many tokens for a prompt of the host.
         memory: bytes in use on the device.
         close: ends it.
+        fallback: why steps were not run as the contestant's name says, "" if they were.
     """
 
     generate: Callable[[torch.Tensor, int], torch.Tensor]
     memory: Callable[[], int]
     close: Callable[[], None]
+    fallback: Callable[[], str] = str
 
 
 def whole(shape: str, device: str, **also: Any) -> Contestant:
@@ -96,51 +107,121 @@ def whole(shape: str, device: str, **also: Any) -> Contestant:
     return Contestant(generate, lambda: torch.cuda.memory_allocated() if device == "cuda" else 0, lambda: None)
 
 
+def compiled(shape: str, device: str) -> Contestant:
+    """The same, with steps that transformers compiles."""
+    before = compiled_graphs()
+    contestant = whole(shape, device, cache_implementation="static")
+    contestant.fallback = lambda: "" if compiled_graphs() > before else "torch compiled nothing"
+    return contestant
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch has compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def cut(shape: str, device: str, decode: Any) -> Contestant:
     """This library with one worker."""
+    said = _Said()
+    logging.getLogger("parallelformers_ng").addHandler(said)
     model = parallelize(build(shape, device), 1, workers={"device": device}, decode=decode, progress=False)
 
     def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
         return model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **HOW)
 
-    return Contestant(generate, lambda: sum(model.memory_allocated().values()), deployment_of(model).close)
+    def close() -> None:
+        logging.getLogger("parallelformers_ng").removeHandler(said)
+        deployment_of(model).close()
+
+    return Contestant(generate, lambda: sum(model.memory_allocated().values()), close, lambda: "; ".join(said.reasons))
+
+
+class _Said(logging.Handler):
+    """Notes why steps ran as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (message := record.getMessage()).startswith("generate runs without"):
+            self.reasons.append(message)
 
 
 CONTESTANTS: dict[str, Callable[[str, str], Contestant]] = {
     "transformers, eager": whole,
     "parallelformers_ng, captured steps": lambda shape, device: cut(shape, device, "cuda_graphs"),
     "parallelformers_ng, eager": lambda shape, device: cut(shape, device, "eager"),
-    "transformers, static + compile": lambda shape, device: whole(shape, device, cache_implementation="static"),
+    "transformers, static + compile": compiled,
 }
 
 
-def speed(options: argparse.Namespace) -> None:
-    """What each contestant does at each batch size, until the time is up."""
-    end = time.monotonic() + options.seconds
+class Clock:
+    """What is left of some seconds, and what a piece of work takes.
+
+    Args:
+        seconds: all that there are.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._longest = 0.0
+
+    def has_time_for(self, name: str) -> bool:
+        """Whether a piece of work can end in time, if it takes as long as the longest so far. If not, that is said."""
+        if time.monotonic() + self._longest <= self._end:
+            return True
+        print(f"not begun, for lack of time: {name}", flush=True)
+        return False
+
+    def note(self, seconds: float) -> None:
+        """Note how long a piece of work took."""
+        self._longest = max(self._longest, seconds)
+
+
+def speed(options: argparse.Namespace) -> list[str]:
+    """Measure each contestant at each batch size, until the time is up. Returns what was not as it should be."""
     bandwidth, weights = copy_bandwidth(options.device), weight_bytes(options.shape)
     save(options, "copy bandwidth, GB/s", bandwidth / 1e9)
-    wanted: dict[int, torch.Tensor] = {}
+    contestants, batches = Clock(options.seconds), Clock(options.seconds)
+    chosen: dict[str, torch.Tensor] = {}
+    wrong: list[str] = []
     for name in options.contestants:
-        if time.monotonic() > end:
-            print(f"the time is up before {name}", flush=True)
-            return
+        if not contestants.has_time_for(name):
+            continue
+        begun = time.monotonic()
         contestant = CONTESTANTS[name](options.shape, options.device)
         for batch in options.batches:
-            if time.monotonic() > end:
-                print(f"the time is up before {name}, batch {batch}", flush=True)
+            each = f"{name}, batch {batch}"
+            if not batches.has_time_for(each):
+                continue
+            since = time.monotonic()
+            figures, chosen[each] = figures_of(contestant, batch)
+            batches.note(time.monotonic() - since)
+            if reason := contestant.fallback():
+                wrong.append(f"{each}: {reason}")
                 break
-            figures = figures_of(contestant, batch, wanted)
             figures["share of the copy bandwidth"] = figures["decode, steps/s"] * weights / bandwidth
-            save(options, f"{name}, batch {batch}", figures)
+            save(options, each, figures)
         contestant.close()
         del contestant
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+        free(options.device)
+        contestants.note(time.monotonic() - begun)
+    below = below_the_best(options, chosen)
+    save(options, "tokens below the best, standard deviations", below)
+    others = [each for each, far in below.items() if not far <= MOST_BELOW]
+    return [*wrong, *(f"{each}: tokens that the model would not choose" for each in others)]
 
 
-def figures_of(contestant: Contestant, batch: int, wanted: dict[int, torch.Tensor]) -> dict[str, float]:
-    """Medians, and the share of tokens that are those of the contestant which was first at this batch size."""
+def free(device: str) -> None:
+    """Let go of the memory of what has gone."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def figures_of(contestant: Contestant, batch: int) -> tuple[dict[str, float], torch.Tensor]:
+    """Medians; and the first rows, of prompts and what was chosen."""
     ids = torch.arange(batch * PROMPT).view(batch, PROMPT).remainder(200) + 3
     tokens = contestant.generate(ids, TOKENS)  # compiles, or captures, which is not what is measured
     first, all_of_it = (
@@ -148,13 +229,31 @@ def figures_of(contestant: Contestant, batch: int, wanted: dict[int, torch.Tenso
         for count in (1, TOKENS)
     )
     steps = (TOKENS - 1) / (all_of_it - first)
-    return {
+    figures = {
         "to the first token, ms": first * 1e3,
         "decode, steps/s": steps,
         "decode, tokens/s": steps * batch,
         "memory, GB": contestant.memory() / 1e9,
-        "tokens as the first's": (tokens == wanted.setdefault(batch, tokens)).float().mean().item(),
     }
+    return figures, tokens[:ROWS_CHECKED]
+
+
+@torch.inference_mode()
+def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor]) -> dict[str, float]:
+    """How far the tokens of each contestant lie below those that transformers finds best after what precedes them: the
+    most, in standard deviations of the logits. Tokens cannot be compared: where bfloat16 decides between two of them
+    otherwise, all that follow are others.
+
+    Args:
+        chosen: name → ids, prompts included.
+    """
+    model, farthest = build(options.shape, options.device), {}
+    for name, ids in chosen.items():
+        ids = ids.to(options.device)
+        logits = model(ids[:, :-1], logits_to_keep=TOKENS).logits.float()
+        found = logits.gather(-1, ids[:, -TOKENS:, None]).squeeze(-1)
+        farthest[name] = ((logits.amax(-1) - found) / logits.std(-1)).max().item()
+    return farthest
 
 
 def weight_bytes(shape: str) -> int:
@@ -164,8 +263,8 @@ def weight_bytes(shape: str) -> int:
     return 2 * (sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel())
 
 
-def restart(options: argparse.Namespace) -> None:
-    """From a kill to the next answer, the weights copied to the device again."""
+def restart(options: argparse.Namespace) -> list[str]:
+    """From a kill to the next answer, the weights copied to the device again. Returns what was not as it should be."""
     workers = {"device": options.device, "host_copy": True}
     with parallelize(build(options.shape, options.device), 1, workers=workers, progress=False) as model:
         ids = torch.arange(3, 19)[None]
@@ -177,10 +276,14 @@ def restart(options: argparse.Namespace) -> None:
             time.sleep(0.01)
         right = torch.equal(model.generate(ids, max_new_tokens=4, **HOW), want)
         save(options, "restart", {"kill to answer, s": time.monotonic() - killed, "the same tokens": float(right)})
+        if deployment_of(model).incarnation == incarnation:
+            return [f"restart: the workers were not started again within {RESTART_SECONDS} s"]
+        return [] if right else ["restart: the tokens are others than before"]
 
 
-def profile(options: argparse.Namespace) -> None:
-    """Where 16 decode steps of transformers' own loop go, which is that of a worker too: operators by their time."""
+def profile(options: argparse.Namespace) -> list[str]:
+    """Where 16 decode steps of transformers' own loop go, which is that of a worker too: operators by their time.
+    Returns what was not as it should be."""
     generate = whole(options.shape, options.device).generate
     ids = torch.arange(3, 19)[None]
     generate(ids, 4)
@@ -189,8 +292,16 @@ def profile(options: argparse.Namespace) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as seen:
         generate(ids, 17)
-    order = "self_cuda_time_total" if options.device == "cuda" else "self_cpu_time_total"
+    order = "self_device_time_total" if options.device == "cuda" else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+    if options.device == "cuda" and not device_time(seen):
+        return ["profile: the profiler saw no time of the device"]
+    return []
+
+
+def device_time(seen: torch.profiler.profile) -> float:
+    """Microseconds that the device worked."""
+    return sum(event.self_device_time_total for event in seen.key_averages())
 
 
 def save(options: argparse.Namespace, name: str, figures: Any) -> None:
@@ -233,7 +344,9 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)  # why steps were not captured, above all
     print(measure.machine())
-    {"speed": speed, "restart": restart, "profile": profile}[options.what](options)
+    wrong = {"speed": speed, "restart": restart, "profile": profile}[options.what](options)
+    if wrong:
+        sys.exit("\n".join(f"WRONG: {each}" for each in wrong))
 
 
 if __name__ == "__main__":

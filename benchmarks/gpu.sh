@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All that needs a CUDA device, in one sitting of nine minutes. Leaves a report of what was said, gpu.txt, and the
 # figures as they come, gpu.json and gpu.md. Each step has a time limit of its own. Installs nothing but what lies in
-# $WHEELS, if that is set, and that beside the interpreter's own packages.
-#   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 bash benchmarks/gpu.sh [OUT]
+# $WHEELS, if that is set, and that beside the interpreter's own packages. It needs what the package needs, and pytest.
+# It fails if a step does, if a step was not begun, or if torch cannot use the device.
+#   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 SHAPES="8B 1B" bash benchmarks/gpu.sh [OUT]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 python="${PYTHON:-python3}"
@@ -10,7 +11,11 @@ out="${1:-benchmarks/results/gpu.txt}"
 results="${out%.txt}.json"
 end=$((SECONDS + ${SECONDS_IN_ALL:-540}))
 status=0
+read -ra shapes <<<"${SHAPES:-8B 1B}"
+small="${shapes[-1]}"
 mkdir -p "$(dirname "$out")"
+rm -f "$results" "${results%.json}.md" # figures of another run, perhaps of another card
+export PARALLELFORMERS_TESTS_NEED_GPU=1 # a test that finds no device fails, and is not skipped
 
 step() { # NAME SECONDS COMMAND…
   local name="$1" limit="$2" left=$((end - SECONDS)) code
@@ -42,12 +47,18 @@ step() { # NAME SECONDS COMMAND…
     # The tree comes first where both have the package, and what was compiled is in the wheel alone.
     (cd "$site" && find parallelformers_ng -name '*.so' 2>/dev/null) | while read -r built; do cp "$site/$built" "$built"; done
   fi
-  step "versions" 30 "$python" -c 'import torch, transformers
-print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)'
-  step "tests" 120 "$python" -m pytest -q -m gpu tests
-  step "7-8B" 160 "$python" -m benchmarks.gpu speed --shape 8B --seconds 110 --json "$results"
-  step "1B" 80 "$python" -m benchmarks.gpu speed --shape 1B --seconds 45 --json "$results"
-  step "restart" 40 "$python" -m benchmarks.gpu restart --shape 1B --json "$results"
-  step "a step" 40 "$python" -m benchmarks.gpu profile --shape 1B --json "$results"
+  step "versions" 30 "$python" -c 'import torch, transformers, sys
+print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)
+torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver is too old for it, or it is a build for CPU")'
+  # Those with the mark, and no others: what they import is less than what all import.
+  mapfile -t tests < <(grep -l 'mark\.gpu' tests/test_*.py)
+  step "tests" 120 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
+  seconds=160
+  for shape in "${shapes[@]}"; do
+    step "$shape" "$seconds" "$python" -m benchmarks.gpu speed --shape "$shape" --seconds "$((seconds * 2 / 3))" --json "$results"
+    seconds=80
+  done
+  step "restart" 40 "$python" -m benchmarks.gpu restart --shape "$small" --json "$results"
+  step "a step" 40 "$python" -m benchmarks.gpu profile --shape "$small" --json "$results"
   exit "$status" # of the braces, which run in a process of their own
 } 2>&1 | tee "$out"

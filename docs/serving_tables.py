@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from parallelformers_ng.serving import generation, grammar, guard, requests
+from parallelformers_ng.serving import generation, grammar, guard, requests, response_requests, score_requests
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
 from parallelformers_ng.serving.options import ServeOptions
 
@@ -20,7 +20,7 @@ def options() -> str:
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
     rows = []
     for option in fields(ServeOptions):
-        default = "" if option.default in (None, "", MISSING) else f"`{option.default}`"
+        default = "" if option.default in (None, "", False, MISSING) else f"`{option.default}`"
         rows.append((f"`{option.name}`", default, typing.get_args(kinds[option.name])[1]))
     return _table(("option", "default", "what"), rows)
 
@@ -29,8 +29,11 @@ def request_fields() -> str:
     """Return what becomes of each field of a request, by route."""
     classes = (
         requests.ChatRequest,
+        response_requests.ResponsesRequest,
         requests.CompletionRequest,
         requests.EmbeddingRequest,
+        score_requests.ScoreRequest,
+        score_requests.RerankRequest,
         requests.TokenizeRequest,
     )
     acting = {cls.route: cls.model_fields for cls in classes}
@@ -54,7 +57,18 @@ def request_fields() -> str:
             notes.append(IGNORED[name].why)
         rows.append((f"`{name}`", *kinds, "; ".join(filter(None, notes))))
     return _table(
-        ("field", "chat", "completions", "embeddings", "tokenize", "what it does, or what to do instead"), rows
+        (
+            "field",
+            "chat",
+            "responses",
+            "completions",
+            "embeddings",
+            "score",
+            "rerank",
+            "tokenize",
+            "what it does, or what to do instead",
+        ),
+        rows,
     )
 
 
@@ -66,6 +80,7 @@ def limits() -> str:
         ("refusals a second", f"{guard.REFUSALS_A_SECOND:,}"),
         ("bytes of all headers", f"{guard.MOST_HEADER_BYTES:,}"),
         ("messages of a chat", f"{requests.MOST_MESSAGES:,}"),
+        ("tokens of `logit_bias`", f"{requests.MOST_BIASES:,}"),
         ("characters of a stop string", f"{generation.STOP_LENGTH:,}"),
         ("characters of a grammar or schema", f"{grammar.MOST_CHARACTERS:,}"),
         ("symbols of a grammar, ten for a property", f"{grammar.MOST_SYMBOLS:,}"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
-
-import dacite
+from dataclasses import dataclass, field, replace
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from parallelformers_ng.errors import ParallelError, PlacementError, did_you_mean
 
@@ -299,17 +298,30 @@ def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None
         return cls()
     if not isinstance(given, Mapping):
         raise ParallelError(f"{argument} is {given!r}; it takes {cls.__name__}(…) or a dict of the same words")
-    try:
-        return dacite.from_dict(cls, given, dacite.Config(strict=True))
-    except dacite.UnexpectedDataError as error:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        wrong = min(error.keys)
-        hint = did_you_mean(wrong, known) or f"; it takes {', '.join(known)}"
-        raise ParallelError(f"{argument} has no option {wrong!r}{hint}") from None
-    except dacite.WrongTypeError as error:
-        raise ParallelError(
-            f"{argument}: {error.field_path} is {error.value!r}; it takes {_words(error.field_type)}"
-        ) from None
+    known = get_type_hints(cls)
+    for name in sorted(given, key=str):
+        if name not in known:
+            hint = did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
+            raise ParallelError(f"{argument} has no option {name!r}{hint}")
+    for name, value in given.items():
+        if not _is_a(value, known[name]):
+            raise ParallelError(f"{argument}: {name} is {value!r}; it takes {_words(known[name])}")
+    return cls(**given)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, as the options annotate it: a class, a union of types, a list, a dictionary, or a
+    tuple of any length."""
+    if kind is Any:
+        return True
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Union):  # the second from Python 3.14 on
+        return any(_is_a(value, each) for each in inner)
+    if not isinstance(value, origin or kind):
+        return False
+    if origin is dict:
+        return all(_is_a(key, inner[0]) and _is_a(item, inner[1]) for key, item in value.items())
+    return all(_is_a(item, inner[0]) for item in value) if origin in (list, tuple) else True
 
 
 def read_quantize(given: Any) -> QuantizeOptions | None:

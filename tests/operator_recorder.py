@@ -67,7 +67,7 @@ class OperatorRecorder:
         with operators_alone():
             return step()
 
-    def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(self, step: Callable[[], Any]) -> tuple[Any, Recorded]:
         tape = Tape()
         try:
             with operators_alone(), tape:
@@ -78,12 +78,25 @@ class OperatorRecorder:
             tape.undo()
         self.recordings += 1
 
-        def replay() -> None:
-            assert self.may_replay, "a recording runs while its connections may be going"
-            self.replays += 1
-            tape.run()
+        return output, Recorded(self, tape)
 
-        return output, replay
+    def destroy(self, recorded: Recorded) -> None:
+        assert recorded.tape is not None, "a recording is destroyed once"
+        recorded.tape = None
+
+
+class Recorded:
+    """A recording."""
+
+    def __init__(self, recorder: OperatorRecorder, tape: Tape) -> None:
+        self._recorder = recorder
+        self.tape: Tape | None = tape
+
+    def replay(self) -> None:
+        assert self._recorder.may_replay, "a recording runs while its connections may be going"
+        assert self.tape is not None, "a recording runs that was destroyed"
+        self._recorder.replays += 1
+        self.tape.run()
 
 
 class Tape(TorchDispatchMode):

@@ -21,9 +21,10 @@ from parallelformers_ng import parallelize, plan
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.kinds import Kind
+from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.options import ServeOptions
-from parallelformers_ng.serving.pooling import Pooling
-from parallelformers_ng.serving.run import Server, bound
+from parallelformers_ng.serving.run import Server
 from parallelformers_ng.sharding.plan import ShardPlan
 from tests.patience import PROMPTLY
 from tests.zoo.build import build
@@ -149,12 +150,12 @@ class Running:
 
 
 @contextmanager
-def serving(model: Any, tokenizer: Any, /, pooling: Pooling | None = None, **options: Any) -> Iterator[Running]:
+def serving(model: Any, tokenizer: Any, /, kind: Kind | None = None, **options: Any) -> Iterator[Running]:
     """Serve a parallelized model on a free port, until the block ends."""
     read = ServeOptions(**{"model": "tiny", "port": 0, "client_timeout": PROMPTLY, **options})
     said: list[str] = []
     with bound(read) as listening:
-        app = create_app(model, tokenizer, read, pooling)
+        app = create_app(model, tokenizer, read, kind)
         server = Server(app, read, said.append, lambda: None)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -178,9 +179,9 @@ def serving_on(group: WorkerGroup, tokenizer: PreTrainedTokenizerFast) -> Iterat
         yield found
 
 
-def save_served_model(folder: Path) -> Path:
+def save_served_model(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
     """The tiny model as `parallelformers-ng serve` takes it. Returns the folder."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tokenizer or tiny_tokenizer()
     tiny_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

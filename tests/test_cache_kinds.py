@@ -14,7 +14,8 @@ from transformers.cache_utils import DynamicLayer
 from parallelformers_ng import ParallelError, parallelize
 from parallelformers_ng.generation import cache_kinds
 from parallelformers_ng.generation.int8_layer import Int8Layer
-from tests.pretend_cuda.caller import small
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.pretend_cuda.caller import TARGET, small
 from tests.test_caches import play
 from tests.zoo.build import build
 from tests.zoo.case import seq2seq_inputs, text_inputs, token_ids
@@ -181,3 +182,14 @@ def test_offloaded_on_pretended_devices(pretended_groups: Any) -> None:
             parallel.generate(**text_inputs(), **HOW), decoder("Llama", layers=3).generate(**text_inputs(), **HOW)
         )
     assert all(each.count("cpu") >= 2 for each in devices)
+
+
+def test_what_is_offloaded_has_left_before_it_is_brought_back(pretended_groups: Any) -> None:
+    """Also with transformers 5.17, which does not wait for it."""
+    whole = decoder("Llama", layers=3)
+    with WorkerGroup(1, "cuda", target=TARGET, timeout=60) as group:
+        group.call("prefetch_as_in_5_17")
+        for fit, how in (({"cache": "offload"}, {}), ({}, {"cache_implementation": "offloaded"})):
+            with parallelize(decoder("Llama", layers=3), workers=group, fit=fit) as parallel:
+                got = parallel.generate(**text_inputs(), **HOW, **how)
+            assert torch.equal(got, whole.generate(**text_inputs(), **HOW))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ast
+import fnmatch
 import importlib
+import importlib.util
 import json
 import re
 import runpy
@@ -21,7 +22,7 @@ import parallelformers_ng
 from benchmarks import plots
 from parallelformers_ng import errors
 from parallelformers_ng.cli import commands as cli
-from parallelformers_ng.cli import forecast
+from parallelformers_ng.cli import forecast, health
 from tests.apart import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,10 +158,9 @@ def test_the_dockerfile_names_what_exists(capsys: pytest.CaptureFixture[str]) ->
         for source in sources.split():
             assert (ROOT / source).exists(), source
     assert text.index("USER server") < text.index("ENTRYPOINT"), "the server runs without rights"
-    health = re.search(r'CMD \["python", "-c", "(.*)"\]\n', text)
+    health = re.search(r'CMD \["python", "-m", "(.*)"\]\n', text)
     assert health
-    ast.parse(health.group(1))
-    assert "/ready" in health.group(1)
+    assert importlib.util.find_spec(health.group(1))
     program, *arguments = json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", text, flags=re.MULTILINE)[0])
     known = served(arguments + json.loads(re.findall(r"^CMD (\[.*\])$", text, flags=re.MULTILINE)[0]))
     assert (program, known.port) == ("parallelformers-ng", 8000)
@@ -184,6 +184,43 @@ def test_the_compose_files_name_what_exists() -> None:
     assert (ROOT / served(["serve", *service["command"]]).model).exists()
     more = yaml.safe_load((ROOT / "docker/compose.ipc-host.yml").read_text())
     assert more == {"services": {"server": {"ipc": "host"}}}
+    gpus = yaml.safe_load((ROOT / "docker/compose.gpu.yml").read_text())["services"]["server"]
+    assert (ROOT / served(["serve", *gpus["command"]]).model).exists()
+    assert gpus["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert service["restart"] == "unless-stopped"
+
+
+def test_the_health_check_finds_port_and_key_where_the_server_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "server.toml").write_text('port = 9001\napi_key = "of the file"\nmodel = "x"\n')
+    monkeypatch.delenv("PARALLELFORMERS_API_KEY", raising=False)
+    start = ["/sbin/docker-init", "--", "/usr/bin/python", "/usr/bin/parallelformers-ng", "serve"]
+    found = health.options_of([*start, "--config", str(tmp_path / "server.toml")])
+    assert (found.port, found.api_key) == (9001, "of the file")
+    monkeypatch.setenv("PARALLELFORMERS_API_KEY", "of the environment")
+    found = health.options_of([*start, "x", "--host", "0.0.0.0", "--port", "9002"])
+    assert (found.port, found.api_key) == (9002, "of the environment")
+
+
+def test_the_compose_file_for_gpus_has_what_nccl_and_triton_need() -> None:
+    yaml = pytest.importorskip("yaml")
+    service = yaml.safe_load((ROOT / "docker/compose.gpu.yml").read_text())["services"]["server"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["capabilities"] == ["gpu"]
+    assert "--num-gpus" not in service["command"]  # as many ranks as there are GPUs
+    assert (ROOT / served(["serve", *service["command"]]).model).exists()
+    assert service["shm_size"] == "2gb"
+    (mount,) = service["tmpfs"]
+    place, _, options = mount.partition(":")
+    assert "exec" in options.split(",")
+    caches = service["environment"]
+    assert {"TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} <= caches.keys()
+    assert all(path == place or path.startswith(f"{place}/") for path in caches.values())
+    index, text = service["build"]["args"]["TORCH_INDEX"], (ROOT / "docker/Dockerfile").read_text()
+    kept = re.search(r'case "\$\{TORCH_INDEX\}" in (\S+)\) apt-get purge', text)
+    assert kept
+    assert [fnmatch.fnmatch(url, kept[1]) for url in (index, "https://download.pytorch.org/whl/cpu")] == [False, True]
 
 
 def test_the_tables_of_the_server_are_those_of_its_code() -> None:

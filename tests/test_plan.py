@@ -192,6 +192,8 @@ class Foreign(nn.Module):
         ({"workers": {"timeot": 3}}, ParallelError, "workers has no option 'timeot' .did you mean 'timeout'"),
         ({"workers": {"timeout": "long"}}, ParallelError, "workers: timeout is 'long'; it takes int | float"),
         ({"workers": {"restart": 1}}, ParallelError, "workers: restart is 1; it takes bool"),
+        ({"workers": {"device_ids": [0, "1"]}}, ParallelError, r"device_ids is \[0, '1'\]; it takes list"),
+        ({"fit": {"max_memory": {0: 1.5}}}, ParallelError, r"fit: max_memory is \{0: 1.5\}; it takes dict"),
         ({"workers": WorkerOptions(device="cpu", max_restarts=0.5)}, ParallelError, "max_restarts is 0.5"),
         ({"workers": 3}, ParallelError, "workers is 3; it takes WorkerOptions"),
         ({"workers": {"max_restarts": -1}}, ParallelError, "max_restarts is -1"),

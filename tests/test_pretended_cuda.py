@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import ANY
 
@@ -23,10 +24,15 @@ COMPUTED_AS_ONE = {"llama": 2 * 5, "mixtral": 2 * 3, "bert": 2 * 3, "t5": 4 * 3,
 STEPS = 6  # the prompt's, one that is watched, two that a recording is compared with, and two more
 
 
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
 @pytest.mark.parametrize(
     ("family", "decode"), [*AT_ONCE, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 )
-def test_forward_and_generate(family: str, decode: Any, pretended: WorkerGroup) -> None:
+def test_forward_and_generate(
+    family: str, decode: Any, count: int, pretended_groups: Callable[[int], WorkerGroup]
+) -> None:
+    """Nothing is read from, or written to, memory that was freed: that would be an error here."""
+    pretended = pretended_groups(count)
     case = next(case for case in ALL if case.name == family)
     whole, inputs = case.make(), case.inputs()
     with parallelize(case.make(), workers=pretended, decode=decode) as model:

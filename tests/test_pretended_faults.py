@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.chaos_devices import faults
 from parallelformers_ng import parallelize
-from parallelformers_ng.collectives.process_group import nccl_defaults
+from parallelformers_ng.collectives.nccl import nccl_defaults
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
-from tests.pretend_cuda import process_group
+from tests.pretend_cuda import process_group, stubs
 from tests.pretend_cuda.caller import TARGET, small
 from tests.pretend_cuda.faults import KINDS
 from tests.pretend_cuda.objects import RaisesOn
@@ -71,8 +71,39 @@ def test_the_cause_is_that_of_the_rank_that_raised(rank: int, pretended: WorkerG
 @pytest.mark.parametrize(("mishap", "cause"), [("raise", "unhandled system error"), ("sum", "sums to 1.5 on cuda:")])
 def test_nccl_is_tried_at_the_start(mishap: str, cause: str, pretended: WorkerGroup, monkeypatch: Any) -> None:
     monkeypatch.setenv(process_group.MISHAP, mishap)
-    with pytest.raises(StartupError, match=f"connecting to its peers: .*{cause}.*NCCL_DEBUG=INFO.*--shm-size"):
+    with pytest.raises(StartupError, match=f"connecting to its peers by NCCL: .*{cause}.*NCCL_DEBUG=INFO.*--shm-size"):
         WorkerGroup(2, "cuda", target=TARGET, start_timeout=60)
+
+
+def test_a_hang_of_nccl_names_its_remedy(pretended: WorkerGroup, monkeypatch: Any) -> None:
+    """One that has no end: a rank waits for a sum that does not come."""
+    monkeypatch.setenv(process_group.MISHAP, "hang")
+    with pytest.raises(StartupError, match=r"within 6 s; it was connecting to its peers by NCCL.*NCCL_P2P_DISABLE=1"):
+        WorkerGroup(2, "cuda", target=TARGET, start_timeout=6)
+
+
+def test_one_rank_does_without_nccl(pretended: WorkerGroup, monkeypatch: Any) -> None:
+    monkeypatch.setenv(process_group.MISHAP, "hang")
+    with WorkerGroup(1, "cuda", target=TARGET, start_timeout=60) as group:
+        assert group.call("ping") == [0]
+
+
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [
+        (
+            "1",
+            r"CUDA does not have cuda:1: CUDA error: invalid device ordinal\. The driver lists 4 .* CUDA has 1\..*MIG-",
+        ),
+        ("old", r"CUDA cannot be used on cuda:[01]: The NVIDIA driver .* is too old .*lists 4 devices; .*newer driver"),
+    ],
+)
+def test_devices_that_nvml_lists_and_cuda_does_not_have(
+    driver: str, said: str, pretended: WorkerGroup, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(stubs.DRIVER, driver)
+    with pytest.raises(StartupError, match=f"(?s)raised while preparing cuda:[01]: StartupError: {said}"):
+        parallelize(small(), 2, workers={"device": "cuda"})
 
 
 def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
@@ -93,7 +124,10 @@ def test_nccl_stays_on_this_machine_unless_told_otherwise(pretended: WorkerGroup
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
         assert group.call("environment", names) == ["eth1", "0", "0"]
-    assert list(nccl_defaults({"TORCH_NCCL_TRACE_BUFFER_SIZE": "20"})) == names[:2]
+    given = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20", "NCCL_ASYNC_ERROR_HANDLING": "1"}
+    left = nccl_defaults(given)
+    assert [*left][:2] == names[:2]
+    assert not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"} & left.keys()
 
 
 def test_nothing_recorded_runs_once_a_peer_gave_up(pretended: WorkerGroup) -> None:
@@ -101,7 +135,12 @@ def test_nothing_recorded_runs_once_a_peer_gave_up(pretended: WorkerGroup) -> No
         pretended.call("launch_after_abort")
 
 
-@pytest.mark.parametrize("kinds", [["sticky error"], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len)
+IN_PLACE = [name for name, kind in KINDS.items() if not kind.restarts]
+
+
+@pytest.mark.parametrize("kinds", [IN_PLACE, ["sticky error"], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len)
 def test_one_fault_of_each_kind(kinds: list[str], pretended: WorkerGroup) -> None:
     found = faults(len(kinds), seed=1, kinds=kinds)
     assert (found.untrue, found.unrecovered, found.hung, found.needless) == ([], [], 0, 0)
+    assert set(found.grown) <= {0}
+    assert found.replays > 0

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.process_group import NcclCommunicator
+from parallelformers_ng.collectives.nccl import NcclCommunicator
 from parallelformers_ng.collectives.spanning import HandedOver, SpanningNcclCommunicator, interface_of
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError
@@ -209,7 +209,7 @@ def test_where_nccl_fails_its_ranks_wait_for_the_cause_of_a_peer(
     monkeypatch.setattr(NcclCommunicator, "_gather_into", fails)
     ranks.rank = 1
     with pytest.raises(CollectiveAbortedError, match="rank 1: NCCL failed: remote process exited"):
-        ranks.sum(torch.zeros(1)) if exchange == "sum" else ranks._gather_into([], torch.zeros(1))
+        ranks.sum(torch.zeros(1)) if exchange == "sum" else ranks._gather_into(torch.zeros(2), torch.zeros(1))
     assert reasons == ["rank 1: NCCL failed: remote process exited"]
 
 

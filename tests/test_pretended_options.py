@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,14 +46,17 @@ def test_the_most_telling_option_of_generate(pretended_one: WorkerGroup) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_options_of_generate(family: str, pretended: WorkerGroup) -> None:
-    check_options(family, OPTIONS, pretended)
+def test_all_options_of_generate(family: str, count: int, pretended_groups: Callable[[int], WorkerGroup]) -> None:
+    check_options(family, OPTIONS, pretended_groups(count))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_options_of_the_forward(family: str, pretended: WorkerGroup) -> None:
+def test_options_of_the_forward(family: str, count: int, pretended_groups: Callable[[int], WorkerGroup]) -> None:
+    pretended = pretended_groups(count)
     whole, cut = FAMILIES[family](), FAMILIES[family]()
     for model in (whole, cut):
         model.set_attn_implementation("eager")

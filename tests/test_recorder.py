@@ -18,7 +18,7 @@ from parallelformers_ng.collectives.process_group import GlooCommunicator
 from parallelformers_ng.collectives.shared_memory import StagedCommunicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import CAPTURED, CAPTURED_BY_DEFAULT, NO_DEVICE, static_generation
-from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, StepArguments, Uncapturable
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, KeptAlive, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -128,11 +128,12 @@ def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: M
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
     captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    released: list[bool] = []
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
-        captured._caches[1] = object()  # type: ignore[assignment]
+        captured._caches[1] = SimpleNamespace(release=lambda: released.append(True))  # type: ignore[assignment]
         with pytest.raises(error), replica._on_device([], {}):
             raise error
-        assert len(captured._caches) == kept
+        assert len(captured._caches) == kept == 1 - len(released)
 
 
 def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
@@ -143,17 +144,28 @@ def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
         total.add_(given * seen[0])
         return total.view(3, 1).exp()
 
-    output, run = recorder.record(step)
+    output, graph = recorder.record(step)
     assert total.tolist() == [0, 0, 0]
     seen[0] = 100.0
-    run()
+    graph.replay()
     given.fill_(2)
-    run()
+    graph.replay()
     assert total.tolist() == [3, 3, 3]
     torch.testing.assert_close(output, torch.full((3, 1), 3.0).exp())
     with pytest.raises(RuntimeError, match="not permitted"):
         recorder.record(lambda: total.add_(1).sum().item())
     assert total.tolist() == [3, 3, 3]
+
+
+def test_what_a_graph_has_addresses_of_is_kept() -> None:
+    """Tensors that it is given, whether it reads or writes them; not those that it makes."""
+    given, total, constant = torch.ones(2, 2), torch.zeros(2), torch.full((2,), 3.0)
+    part = given[1]
+    with torch.inference_mode(), KeptAlive() as kept:
+        total.add_((part * constant).view(2).exp())
+        total.view(1, 2).sum()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept.tensors.values()}
+    assert storages == {tensor.untyped_storage().data_ptr() for tensor in (given, total, constant)}
 
 
 def test_arguments_are_padded_where_it_is_known_how() -> None:

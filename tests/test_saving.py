@@ -254,10 +254,22 @@ def test_sizes() -> None:
             parse_size(wrong)
 
 
-def test_the_bar_is_silent_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("loading", 100) as advance:
-        advance(100)
+def test_a_line_is_logged_every_few_seconds_without_a_terminal(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "parallelformers_ng")
+    clock = iter([0.0, 1.0, 4.0, 10.0, 11.0, 15.0])
+    monkeypatch.setattr("parallelformers_ng.checkpoint.progress.time.monotonic", lambda: next(clock))
+    with progress_bar("loading Llama", 10 * 10**9) as advance:
+        for _ in range(5):
+            advance(10**9)
     assert capfd.readouterr().err == ""
+    assert [each.getMessage() for each in caplog.records] == [
+        "loading Llama: 3.0 of 10.0 GB, 300 MB/s",
+        "loading Llama: 5.0 of 10.0 GB, 400 MB/s",
+    ]
+    with progress_bar("loading Llama", 10, show=False) as advance:
+        advance(10)
 
 
 class Terminal(io.StringIO):

@@ -129,6 +129,7 @@ def test_a_tool_whose_schema_is_none_disturbs_nothing(properties):
         ({"role": "poet", "content": "x"}, "no such role"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}]}, "too deeply"),
     ],
 )
 def test_messages_that_no_prompt_is_made_of(message, why):

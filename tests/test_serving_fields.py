@@ -10,16 +10,37 @@ import httpx
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 
-from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, IGNORED, REFUSED, ROUTES, TOKENIZE
+from parallelformers_ng.serving.fields import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    IGNORED,
+    REFUSED,
+    RERANK,
+    RESPONSES,
+    ROUTES,
+    SCORE,
+    TOKENIZE,
+)
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
+from parallelformers_ng.serving.response_requests import ResponsesRequest
+from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
 from tests.serving import ScriptedModel, serving, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-REQUESTS = {each.route: each for each in (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest)}
+REQUESTS = {
+    each.route: each
+    for each in (
+        ChatRequest, ResponsesRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest,
+        TokenizeRequest,
+    )
+}  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hello"}], "seed": 1},
     COMPLETIONS: {"prompt": "Hello", "seed": 1},
+    RESPONSES: {"input": "Hello", "seed": 1},
     TOKENIZE: {"messages": [{"role": "user", "content": "Hello"}]},
 }
 
@@ -34,18 +55,29 @@ _SAMPLING = """
     structural_tag
 """
 _TEMPLATE = "add_generation_prompt continue_final_message chat_template chat_template_kwargs mm_processor_kwargs"
+_POOLING = """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
+    cache_salt use_activation"""
 VLLM = {
     CHAT: f"""{_SAMPLING} {_TEMPLATE} reasoning_effort include_reasoning echo documents media_io_kwargs
         return_prompt_text""",
     COMPLETIONS: f"{_SAMPLING} prompt_embeds",
+    RESPONSES: """logit_bias top_k skip_special_tokens include_stop_str_in_output request_id mm_processor_kwargs
+        priority cache_salt enable_response_messages previous_input_messages previous_response structured_outputs
+        repetition_penalty seed stop ignore_eos vllm_xargs""",
     EMBEDDINGS: """model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs
         cache_salt input add_special_tokens encoding_format embed_dtype endianness dimensions use_activation normalize
         task""",
+    SCORE: f"{_POOLING} text_1 text_2 data_1 data_2 queries documents items",
+    RERANK: f"{_POOLING} query documents top_n",
     TOKENIZE: f"{_TEMPLATE} model prompt messages add_special_tokens return_token_strs tools media_io_kwargs",
 }
-"""Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/base/protocol.py` and
+"""Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
 `entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
-OURS = {TOKENIZE: {"documents", "reasoning_effort"}}  # as in chats, whose prompts it shows
+OURS = {
+    TOKENIZE: {"documents", "reasoning_effort"},  # as in chats, whose prompts it shows
+    RERANK: {"return_documents"},  # of Jina and Cohere
+    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as in chats
+}
 OPENAI = {
     CHAT: (chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming),
     COMPLETIONS: (
@@ -53,6 +85,12 @@ OPENAI = {
         completion_create_params.CompletionCreateParamsStreaming,
     ),
     EMBEDDINGS: (embedding_create_params.EmbeddingCreateParams,),
+    RESPONSES: (
+        response_create_params.ResponseCreateParamsNonStreaming,
+        response_create_params.ResponseCreateParamsStreaming,
+    ),
+    SCORE: (),
+    RERANK: (),
     TOKENIZE: (),
 }
 
@@ -72,8 +110,8 @@ def test_every_field_stands_in_one_table(route):
 
 
 ASKING: dict[str, Any] = {
-    "best_of": 2, "dimensions": 5, "frequency_penalty": 0.5, "function_call": "auto", "functions": [{"name": "f"}],
-    "logit_bias": {"5": 1}, "modalities": ["text", "audio"], "presence_penalty": -1, "suffix": "y", "verbosity": "low",
+    "best_of": 2, "dimensions": 5, "function_call": "auto", "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"], "suffix": "y", "verbosity": "low",
     "add_special_tokens": False, "echo": True, "embed_dtype": "float16",
     "endianness": "big", "include_reasoning": False, "include_stop_str_in_output": True, "padding": "max_length",
     "priority": 1, "prompt_logprobs": 0, "return_prompt_text": True, "return_token_ids": True,
@@ -123,16 +161,34 @@ def test_a_harmless_field_changes_nothing(http, model, route, name):
         assert told[0] == told[1]
 
 
-def test_a_penalty_of_nothing_is_no_penalty(http):
+def test_a_penalty_of_nothing_is_no_penalty(http, model):
     for value in ({"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"logit_bias": {}}):
         assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 200
-    for value in ({"presence_penalty": False}, {"logit_bias": {"1": 0}}, {"frequency_penalty": "0"}):
-        assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 400
+        assert "logits_processor" not in model.asked[-1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -3},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"100000": 1}},
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        {"logit_bias": [5]},
+    ],
+)
+def test_penalties_that_cannot_act_are_refused(http, value):
+    refused = http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith(next(iter(value)))
 
 
 @pytest.mark.parametrize(
     ("route", "name"),
-    [(route, name) for route in BODIES for name in sorted(acting(route) - {"prompt", "messages", "model"})],
+    [(route, name) for route in BODIES for name in sorted(acting(route) - {"prompt", "messages", "input", "model"})],
 )
 def test_null_is_a_field_that_is_left_out(http, route, name):
     assert http.post(route, json={**BODIES[route], name: None}).status_code == 200

@@ -93,9 +93,9 @@ def test_a_stream_is_of_events_and_ends_with_done(http):
 
 
 def test_unknown_fields_are_ignored_and_known_ones_that_do_not_act_are_refused(http):
-    taken = {"user": "me", "store": True, "metadata": {}, "presence_penalty": 0, "logit_bias": None, "best_of": 1}
+    taken = {"user": "me", "store": True, "metadata": {}, "best_of": 1}
     assert http.post("/v1/completions", json={"prompt": "x", **taken}).status_code == 200
-    for name, value in (("presence_penalty", 1), ("logit_bias", {"5": 1}), ("suffix", "y"), ("best_of", 2)):
+    for name, value in (("suffix", "y"), ("best_of", 2)):
         refused = http.post("/v1/completions", json={"prompt": "x", name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
@@ -122,7 +122,7 @@ REFUSED = [
     ("POST", "/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "poet", "content": "x"}]}, 400, "no such role"),
     ("POST", "/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
-    ("POST", "/v1/embeddings", {"input": "x"}, 400, "generates text"),
+    ("POST", "/v1/embeddings", {"input": "x"}, 400, "no embeddings"),
     ("POST", "/tokenize", {}, 400, "prompt or messages"),
     ("GET", "/v1/completions", None, 405, "takes no GET"),
     ("DELETE", "/health", None, 405, "takes no DELETE"),

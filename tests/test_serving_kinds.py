@@ -58,6 +58,15 @@ def test_other_models_are_refused_at_the_start(name, tmp_path, capsys):
     assert f"is a {name}, which is not served" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "Qwen3ForSequenceClassification"])
+def test_classifiers_with_one_label_score(name, tmp_path):
+    config = getattr(tf, name).config_class(num_labels=1)
+    assert str(kind_of(written(tmp_path / "one", name, config))) == "scores of pairs of texts"
+    config.sentence_transformers = {"activation_fn": "a_module.of_its_own"}
+    with pytest.raises(UnsupportedModelError, match="go through a_module"):
+        kind_of(written(tmp_path / "own", name, config))
+
+
 def test_a_model_that_fails_with_a_token_is_refused_before_it_is_ready():
     class Odd(torch.nn.Module):
         def can_generate(self) -> bool:

@@ -18,8 +18,6 @@ from parallelformers_ng.live_code.reach import functions_in, reach
 from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is_stock
 
 _TABLES = frozenset(vars(nn.Module())) | {"training"}
-
-
 _NAMES = ("_parameters", "_buffers", "_modules")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from parallelformers_ng.batching.penalties import Penalties
+
 
 @dataclass
 class Prepared:
@@ -16,6 +18,7 @@ class Prepared:
     Attributes:
         input_ids: the prompt, int64 `[1, tokens]`.
         processors, criteria: of this call alone; they see its row as they would see a batch of one.
+        penalties: penalties among its processors, which a batch applies for all rows at once; None if it has none.
         config: its settings, with what the model's own say.
         model_kwargs: what the model is called with besides: attention mask, positions, cache.
     """
@@ -25,6 +28,11 @@ class Prepared:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     model_kwargs: dict[str, Any]
+    penalties: Penalties | None = None
+
+    def __post_init__(self) -> None:
+        self.penalties = next((each for each in self.processors if isinstance(each, Penalties)), None)
+        self.processors = LogitsProcessorList(each for each in self.processors if each is not self.penalties)
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:

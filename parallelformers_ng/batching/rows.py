@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from parallelformers_ng.batching import caches
 from parallelformers_ng.batching.captured_rows import CapturedRows
+from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
@@ -153,10 +154,12 @@ class Rows:
     def _choose(self, rows: list[Row], logits: torch.Tensor) -> None:
         """Each rank chooses for its share of the rows, and all take what it chose."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
-        mine = [
-            row.choose(logits[index : index + 1]) if row.number % ranks == rank else (0, 0)
-            for index, row in enumerate(rows)
-        ]
+        own = {index: logits[index : index + 1] for index, row in enumerate(rows) if row.number % ranks == rank}
+        if at := [index for index in own if rows[index].call.penalties is not None]:
+            penalties = [each for index in at if (each := rows[index].call.penalties) is not None]
+            scores = penalized(logits[at].float(), [rows[index].ids[0] for index in at], penalties)
+            own.update(zip(at, scores.split(1), strict=True))
+        mine = [row.choose(own[index]) if index in own else (0, 0) for index, row in enumerate(rows)]
         chosen = self._mask.new_tensor([mine])
         if self._communicator is not None:
             chosen = self._communicator.all_gather(chosen, 0)

@@ -1,9 +1,11 @@
-"""One progress bar for whatever moves weights: bytes done, rate, and what is left."""
+"""Progress of whatever moves weights: bytes done, rate, and what is left."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
@@ -11,16 +13,38 @@ from tqdm import tqdm
 Progress = Callable[[int], object]
 """Called with the bytes that were just done."""
 
+log = logging.getLogger("parallelformers_ng")
+_SECONDS = 5.0
+"""Between two lines of the log, if there is no terminal for a bar."""
+
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]:
-    """A bar on standard error, silent where that is not a terminal.
+    """Show a bar on standard error if that is a terminal, else log a line every few seconds.
 
     Args:
         what: "loading", "cutting", "saving" or "gathering", and of which model.
         total: bytes.
         show: False silences it everywhere.
     """
-    silent = not show or sys.stderr is None or not sys.stderr.isatty()
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=silent, leave=False) as bar:
+    if show and (sys.stderr is None or not sys.stderr.isatty()):
+        yield _Lines(what, total).update
+        return
+    with tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=not show, leave=False
+    ) as bar:
         yield bar.update
+
+
+class _Lines:
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._last = time.monotonic(), 0
+
+    def update(self, size: int) -> None:
+        self._done += size
+        (when, before), now = self._last, time.monotonic()
+        if now - when >= _SECONDS:
+            rate = (self._done - before) / (now - when) / 1e6
+            log.info("%s: %.1f of %.1f GB, %.0f MB/s", self._what, self._done / 1e9, self._total / 1e9, rate)
+            self._last = now, self._done

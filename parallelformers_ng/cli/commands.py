@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from parallelformers_ng import __version__
 from parallelformers_ng.cli import forecast
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 where a check failed, or 2 for a problem that is said on standard error.
+        The exit status: 0, 1 if a check failed, 2 for a problem that is said on standard error, or 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -27,6 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ParallelError, OSError, ValueError) as error:
         print(f"parallelformers-ng: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # also while torch is imported
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without all of the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what it takes\n")
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -129,7 +138,7 @@ def _print(options: argparse.Namespace, data: Any, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="parallelformers-ng",
         description="Tensor parallelism for Hugging Face models.",
         epilog="Each command has its own --help.",
@@ -137,17 +146,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    model = argparse.ArgumentParser(add_help=False)
+    model = _Parser(add_help=False)
     model.add_argument("model", metavar="MODEL", help="a model folder, a config.json or a name on the Hugging Face hub")
     model.add_argument("--num-gpus", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
     model.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    output = argparse.ArgumentParser(add_help=False)
+    output = _Parser(add_help=False)
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    bits = argparse.ArgumentParser(add_help=False)
+    bits = _Parser(add_help=False)
     bits.add_argument("--quantize", metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: as the model has them)")
 
-    policy = argparse.ArgumentParser(add_help=False)
+    policy = _Parser(add_help=False)
     policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
 
     command = commands.add_parser(

@@ -27,14 +27,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE.toml", help="a file with these options, each a word with underscores")
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
-        if default not in (None, MISSING, ""):
+        if default not in (None, MISSING, "", False):
             text += f" (default: {default})"
         if option.name == "model":
             parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
             continue
+        flag = "--" + option.name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
         several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(kind) is list else {}
         parser.add_argument(
-            "--" + option.name.replace("_", "-"),
+            flag,
             type=_reader(kind),
             default=argparse.SUPPRESS,
             metavar=option.name.rpartition("_")[2].upper(),
@@ -55,10 +59,22 @@ def _types(kind: Any) -> Iterator[Any]:
         yield from _types(part)
 
 
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that flags and the environment give."""
+    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
+    if key := os.environ.get(KEY_VARIABLE):
+        given.setdefault("api_key", key)
+    return given
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve a model until told to end."""
+    from parallelformers_ng.serving.listening import check_at_once
+    from parallelformers_ng.serving.options import read_serve_options
+
+    wanted = read_serve_options(options.config, given_options(options))
+    check_at_once(wanted)
     try:
-        from parallelformers_ng.serving.options import read_serve_options
         from parallelformers_ng.serving.run import serve
     except ModuleNotFoundError as error:
         if error.name not in _NEEDS:
@@ -66,14 +82,7 @@ def run(options: argparse.Namespace) -> int:
         raise ParallelError(
             f"serve needs {error.name}, which is not installed: pip install 'parallelformers-ng[serve]'"
         ) from None
-    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
-    if key := os.environ.get(KEY_VARIABLE):
-        given.setdefault("api_key", key)
-    try:
-        wanted = read_serve_options(options.config, given)
-        return serve(wanted) if wanted.launcher == "local" else _on_ray(wanted)
-    except KeyboardInterrupt:  # while the model is loaded
-        return 130
+    return serve(wanted) if wanted.launcher == "local" else _on_ray(wanted)
 
 
 def _on_ray(options: ServeOptions) -> int:

@@ -3,7 +3,7 @@
 | bytes | what |
 | --- | --- |
 | 0 … 4096 | header: magic, world size, slot and one-shot bytes, spin, abort and cancel words, the parent's reason |
-| 1024 per place | line: counter, two signatures, the rank's abort reason |
+| 1024 per place | line: counter, two signatures, where its last request ended, the rank's abort reason |
 | two slots per place, from the next page on | what a rank contributes to even and to odd steps |
 
 Each rank has two places: number `rank` to meet all others, and number world size + `rank` to meet those of its stage.
@@ -34,7 +34,7 @@ DEFAULT_ONE_SHOT_BYTES = 32 * 1024
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
 ABORT_WORD, CANCEL_WORD = 16, 32
 # … and of a line.
-COUNTER_WORD, SIGNATURE_WORD = 0, 1
+COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 
 PARENT = -1
 """Stands for the parent where a rank is expected."""
@@ -133,6 +133,14 @@ class Arena:
     @property
     def aborted_by_parent(self) -> bool:
         return self.words[ABORT_WORD] == PARENT + 2
+
+    def note_end(self, place: int, sequence: int, trace: int) -> None:
+        """Note that a rank is done with a request, and 32 bits that tell after which collectives."""
+        self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
+
+    def end(self, place: int) -> tuple[int, int]:
+        """The sequence number, modulo 2³², of the request that a rank was done with last, and those 32 bits."""
+        return divmod(self.words[self.line(place) + END_WORD], 1 << 32)
 
     def request_cancel(self, sequence: int) -> None:
         """Asks for the request with this sequence number (unsigned, 64 bits) to be cancelled; ranks poll for it."""

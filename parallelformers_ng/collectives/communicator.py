@@ -138,6 +138,22 @@ class Communicator(ABC):
         """
         yield
 
+    def note_end(self, sequence: int) -> None:
+        """Note that this rank is done with a request, after which no peer waits for it."""
+        return None
+
+    def all_ended(self, sequence: int) -> bool:
+        """Wait a moment for the peers to end a request that has failed here.
+
+        Returns:
+            Whether all ended it after the same collectives: none waits for another, and nothing need be aborted.
+        """
+        return False
+
+    def clear_up(self) -> None:
+        """After a request that was aborted: let recorded collectives go, for which the abort may wait."""
+        return None
+
     @abstractmethod
     def _part(self, width: int) -> Communicator:
         """A new one for `within`."""

@@ -11,7 +11,8 @@ import torch
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
 from parallelformers_ng.collectives.links import Links
-from parallelformers_ng.collectives.process_group import GlooCommunicator, NcclCommunicator
+from parallelformers_ng.collectives.nccl import NcclCommunicator
+from parallelformers_ng.collectives.process_group import GlooCommunicator
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator, StagedCommunicator, is_built
 from parallelformers_ng.collectives.spanning import SpanningNcclCommunicator
 from parallelformers_ng.collectives.two_stage import TwoStageCommunicator

@@ -14,13 +14,10 @@ import torch.distributed as dist
 
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.process_group import NcclCommunicator
+from parallelformers_ng.collectives.nccl import NcclCommunicator
 from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
-_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
-"""Where a peer on another host aborts, NCCL may fail here before this host has heard why. Torch would then wait a
-minute for traces, of which none are kept, and end the process, which can go on."""
 _SLOT_BYTES = 256  # NCCL's unique id has 128
 _SIOCGIFADDR = 0x8915
 _INTERFACES_6 = "/proc/net/if_inet6"
@@ -88,8 +85,6 @@ class SpanningNcclCommunicator(NcclCommunicator):
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
         os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # with fewer, several ranks would set an id
-        for name, value in _DEFAULTS.items():
-            os.environ.setdefault(name, value)
         store = HandedOver(between, 0)
         super().__init__(between.rank, between.world_size, store, timeout, arena, place, device=device)
 
@@ -101,9 +96,9 @@ class SpanningNcclCommunicator(NcclCommunicator):
         with self._abort_for_failure():
             return super().sum(tensor)
 
-    def _gather_into(self, parts: list[torch.Tensor], data: torch.Tensor) -> None:
+    def _gather_into(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         with self._abort_for_failure():
-            super()._gather_into(parts, data)
+            super()._gather_into(whole, own)
 
     @contextlib.contextmanager
     def _abort_for_failure(self) -> Iterator[None]:

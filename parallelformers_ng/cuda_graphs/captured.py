@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, StepArguments, Uncapturable
+from parallelformers_ng.cuda_graphs.masks import masks_converted_once
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, KeptAlive, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
 from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
@@ -66,14 +67,25 @@ class CapturedStep:
         self.proofs_left = PROOFS
         self._cache = reusable
         self._communicator = communicator
+        self._recorder = recorder
         self._buffers = arguments.buffers(width)
         self._feed(arguments)
-        given = arguments.with_tensors(self._buffers)
-        with reusable.widened(width):
-            output, self._replay = recorder.record(lambda: run(**given))
+        given, self._kept = arguments.with_tensors(self._buffers), KeptAlive()
+
+        def step() -> Any:
+            with self._kept:
+                return run(**given)
+
+        with reusable.widened(width), masks_converted_once():
+            output, self._graph = recorder.record(step)
         self._kind = type(output)
         self._logits = output.logits
         self._names = tuple(output.keys())
+
+    def destroy(self) -> None:
+        """Give up the recording, and what it keeps on the device, whoever refers to this step."""
+        self._recorder.destroy(self._graph)
+        del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
         """The step's output, from the recording."""
@@ -99,7 +111,7 @@ class CapturedStep:
     def _compute(self, arguments: StepArguments) -> Tensor:
         self._feed(arguments)
         with self._communicator.launching():
-            self._replay()
+            self._graph.replay()
         return self._logits[: arguments.rows].clone()  # the next run writes over them
 
     def _feed(self, arguments: StepArguments) -> None:
@@ -129,6 +141,8 @@ class CapturedSteps:
 
     def forget(self) -> None:
         """Let go of all recordings and caches: what they were made with has changed."""
+        for cache in self._caches.values():
+            cache.release()
         self._caches.clear()
         self._current = None
 
@@ -173,7 +187,8 @@ class CapturedSteps:
         bucket = bucket_of(rows)
         reusable = self._caches.get(bucket)
         if reusable is None or reusable.length < tokens:
-            self._caches.pop(bucket, None)  # its memory is needed
+            if reusable is not None:
+                self._caches.pop(bucket).release()  # its memory is needed
             cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"

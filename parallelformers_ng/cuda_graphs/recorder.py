@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
 """Arguments whose first dimension is that of the rows, where they have so many dimensions."""
@@ -21,6 +22,9 @@ class CudaRecorder:
     A graph reads buffers outside the pool and its outputs are copied before the next one runs, so that graphs may share
     their intermediate memory in whatever order they run.
 
+    A pool without graphs takes no more of them as long as anything of it is in use (`create_or_incref_pool` of torch's
+    CUDACachingAllocator.cpp), so that each time the last graph goes, so does the pool.
+
     Args:
         device: with its index.
     """
@@ -29,6 +33,7 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = 0  # of that pool
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
         """Run a step where it will be recorded, so that libraries make ready what they need there."""
@@ -39,11 +44,11 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return output
 
-    def record(self, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
         """Record a step. Nothing is computed yet.
 
         Returns:
-            What the step returned, whose tensors each run writes; and what runs it.
+            What the step returned, whose tensors each replay writes; and the graph, which is to be given to `destroy`.
 
         Raises:
             Exception: something in the step cannot be recorded.
@@ -58,9 +63,18 @@ class CudaRecorder:
             ):
                 output = step()
         except BaseException:
+            graph.reset()
             self._start_afresh()
             raise
-        return output, graph.replay
+        self._graphs += 1
+        return output, graph
+
+    def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Destroy a graph now, whoever refers to it: NCCL waits for that, and its memory is kept for it until then."""
+        graph.reset()
+        self._graphs -= 1
+        if self._graphs == 0:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _start_afresh(self) -> None:
         """A capture that failed leaves its pool and the device's generator as if it still went on."""
@@ -144,6 +158,35 @@ class StepArguments:
     def _shape(self, tensor: Tensor, width: int) -> tuple[int, ...]:
         padded = self.can_be_padded and len(tensor) == self.rows
         return (width, *tensor.shape[1:]) if padded else tuple(tensor.shape)
+
+
+class KeptAlive(TorchDispatchMode):
+    """Keeps the tensors that the operators within it are given and did not make: a graph has their addresses alone.
+
+    Attributes:
+        tensors: storage → one of the tensors that lie in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors_in((args, kwargs)):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._made:
+                self.tensors.setdefault(storage, tensor)
+        output = func(*args, **(kwargs or {}))
+        self._made.update(tensor.untyped_storage()._cdata for tensor in _tensors_in(output))
+        self._made -= self.tensors.keys()
+        return output
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 class CaptureCheck(TorchDispatchMode):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class ReusableLayer(StaticLayer):
         on_move: called when that memory is taken anew.
     """
 
+    keys: Any
+    values: Any
     whole: tuple[Tensor, Tensor] | None
     on_move: Callable[[], None]
 
@@ -47,6 +50,25 @@ class ReusableLayer(StaticLayer):
         self.batch_size = rows
         self.narrow(rows)
         self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if key_states.shape[-2] > 1 or not self.is_initialized or not _tokens_are_placed_alike():
+            return super().update(key_states, value_states, *args, **kwargs)
+        return self._place(key_states, value_states)
+
+    def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold one more token, `[rows, heads, 1, width]`. The tensor that counts the tokens is its position;
+        transformers makes another one of it, two kernels in each layer."""
+        position = self.cumulative_length.view(1)
+        self.keys.index_copy_(2, position, key_states)
+        self.values.index_copy_(2, position, value_states)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values
+
+    def release(self) -> None:
+        """Give up the memory, whoever refers to this layer."""
+        self.whole = self.keys = self.values = None
+        self.is_initialized = False
 
     def renew(self) -> None:
         """Forget what is held, but not the memory."""
@@ -67,10 +89,12 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
     """The same for a layer that keeps the last tokens only. It counts them in Python as well."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[-2] > 1 or not self.is_full:
-            return super().update(key_states, value_states, *args, **kwargs)
-        # transformers makes an index out of Python numbers here, which no capture admits
+        if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
+            return super(ReusableLayer, self).update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
+        if self.cumulative_length_int <= self.max_cache_len:
+            return self._place(key_states, value_states)
+        # transformers makes an index out of Python numbers here, which no capture admits
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held.copy_(torch.cat((held[:, :, 1:], new), dim=-2))
         return self.keys, self.values
@@ -85,6 +109,25 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
         self.cumulative_length_int = 0
 
 
+@functools.cache
+def _tokens_are_placed_alike() -> bool:
+    """Whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
+    with torch.inference_mode(), torch.device("cpu"):
+        states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
+        one = states[:, :, :1]
+        for mine, theirs in (
+            (ReusableLayer(4), StaticLayer(4)),
+            (ReusableWindowLayer(4, 4), StaticSlidingWindowLayer(4, 4)),
+        ):
+            mine.whole, mine.on_move = None, lambda: None
+            for layer in (mine, theirs):
+                layer.update(states, -states)
+            placed, usual = mine._place(one, -one), theirs.update(one, -one)
+            if not all(map(torch.equal, (*placed, mine.cumulative_length), (*usual, theirs.cumulative_length))):
+                return False
+    return True
+
+
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
 _EMPTY = "DummyLayer"  # which holds nothing, and which not every transformers has
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
@@ -96,6 +139,14 @@ def unsupported_layer(cache: Cache) -> str:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
     return next((name for name in names if name != _EMPTY), "")
+
+
+@runtime_checkable
+class Recording(Protocol):
+    """A recorded step."""
+
+    def destroy(self) -> None:
+        """Give up the recording, and what it keeps on the device."""
 
 
 class ReusableCache:
@@ -118,9 +169,24 @@ class ReusableCache:
         self.layers: list[Any] = [layer for layer in cache.layers if type(layer) in _REUSABLE]
         for layer in self.layers:
             layer.__class__ = _REUSABLE[type(layer)]
-            layer.whole, layer.on_move = None, self.steps.clear
+            layer.whole, layer.on_move = None, self.forget_steps
         self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
+        _tokens_are_placed_alike()  # once, and not in the midst of a step
+
+    def forget_steps(self) -> None:
+        """Destroy what was recorded. A recording and its cache refer to each other, so that nothing else would."""
+        for step in self.steps.values():
+            if isinstance(step, Recording):
+                step.destroy()
+        self.steps.clear()
+
+    def release(self) -> None:
+        """Destroy what was recorded, and give up the memory, whoever refers to this cache."""
+        self.forget_steps()
+        self._lent = []
+        for layer in self.layers:
+            layer.release()
 
     def renew(self) -> StaticCache:
         """The cache as if it were new."""

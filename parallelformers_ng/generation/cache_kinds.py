@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
@@ -35,6 +36,23 @@ def _of_the_kind(make: Any) -> Any:
         take_kind(cache)
 
     return init
+
+
+def order_prefetches() -> None:
+    """Have caches in host memory bring keys and values back no sooner than they have left, from now on. For CUDA ranks;
+    transformers 5.17 does not wait for that, nor does the host since it asks a step late whether sequences have ended.
+    """
+    if not hasattr(Cache.prefetch, "__wrapped__"):
+        Cache.prefetch = _after_offloads(Cache.prefetch)
+
+
+def _after_offloads(usual: Any) -> Any:
+    @functools.wraps(usual)
+    def prefetch(cache: Cache, *args: Any, **kwargs: Any) -> Any:
+        cache.prefetch_stream.wait_stream(torch.cuda.default_stream())
+        return usual(cache, *args, **kwargs)
+
+    return prefetch
 
 
 def take_kind(cache: Cache) -> Cache:

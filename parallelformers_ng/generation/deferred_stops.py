@@ -8,8 +8,9 @@ before, and a step too many is undone. It does so on one kind of device (MPS); h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,41 +19,51 @@ from transformers.generation import utils
 from parallelformers_ng.sharding import look_ups
 
 _DEFERRING = torch.device("mps")
-_is_supported = utils.DeferredStopCheck.is_supported
+_allowed = False
+"""Whether a step too many goes unnoticed in the request that runs."""
 
 
-class DeferredStops(utils.DeferredStopCheck):
-    """transformers' check, for generations within `deferring` whose caches nobody sees afterwards.
+def defer_stops() -> None:
+    """Have generations of this process within `deferring` end a step late, from now on. Idempotent.
 
     What the step too many looks up is not held against the request: its position may lie beyond a table.
-
-    Attributes:
-        allowed: whether a step too many goes unnoticed in the request that runs.
     """
+    check = utils.DeferredStopCheck
+    if not hasattr(check.finish, "__wrapped__"):
+        check.is_supported = staticmethod(_supported(check.is_supported))
+        check.__call__ = _holding(check.__call__)
+        check.finish = _taking_back(check.finish)
 
-    allowed: ClassVar[bool] = False
 
-    @staticmethod
+def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(usual)
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
-        unseen = DeferredStops.allowed and not cache_is_returned
-        return unseen and _is_supported(_DEFERRING, cache, cache_is_returned, is_assistant)
+        unseen = _allowed and not cache_is_returned
+        return unseen and usual(_DEFERRING, cache, cache_is_returned, is_assistant)
 
-    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
-        stops = super().__call__(unfinished_sequences, tokens, length)
+    return is_supported
+
+
+def _holding(usual: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(usual)
+    def call(check: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        stops = usual(check, unfinished_sequences, tokens, length)
         if not stops:
             look_ups.hold()
         return stops
 
-    def finish(self) -> int:
-        undone = super().finish()
+    return call
+
+
+def _taking_back(usual: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(usual)
+    def finish(check: Any) -> int:
+        undone = usual(check)
         if undone:
             look_ups.take_back()
         return undone
 
-
-def defer_stops() -> None:
-    """Have generations of this process end by `DeferredStops`, from now on."""
-    utils.DeferredStopCheck = DeferredStops
+    return finish
 
 
 @contextlib.contextmanager
@@ -60,10 +71,11 @@ def deferring(allowed: bool) -> Iterator[None]:
     """Around a request.
 
     Args:
-        allowed: as in `DeferredStops`.
+        allowed: whether a step too many goes unnoticed in it, if its cache is not handed out either.
     """
-    DeferredStops.allowed = allowed
+    global _allowed
+    _allowed = allowed
     try:
         yield
     finally:
-        DeferredStops.allowed = False
+        _allowed = False

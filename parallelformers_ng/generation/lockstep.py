@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
+from transformers.generation import GenerationMode
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import DivergedError
@@ -26,16 +27,23 @@ class AgreedCriteria(StoppingCriteriaList):
 
     On devices none of this is waited for. There all sequences end where something is amiss, and `check` says what.
 
+    Unlike devices choose unlike tokens, see `devices_alike`. On these the ranks send each other the tokens themselves,
+    and all go on with those of rank 0.
+
     Args:
         criteria: what ends a sequence on this rank.
         communicator: the ranks.
         sequence: number of the request, the one that the parent cancels.
+        sends: whether tokens are sent and not compared. They are the last column of what the criteria are given.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, communicator: Communicator, sequence: int) -> None:
+    def __init__(
+        self, criteria: StoppingCriteriaList, communicator: Communicator, sequence: int, sends: bool = False
+    ) -> None:
         super().__init__(criteria)
         self._communicator = communicator
         self._sequence = sequence
+        self._sends = sends
         self._weights: torch.Tensor | None = None
         self._fingerprint: torch.Tensor | int = 0
         self._seen: torch.Tensor | None = None
@@ -53,17 +61,22 @@ class AgreedCriteria(StoppingCriteriaList):
             if cancelled:
                 raise cancellation_error()
             return ended
-        mine = torch.empty(2 + len(ended), dtype=torch.long, device=input_ids.device)
+        rows = len(ended)
+        mine = torch.empty(2 + rows * (1 + self._sends), dtype=torch.long, device=input_ids.device)
         mine[:1] = cancelled  # a slice is filled with it; a single element would be copied from the host
-        mine[1] = self._take_in(input_ids)
-        mine[2:] = ended
+        mine[1:2] = 0 if self._sends else self._take_in(input_ids)
+        mine[2 : 2 + rows] = ended
+        if self._sends:
+            mine[2 + rows :] = input_ids[:, -1]
         self._seen = self._communicator.all_gather(mine).view(-1, len(mine))
         self._length = input_ids.shape[-1]
+        if self._sends:
+            input_ids[:, -1].copy_(self._seen[0, 2 + rows :])
         if mine.device.type == "cpu":
             self.check()
-            return self._seen[0, 2:].bool()
+            return self._seen[0, 2 : 2 + rows].bool()
         amiss = (self._seen[:, 0] | (self._seen[:, 1] ^ self._seen[0, 1])).any()
-        return self._seen[0, 2:].bool() | amiss
+        return self._seen[0, 2 : 2 + rows].bool() | amiss
 
     def check(self) -> None:
         """See that nothing was amiss with the last tokens.
@@ -90,13 +103,20 @@ class AgreedCriteria(StoppingCriteriaList):
         return self._fingerprint
 
 
+_TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+"""Ways to generate whose criteria are given the tokens that the next step reads."""
+
+
 @contextlib.contextmanager
-def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence: int) -> Iterator[None]:
+def agreed_criteria(
+    models: Sequence[Any], communicator: Communicator, sequence: int, alike: bool = True
+) -> Iterator[None]:
     """Within it, a `generate` of any of these models ends as all ranks agree.
 
     Args:
         models: those that have one, a model and what generates within it.
         communicator, sequence: as in `AgreedCriteria`.
+        alike: whether the ranks' devices compute alike.
 
     Raises:
         RequestCancelledError, DivergedError: as `AgreedCriteria.check`.
@@ -109,7 +129,9 @@ def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence:
 
     def join(model: Any, *args: Any, **kwargs: Any) -> AgreedCriteria:
         check()  # of a generation before this one
-        made = AgreedCriteria(type(model)._get_stopping_criteria(model, *args, **kwargs), communicator, sequence)
+        criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
+        sends = not alike and kwargs["generation_config"].get_generation_mode() in _TOKEN_BY_TOKEN
+        made = AgreedCriteria(criteria, communicator, sequence, sends)
         unchecked.append(made)
         return made
 
@@ -121,6 +143,49 @@ def agreed_criteria(models: Sequence[Any], communicator: Communicator, sequence:
     finally:
         for model in models:
             del model._get_stopping_criteria
+
+
+def devices_alike(communicator: Communicator, device: torch.device) -> bool:
+    """Whether the devices of all ranks compute and draw alike. All ranks call it together.
+
+    On CUDA they do not if they differ in their multiprocessors, over which a kernel lays out what it draws
+    (`calc_execution_policy` in torch's DistributionTemplates.h), or in their kind, by which kernels are chosen.
+    """
+    if device.type == "cpu" or communicator.world_size == 1:
+        return True
+    found = torch.cuda.get_device_properties(device)
+    kind = (found.multi_processor_count, found.major, found.minor, zlib.crc32(found.name.encode()))
+    kinds = communicator.all_gather(torch.tensor(kind, device=device)).view(-1, len(kind))
+    return bool((kinds == kinds[0]).all())
+
+
+_DRAWING = ("multinomial", "rand_like")
+"""What of torch the loops of `generate` draw with."""
+
+
+@contextlib.contextmanager
+def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
+    """Within it, ranks whose devices are unlike go on with what rank 0 draws for the choice of tokens.
+
+    Args:
+        alike: see `devices_alike`.
+    """
+    usual = {} if alike else {name: getattr(torch, name) for name in _DRAWING}
+
+    def shared(draw: Any) -> Any:
+        @functools.wraps(draw)
+        def drawn(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return communicator.broadcast(draw(*args, **kwargs))
+
+        return drawn
+
+    try:
+        for name, draw in usual.items():
+            setattr(torch, name, shared(draw))
+        yield
+    finally:
+        for name, draw in usual.items():
+            setattr(torch, name, draw)
 
 
 def _begin_stream(host: bytes, device: torch.device) -> torch.Tensor:

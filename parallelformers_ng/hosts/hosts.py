@@ -94,6 +94,11 @@ class Hosts:
         self.owner = os.getpid()
 
     @property
+    def aborted(self) -> bool:
+        """Whether a rank may have aborted the exchanges. Only the hosts know, so that it is always said."""
+        return True
+
+    @property
     def names(self) -> list[str]:
         return [host.name for host in self._hosts]
 

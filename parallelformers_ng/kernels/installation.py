@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from parallelformers_ng.kernels.recognition import (
     is_decoder,
     is_decoder_layer,
     is_rms_norm,
+    mixed,
     modelling,
 )
 from parallelformers_ng.sharding.cache_names import CACHE
@@ -78,9 +78,9 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
         elif cls is QuantizedLinear:
             module.__class__ = StreamingQuantizedLinear
         elif is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
-            module.__class__ = _mixed(FusedRMSNorm, cls)
+            module.__class__ = mixed(FusedRMSNorm, cls)
         elif is_decoder_layer(cls) and (checked or _compare_layers()):
-            module.__class__ = _mixed(FusedDecoderLayer, cls)
+            module.__class__ = mixed(FusedDecoderLayer, cls)
         elif is_decoder(cls) and type(module.layers) is nn.ModuleList and (checked or _compare_layers()):
             module.layers.__class__ = DecoderStack
             module.__class__ = with_layers_as_one(cls)
@@ -138,8 +138,3 @@ def _distance(family: str, quantized: bool) -> float:
 
     wanted = run(model)
     return ((run(of_kernels) - wanted).norm() / wanted.norm()).item()
-
-
-@cache
-def _mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})

@@ -151,14 +151,18 @@ def serve_stock_code(is_stock: bool) -> None:
     _code_is_stock = is_stock
 
 
-def may_serve() -> bool:
+def may_serve(device: str = "cpu") -> bool:
     """Whether modules run stock code, and nothing is going on that only torch's own operators can do: gradients,
-    autocast, a trace."""
+    autocast, a trace.
+
+    Args:
+        device: type of the device that computes.
+    """
     return (
         _code_is_stock
         and not torch.compiler.is_compiling()
         and torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(device)
     )
 
 
@@ -197,16 +201,23 @@ def with_kernel(attention: Any) -> Any:
     ) -> tuple[Tensor, Tensor | None]:
         if (
             may_serve()
-            and query.shape[2] == 1
-            and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
-            and kwargs.get("position_bias") is None
-            and kwargs.get("cache") is None
+            and is_plain_attention(query, kwargs)
             and _fits_attention(module, query, key, value, attention_mask)
         ):
             return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
         return attention(module, query, key, value, attention_mask, **kwargs)
 
     return forward
+
+
+def is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether one query, `[batch, heads, 1, width]`, is asked for, and nothing but what its mask and scaling say."""
+    return (
+        query.shape[2] == 1
+        and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
+        and kwargs.get("position_bias") is None
+        and kwargs.get("cache") is None
+    )
 
 
 def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -20,11 +20,33 @@ ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
 """Attentions that one kernel computes, and whether they norm each head's query and key. Windows, in which they differ
 as well, come to a single query with its mask."""
 
+NORMS = {
+    "rms_norm": (("Llama", "RMSNorm"), ("Olmo2", "RMSNorm"), ("T5", "LayerNorm")),
+    "layer_norm": (("Cohere", "LayerNorm"),),
+}
+"""Norms with a weight and a `variance_epsilon` that a function of torch's computes, by its name. They differ in what
+they round to 16 bits in between."""
+
 
 @cache
 def is_rms_norm(cls: type) -> bool:
     """Llama's root-mean-square norm."""
     return cls.__name__.endswith("Norm") and _same_forward(cls, llama.LlamaRMSNorm)
+
+
+@cache
+def fused_norm(cls: type) -> str:
+    """The function of `torch.nn.functional` that computes a norm of this class, "" if none is known to."""
+    if not cls.__name__.endswith("Norm") or issubclass(cls, nn.LayerNorm):
+        return ""
+    known = (name for name, theirs in NORMS.items() if any(_same_forward(cls, modelling(*each)) for each in theirs))
+    return next(known, "")
+
+
+@cache
+def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """A class of a model with a kernel in front, under its own name."""
+    return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
 @cache

@@ -26,6 +26,8 @@ from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, valu
 ABSENT = b""
 """The digest of a place that holds nothing."""
 _NOTHING = object()
+_BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
+"""Where transformers 5.17 notes the classes of the models that a process has built, which are others in a rank."""
 Digests = dict[str, bytes]
 
 
@@ -84,6 +86,8 @@ def differences(digests: Digests) -> Digests:
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
     """Whether a place differs only because transformers keeps there what it has imported or worked out at first use."""
+    if slot.place == _BUILT:
+        return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
         return False
     imported = here == digest(None) and package_of(slot.value) in ("torch", "transformers", "flash_attn")

@@ -39,9 +39,10 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
     Args:
         root: the mixin of the model itself.
     """
-    below = [(path, part) for path, part in model.named_modules() if path]
-    plain_parts = [(path, part) for path, part in below if computes_here(part)]
-    parts = [(path, part) for path, part in below if not computes_here(part)]
+    parts, plain_parts = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+    for path, part in model.named_modules():
+        if path:
+            (plain_parts if computes_here(part) else parts).append((path, part))
     for path, module in (("", model), *parts):
         vars(module)[REMOTE] = Remote(model, calls, path)
         lock(module)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallelformers_ng.checkpoint.staging import Staging
 from parallelformers_ng.offload.pages import let_go, read_ahead, replace_by_copies, show_file, source_of, stretches
 
 
@@ -82,7 +83,8 @@ class CopiedLayer(MovedLayer):
     Args:
         places: the dictionaries of parameters that have them, and the names there. While the layer does not run they
             hold the weights as they lie in host memory: whoever reads one reads the right numbers.
-        on_disk: whether they are in mapped files.
+        staging: what carries them to the device if they are in mapped files, of which a copy would wait for each piece;
+            None if they are in page-locked memory.
         device: the CUDA device.
         stream: for copies that go ahead.
     """
@@ -91,16 +93,17 @@ class CopiedLayer(MovedLayer):
         self,
         module: nn.Module,
         places: Sequence[tuple[dict[str, Any], str]],
-        on_disk: bool,
+        staging: Staging | None,
         device: torch.device,
         stream: torch.cuda.Stream,
     ) -> None:
         super().__init__(module)
         self._places = places
         self._homes: list[Tensor] = [held[name] for held, name in places]
-        self._mapping = MappedLayer(module, self._homes if on_disk else ())
-        self._on_disk, self._device, self._stream = on_disk, device, stream
+        self._mapping = MappedLayer(module, () if staging is None else self._homes)
+        self._staging, self._device, self._stream = staging, device, stream
         self._copies: list[Tensor] = []
+        self._written = False
 
     def bring(self) -> None:
         self._mapping.bring()
@@ -109,14 +112,17 @@ class CopiedLayer(MovedLayer):
         self._mapping.drop()
 
     def ask(self) -> None:
-        if not self._on_disk:
+        if self._staging is None:
+            if not self._written:  # what filled the homes may still be queued, once
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                self._written = True
             with torch.cuda.stream(self._stream):
                 self._copy()
                 self._arrived = self._stream.record_event()
 
     def enter(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        if self._on_disk:
+        if self._staging is not None:
             self._copy()
         else:
             current.wait_event(self._arrived)
@@ -130,7 +136,10 @@ class CopiedLayer(MovedLayer):
             held[name] = home
 
     def _copy(self) -> None:
-        self._copies = [home.to(self._device, non_blocking=True) for home in self._homes]
+        if self._staging is None:
+            self._copies = [home.to(self._device, non_blocking=True) for home in self._homes]
+        else:
+            self._copies = [self._staging.to_device(home) for home in self._homes]
 
 
 class Moves:

@@ -90,6 +90,11 @@ LINKS = {
     "nvlink5": Link(900e9, 0.6e-6, 6.8e-6, f"{_NVIDIA}hgx/: 1.8 TB/s both ways; {_NCCL}"),
     "xgmi3": Link(448e9, 1.0e-6, 6.8e-6, f"{_MI300X}: 7 links of 128 GB/s both ways; {_NCCL}, as PCI"),
     "pcie4": Link(32e9, 1.0e-6, 6.8e-6, f"PCI Express 4.0, 16 lanes, 64 GB/s both ways; {_NCCL}"),
+    "pcie4-host": Link(
+        *(16e9, 2.0e-6, 6.8e-6),
+        "by way of the host's memory, as GeForce cards have no peer-to-peer copies: AMD_BW of"
+        f" https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h; {_NCCL}, two hops of PCI",
+    ),
     "pcie5": Link(64e9, 1.0e-6, 6.8e-6, f"PCI Express 5.0, 16 lanes, 128 GB/s both ways; {_NCCL}"),
     "infiniband-hdr": Link(25e9, 5.0e-6, 6.8e-6, f"InfiniBand HDR, 200 Gb/s a device; {_NCCL}"),
     "infiniband-ndr": Link(50e9, 5.0e-6, 6.8e-6, f"InfiniBand NDR, 400 Gb/s a device; {_NCCL}"),
@@ -109,7 +114,7 @@ DEVICES = {
     "b200": Device(180e9, 8000e9, _matrix(2250, 80), "nvlink5", f"{_NVIDIA}hgx/"),
     "l4": Device(24e9, 300e9, _matrix(121, 30.3), "pcie4", f"{_NVIDIA}l4/"),
     "l40s": Device(48e9, 864e9, _matrix(362, 91.6), "pcie4", f"{_NVIDIA}l40s/"),
-    "rtx4090": Device(24e9, 1008e9, _matrix(165, 82.6), "pcie4", _ADA),
+    "rtx4090": Device(24e9, 1008e9, _matrix(165, 82.6), "pcie4-host", _ADA),
     "mi300x": Device(192e9, 5300e9, _matrix(1307, 163.4), "xgmi3", _MI300X),
 }  # fmt: skip
 

@@ -232,7 +232,8 @@ class Exchange:
                 else:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
-        self._needs_reset = any(frame.kind is _ERROR for frame in self._answers.values())
+        failed = any(frame.kind is _ERROR for frame in self._answers.values())
+        self._needs_reset = failed and self._processes.arena.aborted  # else all ranks ended it at the same place
         self.unfinished = False
         return failure
 

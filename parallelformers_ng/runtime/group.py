@@ -204,9 +204,8 @@ class WorkerGroup:
             RequestTimeoutError: the time passed while it ran. The group is of no further use.
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
-        return self._request(method, [(method, args, kwargs)], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[
-            0
-        ]
+        request = {"method": method, "args": args, "kwargs": kwargs}
+        return self._request(method, [request], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[0]
 
     def call_each(
         self,
@@ -267,6 +266,15 @@ class WorkerGroup:
                 self._processes.end_because(WorkerGoneError(dead[0]))
         finally:
             self._requests.release()
+
+    def why_over(self) -> str:
+        """Return why the group has ended, "" if it has not."""
+        if not self._is_over:
+            return ""
+        try:
+            self._processes.raise_why_over()
+        except GroupError as error:
+            return str(error)
 
     def drain(self, deadline: float) -> None:
         """Wait until the workers have left a request that was interrupted. If they do not, the group ends. After

@@ -52,6 +52,9 @@ class Worker(Protocol):
 class Steering(Protocol):
     """What the parent can do to collectives that are under way: `Arena` says what is what."""
 
+    @property
+    def aborted(self) -> bool: ...
+
     def abort(self, reason: str = ...) -> None: ...
 
     def request_cancel(self, sequence: int) -> None: ...

@@ -17,10 +17,11 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.connect import connect
+from parallelformers_ng.collectives.connect import chosen_backend, connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
 from parallelformers_ng.wire.frame import Flag, Frame, Kind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
@@ -72,14 +73,18 @@ class Service:
                 value = self._run(frame)
                 if void := self.communicator.why_void():
                     raise void
+                self.communicator.note_end(frame.sequence)
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(Kind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 is_consequence = self.communicator.why_void() is not None
-                self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
+                if not self.communicator.all_ended(frame.sequence):
+                    self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
                 self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error, is_consequence))
+            if self.communicator.why_void():  # the error is gone by now, and with it what its frames had on the device
+                self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
         """The next request; None where the parent says goodbye."""
@@ -115,12 +120,14 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         module, _, name = boot["target"].partition(":")
         cls = getattr(importlib.import_module(module), name)
 
-        channel.send(Kind.EVENT, 0, "connecting to its peers")
         span = boot["span"]  # over several hosts; None on one alone
         counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
         rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            channel.send(Kind.EVENT, 0, f"preparing {device}")
+            take_device(device)
+        uses_nccl = chosen_backend(boot["backend"], device.type) == "nccl" and world_size > 1
+        channel.send(Kind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
         rendezvous = boot["rendezvous"]  # stays open: the ranks meet there again after a reset
         communicator = connect(
             boot["backend"],

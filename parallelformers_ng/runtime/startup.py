@@ -22,6 +22,7 @@ from parallelformers_ng.errors import (
     StartupError,
 )
 from parallelformers_ng.runtime import cores, failures, forks
+from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
@@ -182,9 +183,11 @@ def await_ready(
 
 
 def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> StartupError:
+    remedy = NCCL_REMEDY if phase == NCCL_PHASE else ""
     return StartupError(
-        f"rank {worker.rank} was not ready within {start_timeout:g} s; it was {phase}{_place(worker)}. Allow more time"
-        f" with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on {cores.usable_cpus():g} CPUs"
+        f"rank {worker.rank} was not ready within {start_timeout:g} s; it was {phase}{_place(worker)}.{remedy} Allow"
+        f" more time with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on"
+        f" {cores.usable_cpus():g} CPUs"
         f"{_tail(worker)}"
     )
 

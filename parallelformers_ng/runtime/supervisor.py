@@ -121,6 +121,7 @@ class Supervisor:
         assert self._revive is not None, "without it there is no supervising thread"
         ended, incarnation = self.current
         ended.end_if_dead()
+        why = ended.why_over()
         while not self._stopped and self._may_restart():
             began = time.monotonic()
             self._restarts.append(began)
@@ -128,21 +129,21 @@ class Supervisor:
                 group = self._revive()
                 descriptors = group.watch_descriptors()
             except Exception as error:  # whatever the reason, callers are told
-                self._note_failure(error)
+                self._note_failure(why, error)
                 continue
             with self._changed:
                 if not self._stopped:
                     self.current = (group, incarnation + 1)
                     self._changed.notify_all()
-                    log.warning("the workers died and were started again in %.1f s", time.monotonic() - began)
+                    log.warning("%s; all workers were started again in %.1f s", why, time.monotonic() - began)
                     return descriptors
             _close(descriptors)
             group.close()
         return []
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, why: str, error: Exception) -> None:
         if not self._stopped:
-            log.warning("the workers died and could not be started again: %s", error)
+            log.warning("%s; the workers could not be started again: %s", why, error)
         wait = select.poll()
         wait.register(self._wakeup, select.POLLIN)
         wait.poll(_RETRY_SECONDS * 1000)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallelformers_ng.serving.bare_calls import BareReader
 from parallelformers_ng.serving.engine import Asked, Engine
 from parallelformers_ng.serving.likelihoods import Likelihood
 from parallelformers_ng.serving.text import Detokenizer, Stopper
@@ -45,13 +46,13 @@ class Form:
 
     tokenizer: Any
     stops: Sequence[str]
-    reader: Callable[[], AnswerReader | None]
+    reader: Callable[[], AnswerReader | BareReader | None]
 
 
 async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGenerator[Piece, None]:
     """One answer, piece by piece. The last says why it ended."""
     reader = form.reader()
-    text = Detokenizer(form.tokenizer, keep_special=reader is not None)
+    text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(form.stops)
     ends = engine.ends if asked.ends is None else asked.ends
     finish, called, count = "length", False, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,20 @@ from parallelformers_ng.serving.engine import Engine
 from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.kinds import Kind
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pooling import Pooling
-from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
+from parallelformers_ng.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from parallelformers_ng.serving.response_requests import ResponsesRequest
+from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
+from parallelformers_ng.serving.scores import Scores
 from parallelformers_ng.serving.status import Status
 
 _PAGE = {
@@ -31,29 +42,38 @@ _PAGE = {
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 
 
-def create_app(model: Any, tokenizer: Any, options: ServeOptions, pooling: Pooling | None = None) -> Guard:
+def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> Guard:
     """Return the server of a model.
 
     Args:
         model: a parallelized model, with `batching` where its calls are to share batches.
         tokenizer: its tokenizer.
         options: the limits, and what clients call it.
-        pooling: pooling of its embeddings; by default the normalized mean.
+        kind: what it is served as; by default text, or embeddings pooled by the normalized mean.
 
     Returns:
         An ASGI application.
     """
     template = None if options.chat_template is None else Path(options.chat_template).read_text()
-    engine = Engine(model, options, Metrics(options.name))
+    rows = options.rows * (options.replicas if options.launcher == "local" else 1)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    metrics = Metrics(options.name, rows, options.cache_tokens or rows * positions)
+    engine = Engine(model, options, metrics)
     chat = Chat(tokenizer, template, engine.longest)
     generation, status = Generation(engine, chat, options), Status(engine, chat, options)
-    embeddings = Embeddings(engine, chat, options, pooling or Pooling())
+    kind = kind or Kind(None if engine.generates else Pooling())
+    embeddings = Embeddings(engine, chat, options, kind.pooling)
+    scores = Scores(engine, chat, options, kind.activation)
     # The documents of the API that FastAPI makes would be fetched from elsewhere.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     errors.install(app)
     if options.cors:
         app.add_middleware(
-            CORSMiddleware, allow_origins=options.cors, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=options.cors,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
 
     def check_name(name: str | None) -> None:
@@ -70,10 +90,34 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, pooling: Pooli
         check_name(request.model)
         return await generation.converse(request)
 
+    @app.post("/v1/responses")
+    async def responses(request: ResponsesRequest) -> Response:
+        check_name(request.model)
+        return await generation.respond(request)
+
     @app.post("/v1/embeddings")
     async def embed(request: EmbeddingRequest) -> dict[str, Any]:
         check_name(request.model)
         return await embeddings.embed(request)
+
+    @app.post("/v1/score")
+    @app.post("/score")
+    async def score(request: ScoreRequest) -> dict[str, Any]:
+        check_name(request.model)
+        return await scores.score(request)
+
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    @app.post("/rerank")
+    async def rerank(request: RerankRequest) -> dict[str, Any]:
+        check_name(request.model)
+        return await scores.rerank(request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
+        check_name(request.model)
+        engine.check_prompt(request.tokens, engine.positions)
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens)}
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
@@ -108,9 +152,9 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, pooling: Pooli
         ("/plan", status.plan),
     ):
         app.add_api_route(path, handler, response_model=None)
-    for path, (name, kind) in _PAGE.items():
-        app.add_api_route(path, _asset(name, kind), include_in_schema=False, response_model=None)
-    return Guard(app, options)
+    for path, (name, media_type) in _PAGE.items():
+        app.add_api_route(path, _asset(name, media_type), include_in_schema=False, response_model=None)
+    return Guard(app, options, metrics)
 
 
 def _asset(name: str, kind: str) -> Any:

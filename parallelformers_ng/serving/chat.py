@@ -7,9 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar
 from parallelformers_ng.serving.errors import bad_request
-from parallelformers_ng.serving.requests import ChatRequest, Message
-from parallelformers_ng.serving.tools import AnswerReader, response_template
+from parallelformers_ng.serving.requests import Message
+from parallelformers_ng.serving.structured import Constraint
+from parallelformers_ng.serving.tool_choice import ToolChoice
+from parallelformers_ng.serving.tool_prompts import plain_messages
+from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_template
 
 
 class Chat:
@@ -33,7 +37,7 @@ class Chat:
         return bool(self._template or self.tokenizer.chat_template)
 
     @functools.cached_property
-    def _answers(self) -> dict[str, Any] | None:
+    def _form(self) -> dict[str, Any] | BareForm | None:
         return response_template(self.tokenizer, self._template)
 
     def ids(self, text: str, special: bool = True) -> list[int]:
@@ -76,8 +80,11 @@ class Chat:
                 "messages",
             )
         try:
+            read = [_plain(message) for message in messages]
+            if self._form is None:
+                read, tools = plain_messages(read, tools), []
             text: str = self.tokenizer.apply_chat_template(
-                [_plain(message) for message in messages],
+                read,
                 tools=tools or None,
                 chat_template=self._template,
                 tokenize=False,
@@ -91,31 +98,28 @@ class Chat:
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
         return text
 
-    def tools(self, request: ChatRequest) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
-        if request.tool_choice not in (None, "auto", "none"):
-            raise bad_request("tool_choice may be 'auto' or 'none'; no model here can be made to call", "tool_choice")
-        if not request.tools or request.tool_choice == "none":
-            return []
-        if self._answers is None:
-            raise bad_request(
-                "the model's tool calls cannot be read: its tokenizer has no response_template, and its chat template"
-                " writes no calls as JSON behind a mark; leave tools out",
-                "tools",
-            )
-        return [tool.model_dump() for tool in request.tools]
+    @property
+    def _bare_form(self) -> BareForm:
+        return self._form if isinstance(self._form, BareForm) else BareForm()
 
-    def reader(self, prompt: str, tools: list[dict[str, Any]], most_calls: int | None = None) -> AnswerReader | None:
+    def forced_calls(self, choice: ToolChoice) -> Constraint:
+        """Return the constraint on an answer that calls a tool: JSON, with nothing before and after."""
+        several = choice.most_calls is None
+        return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
+
+    def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
         """Return what takes reasoning and tool calls out of an answer, None if all of it is text.
 
         Args:
             prompt: text that the answer continues.
-            tools: tools that the model may call.
-            most_calls: most calls of an answer; None for any number.
+            choice: tools that the model may call.
         """
-        if self._answers is None or not (tools or getattr(self.tokenizer, "response_template", None)):
-            return None
-        return AnswerReader(self.tokenizer, self._answers, prompt, tools, most_calls)
+        if choice.forced or (choice.tools and not isinstance(self._form, dict)):
+            names = {tool["function"]["name"] for tool in choice.tools}
+            return BareReader(self._bare_form, names, choice.most_calls)
+        if isinstance(self._form, dict) and (choice.tools or getattr(self.tokenizer, "response_template", None)):
+            return AnswerReader(self.tokenizer, self._form, prompt, choice.tools, choice.most_calls)
+        return None
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
 from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.forwards import run_rows
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import EmbeddingRequest
-
-_TOKENS_AT_ONCE = 4096  # of one forward, padding included
 
 
 class Embeddings:
@@ -28,24 +26,24 @@ class Embeddings:
         engine: the model.
         chat: its tokenizer.
         options: the limits.
-        pooling: pooling that the model asks for.
+        pooling: pooling that the model asks for; None if it gives no embeddings.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pooling: Pooling) -> None:
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pooling: Pooling | None) -> None:
         self._engine = engine
         self._chat = chat
         self._options = options
         self._pooling = pooling
-        self._inputs = inspect.signature(engine.model.forward).parameters if not engine.generates else ()
-        self._longest = min(engine.longest, pooling.max_tokens or engine.longest, chat.tokenizer.model_max_length)
-        if pooling.lower_case:
+        most = engine.longest if pooling is None else pooling.max_tokens or engine.longest
+        self._longest = min(engine.longest, most, chat.tokenizer.model_max_length)
+        if pooling is not None and pooling.lower_case:
             _lower_case(chat.tokenizer)
 
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:
         """`/v1/embeddings`."""
         texts = request.texts
-        if self._engine.generates:
-            raise bad_request("the model generates text; embeddings are served of encoders", "model")
+        if self._pooling is None:
+            raise bad_request("the model gives no embeddings", "model")
         if not 0 < len(texts) <= self._options.max_inputs:
             raise bad_request(
                 f"the input has {len(texts)} texts, and may have 1 to {self._options.max_inputs}", "input"
@@ -62,23 +60,16 @@ class Embeddings:
 
     def _run(self, texts: list[str]) -> tuple[torch.Tensor, int]:
         """Vectors `[texts, width]`, and how many tokens the texts have."""
-        rows = [self._chat.encoding(self._pooling.prompt + text) for text in texts]
-        sizes = [len(row["input_ids"]) for row in rows]
-        for row in rows:
-            self._engine.check_prompt(row["input_ids"], self._longest)
-        order = sorted(range(len(rows)), key=lambda index: sizes[index])
-        found: dict[int, torch.Tensor] = {}
-        while order:
-            longest = sizes[order[-1]]
-            batch = [order.pop() for _ in range(min(len(order), max(1, _TOKENS_AT_ONCE // longest)))]
-            padded = self._chat.tokenizer.pad(
-                [{name: rows[index][name] for name in rows[index] if name in self._inputs} for index in batch],
-                padding_side="right",
-                return_tensors="pt",
-            )
-            states = self._engine.model(**padded).last_hidden_state
-            found.update(zip(batch, self._pooling(states, padded["attention_mask"]), strict=True))
-        return torch.stack([found[index] for index in range(len(rows))]), sum(sizes)
+        assert self._pooling is not None
+        pooling = self._pooling
+        rows = [self._chat.encoding(pooling.prompt + text) for text in texts]
+        return run_rows(
+            self._engine,
+            self._chat.tokenizer,
+            rows,
+            self._longest,
+            lambda output, mask: pooling(output.last_hidden_state, mask),
+        )
 
 
 def _lower_case(tokenizer: Any) -> None:

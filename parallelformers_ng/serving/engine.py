@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
+from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
@@ -49,6 +50,7 @@ class Asked:
         ends: tokens that end it; None for those of the model.
         min_tokens: tokens that come before it may end.
         places: places of its request; None if none are counted.
+        penalties: penalties on tokens; they come before `processors`.
     """
 
     ids: list[int]
@@ -59,6 +61,7 @@ class Asked:
     ends: frozenset[int] | None = None
     min_tokens: int = 0
     places: Places | None = None
+    penalties: Penalties | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,13 @@ class Engine:
         if max(ids) >= self.vocabulary:
             raise bad_request(f"token {max(ids)} is not one of the {self.vocabulary} that the model has", "prompt")
 
+    def answer_start(self, ids: list[int]) -> int:
+        """Return how many tokens a sequence has before the answer to a prompt.
+
+        A decoder continues the prompt. Beside an encoder, it begins with a token of its own.
+        """
+        return 1 if self.model.config.is_encoder_decoder else len(ids)
+
     async def generate(self, asked: Asked) -> AsyncGenerator[Step, None]:
         """The tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
         config = self._config(asked)
@@ -165,13 +175,13 @@ class Engine:
             "timeout": self.options.timeout + _CANCEL_SECONDS,
         }
         recorder = None if asked.alternatives is None else Recorder(asked.alternatives)
-        processors = [*([] if recorder is None else [recorder]), *asked.processors]
+        processors = [each for each in (asked.penalties, recorder, *asked.processors) if each is not None]
         if processors:
             arguments["logits_processor"] = LogitsProcessorList(processors)
         news: asyncio.Queue[Step | None] = asyncio.Queue()
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
-        with self.metrics.answering() as answer:
+        with self.metrics.answering(len(asked.ids)) as answer:
             self._begin(asked.places)
             call = asyncio.ensure_future(self.model.agenerate(**arguments))
             call.add_done_callback(lambda _: news.put_nowait(None))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.serving.answers import Form, Piece, write_all
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
 from parallelformers_ng.serving.errors import api_error, bad_request
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from parallelformers_ng.serving.response_requests import ResponsesRequest
+from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
-from parallelformers_ng.serving.shapes import ChatShape, CompletionShape
+from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
+from parallelformers_ng.serving.structured import Constraint
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,24 @@ class Generation:
 
     async def converse(self, request: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
+        return await self._converse(request, ChatShape(self._options.name, self._chat.tokenizer, request))
+
+    async def respond(self, request: ResponsesRequest) -> Response:
+        """`/v1/responses`."""
+        chat = request.chat()
+        return await self._converse(chat, ResponseShape(self._options.name, self._chat.tokenizer, chat, request))
+
+    async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
         with self._engine.admitted(request.n or 1) as places:
-            return await self._converse(request, places)
+            return await self._converse_at(request, shape, places)
 
-    async def _converse(self, request: ChatRequest, places: Places) -> Response:
-        tools = self._chat.tools(request)
-        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
+    async def _converse_at(self, request: ChatRequest, shape: Shape, places: Places) -> Response:
+        choice = request.tool_choice_read
+        text = await asyncio.to_thread(self._chat.prompt, request.messages, choice.tools, request.template_arguments)
         prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens), text)
-        shape = ChatShape(self._options.name, self._chat.tokenizer, request)
-        most_calls = None if request.parallel_tool_calls else 1
-        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, tools, most_calls), places)
+        forced = self._chat.forced_calls(choice) if choice.forced else None
+        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """`/tokenize`: the tokens that a prompt or a chat would be."""
@@ -104,8 +114,9 @@ class Generation:
                 raise bad_request(f"{name}: the request asks for {value}, and the limit is {most}", name)
         if not prompts:
             raise bad_request("there is no prompt", "prompt")
-        if any(token >= self._engine.vocabulary for token in request.stop_token_ids):
-            raise bad_request(f"stop_token_ids: the model has {self._engine.vocabulary} tokens", "stop_token_ids")
+        for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+            if any(token >= self._engine.vocabulary for token in tokens):
+                raise bad_request(f"{name}: the model has {self._engine.vocabulary} tokens", name)
         if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
             raise bad_request(f"a stop string has 1 to {STOP_LENGTH} characters", "stop")
 
@@ -113,11 +124,12 @@ class Generation:
         self,
         request: GenerationRequest,
         prompts: list[Prompt],
-        shape: ChatShape | CompletionShape,
+        shape: Shape,
         reader: Callable[[], Any],
         places: Places,
+        forced: Constraint | None = None,
     ) -> Response:
-        asked = await self._asked(request, prompts, places)
+        asked = await self._asked(request, prompts, places, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
@@ -130,10 +142,12 @@ class Generation:
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
-    async def _asked(self, request: GenerationRequest, prompts: list[Prompt], places: Places) -> list[Asked]:
+    async def _asked(
+        self, request: GenerationRequest, prompts: list[Prompt], places: Places, forced: Constraint | None
+    ) -> list[Asked]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
-        constraint = request.constraint()
+        constraint = request.constraint(forced)
         if constraint is not None and request.ignore_eos:
             raise bad_request(f"ignore_eos and {constraint.param} exclude each other; leave one out", "ignore_eos")
         ends = frozenset() if request.ignore_eos else frozenset(self._engine.ends)
@@ -144,13 +158,39 @@ class Generation:
         asked = []
         for prompt in prompts:
             for number in range(request.n or 1):
-                processors: list[Any] = [] if grammar is None else [self._schemas.processor(grammar, len(prompt.ids))]
+                processors: list[Any] = (
+                    [] if grammar is None else [self._schemas.processor(grammar, self._engine.answer_start(prompt.ids))]
+                )
+                penalties = self._penalties(request, self._engine.answer_start(prompt.ids))
                 # The answers to one request differ, and are the same whenever its seed is.
                 own = (seed + number) % (1 << 63)
                 asked.append(
-                    Asked(prompt.ids, settings, own, processors, request.alternatives, ends, request.min_tokens, places)
+                    Asked(
+                        prompt.ids,
+                        settings,
+                        own,
+                        processors,
+                        request.alternatives,
+                        ends,
+                        request.min_tokens,
+                        places,
+                        penalties,
+                    )
                 )
         return asked
+
+    def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
+        """Return the penalties of an answer.
+
+        Args:
+            request: the request.
+            start: tokens of the sequence before the answer.
+        """
+        if not request.penalizes:
+            return None
+        repetition = request.repetition_penalty or self._engine.model.generation_config.repetition_penalty or 1.0
+        bias = tuple(request.logit_bias.items())
+        return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
         """What the request says of `GenerationConfig`; the model's own settings hold where it says nothing."""
@@ -170,6 +210,8 @@ class Generation:
                 settings[name] = off  # what stands there is the default of transformers, and no choice of the model's
         if request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
+        if request.penalizes:
+            settings["repetition_penalty"] = 1.0  # it is among the penalties, whose order counts
         if request.min_tokens:
             settings["min_new_tokens"] = request.min_tokens
         return settings
@@ -179,24 +221,19 @@ STOP_LENGTH = 256
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
 
 
-async def _events(
-    first: Piece, pieces: AsyncGenerator[Piece, None], shape: ChatShape | CompletionShape
-) -> AsyncGenerator[str, None]:
+async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shape) -> AsyncGenerator[str, None]:
     async with contextlib.aclosing(pieces):
         try:
             for chunk in shape.opening():
-                yield _event(chunk)
+                yield shape.event(chunk)
             for chunk in shape.chunks(first):
-                yield _event(chunk)
+                yield shape.event(chunk)
             async for piece in pieces:
                 for chunk in shape.chunks(piece):
-                    yield _event(chunk)
+                    yield shape.event(chunk)
             for chunk in shape.closing():
-                yield _event(chunk)
+                yield shape.event(chunk)
         except Exception as error:  # the status is sent; the error is an event
-            yield _event(api_error(error).body())
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+            yield shape.event(shape.failure(api_error(error)))
+    if shape.end:
+        yield shape.end

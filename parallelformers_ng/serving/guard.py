@@ -7,19 +7,21 @@ import base64
 import binascii
 import contextlib
 import hmac
-import logging
 from itertools import chain
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parallelformers_ng.runtime.freed_memory import give_back_freed
 from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.logs import current, log_access, new_record
+from parallelformers_ng.serving.metrics import CLIENT_WENT, Metrics
 from parallelformers_ng.serving.options import ServeOptions
-
-log = logging.getLogger("parallelformers_ng")
 
 _OPEN = "/health"
 """The path that needs no key, and that is served to the end."""
+_PROBES = ("/ready", "/metrics")
+"""Paths that `--open-probes` opens as well."""
 LARGE_BYTES = 64 << 10
 LARGE_BYTES_A_SECOND = 4 << 20
 """Of large bodies. To read a megabyte of JSON takes about 15 ms, in which no token of any answer goes on."""
@@ -63,15 +65,18 @@ class Guard:
     Args:
         app: the application.
         options: key and limits.
+        metrics: count what is refused, fails or is cancelled.
 
     Attributes:
         draining: whether new requests are refused, as the server is about to end.
         in_flight: how many requests are being served.
+        metrics: see above.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app = app
         self._options = options
+        self.metrics = metrics
         self.draining = False
         self.in_flight = 0
         self._giving_back: asyncio.Future[None] | None = None
@@ -85,11 +90,28 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        record = new_record(_header(scope, b"x-request-id"))
+        token = current.set(record)
+        status, ended = CLIENT_WENT, False
+
+        async def noting(message: Message) -> None:
+            nonlocal status, ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode("latin-1"))]
+            await send(message)
+            ended = ended or (message["type"] == "http.response.body" and not message.get("more_body", False))
+
         self.in_flight += 1
         try:
-            await self._serve(scope, receive, self._patient(send))
+            await self._serve(scope, receive, self._patient(noting))
         finally:
             self.in_flight -= 1
+            status = status if ended else CLIENT_WENT
+            self.metrics.served(status)
+            if not self._options.no_access_log:
+                log_access(record, scope["method"], scope["path"], status)
+            current.reset(token)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -101,11 +123,11 @@ class Guard:
                     raise ApiError(503, "too many large requests are waiting; ask again later", code="overloaded")
                 await self._large.turn(len(body))
         except ApiError as error:
-            await _refuse(error, scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         except TimeoutError:
             seconds = self._options.client_timeout
-            await _refuse(ApiError(408, f"the request was not there within {seconds:g} s"), scope, receive, send)
+            await self._refuse(ApiError(408, f"the request was not there within {seconds:g} s"), scope, receive, send)
             return
         if body is None:
             return
@@ -127,7 +149,7 @@ class Guard:
         await asyncio.to_thread(give_back_freed)
 
     def _check(self, scope: Scope) -> None:
-        if scope["path"] == _OPEN:
+        if scope["path"] == _OPEN or (self._options.open_probes and scope["path"] in _PROBES):
             return
         if sum(map(len, chain(*scope["headers"]))) > MOST_HEADER_BYTES:
             raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes")
@@ -150,6 +172,15 @@ class Guard:
         elif kind.lower() != b"bearer":
             return False
         return hmac.compare_digest(given.strip(), self._options.api_key.encode())
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        response = error.response()
+        response.headers["Connection"] = "close"  # whatever else the client sends need not be read
+        app: ASGIApp = response
+        if self._options.cors:  # a page of another origin reads why
+            app = CORSMiddleware(response, allow_origins=self._options.cors)
+        with contextlib.suppress(TimeoutError):
+            await app(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body of a request, None where the client has gone."""
@@ -186,13 +217,6 @@ def _too_large(limit: int) -> ApiError:
 
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = error.response()
-    response.headers["Connection"] = "close"  # whatever else the client sends need not be read
-    with contextlib.suppress(TimeoutError):
-        await response(scope, receive, send)
 
 
 async def _gone(receive: Receive) -> None:

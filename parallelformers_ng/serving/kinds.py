@@ -1,4 +1,4 @@
-"""What a model is served as, known from its configuration: text, embeddings, or nothing."""
+"""What a model is served as, known from its configuration: text, embeddings, scores, or nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from parallelformers_ng.checkpoint.location import base_of_adapter, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.pooling import Pooling
+from parallelformers_ng.serving.scores import activation_of
 from parallelformers_ng.serving.sentence_modules import SentenceFiles, read_pooling
 
 _TEXT = (
@@ -19,6 +20,7 @@ _TEXT = (
     auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 _ENCODERS = (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,)
+_CLASSIFIERS = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,)
 _BASES = (auto.MODEL_MAPPING_NAMES,)
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "vq_config", "image_token_id", "image_token_index")
 """Attributes of a configuration that say that the model reads pictures or sound."""
@@ -29,19 +31,28 @@ class Kind:
     """What a model is served as.
 
     Attributes:
-        pooling: pooling of its embeddings; None if it is served as text.
+        pooling: pooling of its embeddings; None if it gives none.
+        activation: what makes scores of a classifier's logits; None if it is none.
         reads_more: whether the model also reads pictures or sound, which the server refuses.
         model_class: class to load; None for the class that its configuration names.
     """
 
     pooling: Pooling | None = None
+    activation: Any = None
     reads_more: bool = False
     model_class: Any = None
 
     def __str__(self) -> str:
         if self.pooling is not None:
             return f"embeddings pooled by {', '.join(self.pooling.modes)}"
+        if self.activation is not None:
+            return "scores of pairs of texts"
         return "text alone: pictures and sound in requests are refused" if self.reads_more else "text"
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a model is a file of llama.cpp's, which transformers reads as text models."""
+    return name.endswith(".gguf")
 
 
 def kind_of(name: str, revision: str | None = None) -> Kind:
@@ -55,6 +66,8 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
         UnsupportedModelError: the server has no use for such a model.
         CheckpointError: there is no such model.
     """
+    if is_gguf(name):
+        return Kind()
     name = base_of_adapter(name) or name
     source = read_source(name, {} if revision is None else {"revision": revision})
     config = source.config
@@ -63,16 +76,34 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
     reads_text = cls.main_input_name == "input_ids"
     reads_more = any(getattr(config, each, None) is not None for each in _OTHER_INPUTS)
     if cls.can_generate() and reads_text and _names(cls, _TEXT):
+        if not reads_more and not config.is_encoder_decoder and _has_modules(name, revision):
+            return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
         return Kind(reads_more=reads_more)
     if reads_text and not reads_more:
         if _names(cls, _ENCODERS) or (_names(cls, _BASES) and not config.is_encoder_decoder):
             return Kind(read_pooling(name, revision))
         if cls.__name__.endswith("ForMaskedLM") and SentenceFiles(name, revision).find("modules.json"):
             return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
+        if _names(cls, _CLASSIFIERS) and not config.is_encoder_decoder:
+            if config.num_labels != 1:
+                raise UnsupportedModelError(
+                    f"{name} is a {cls.__name__}, which is not served with {config.num_labels} labels: the server takes"
+                    " classifiers with one, which score pairs of texts"
+                )
+            return Kind(activation=activation_of(config))
     raise UnsupportedModelError(
         f"{name} is a {cls.__name__}, which is not served: the server takes models that continue text"
-        " (…ForCausalLM, …ForConditionalGeneration of text) and encoders of text without a head, for embeddings"
+        " (…ForCausalLM, …ForConditionalGeneration of text), encoders of text without a head, for embeddings, and"
+        " classifiers of texts with one label, for scores"
     )
+
+
+def _has_modules(name: str, revision: str | None) -> bool:
+    """Return whether a decoder is one of sentence-transformers, which takes its vectors and not its text."""
+    try:
+        return SentenceFiles(name, revision).find("modules.json") is not None
+    except UnsupportedModelError:  # the hub cannot be asked: it is a decoder like most
+        return False
 
 
 def _names(cls: type, mappings: tuple[Any, ...]) -> bool:

@@ -37,7 +37,7 @@ class ServedReplica:
     def __init__(self, options: ServeOptions) -> None:
         kind = kind_of(options.model, options.revision)
         self._model, tokenizer = load(options, kind)
-        self._app = create_app(self._model, tokenizer, options, kind.pooling)
+        self._app = create_app(self._model, tokenizer, options, kind)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app

@@ -17,6 +17,7 @@ from parallelformers_ng.options import (
     checked_seconds,
     read_options,
 )
+from parallelformers_ng.serving.logs import FORMATS, LEVELS
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ServeOptions:
     text beside its type is the flag's help.
     """
 
-    model: Annotated[str, "a model folder or a name on the Hugging Face hub"] = ""
+    model: Annotated[str, "a model folder, a GGUF file or a name on the Hugging Face hub"] = ""
     num_gpus: Annotated[int | None, "number of ranks; by default all GPUs, or 2 CPU ranks where there is none"] = None
     replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
@@ -62,6 +63,12 @@ class ServeOptions:
         list[str], "origins whose pages may call the server, as in https://example.org; none by default"
     ] = field(default_factory=list)
 
+    open_probes: Annotated[bool, "/ready and /metrics need no key, as /health"] = False
+
+    log_format: Annotated[str, "text or json, one line for each event"] = "text"
+    log_level: Annotated[str, "debug, info, warning or error"] = "info"
+    no_access_log: Annotated[bool, "no line for each request"] = False
+
     rows: Annotated[int, "sequences that a replica decodes at a time"] = 16
     waiting: Annotated[int, "sequences that may wait while all rows are taken; a further request gets 503"] = 64
     prefill_chunk: Annotated[int, "tokens of prompts that are run at a time, between steps of other rows"] = 128
@@ -88,6 +95,9 @@ class ServeOptions:
         for name in ("ray_address", "autoscaling"):
             if getattr(self, name) and self.launcher != "ray":
                 raise ParallelError(f"{name} is {getattr(self, name)!r}; it acts with launcher 'ray' alone")
+        for name, taken in (("log_format", FORMATS), ("log_level", LEVELS)):
+            if getattr(self, name) not in taken:
+                raise ParallelError(f"{name} is {getattr(self, name)!r}; it takes {', '.join(taken)}")
         if not 0 <= self.port < 1 << 16:
             raise ParallelError(f"port is {self.port}; it takes a number from 0 to 65535")
         for name in ("timeout", "client_timeout", "drain"):

@@ -9,11 +9,16 @@ from pydantic import ConfigDict, Field, StrictInt, model_validator
 from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
 from parallelformers_ng.serving.structured import Fields, GuidedFields
+from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 MOST_MESSAGES = 4096  # a template takes its time for each
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
+TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # a word of JSON, "17"
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MOST_BIASES = 1024  # each is added at every step
 _NO_TEMPLATE_VARIABLES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -49,31 +54,44 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
-class GenerationRequest(Request, GuidedFields):
-    """What chats and completions have in common."""
+class Sampling(Request):
+    """How tokens of an answer are chosen."""
 
-    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    n: Count | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] = Field(default_factory=dict)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: bool | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether an answer has penalties that count its own tokens, or a bias."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class GenerationRequest(Sampling, GuidedFields):
+    """What chats and completions have in common."""
+
+    max_tokens: Count | None = None
+    n: Count | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def alternatives(self) -> int | None:
@@ -148,11 +166,18 @@ class Message(Fields):
         return self
 
 
+class ToolFunction(Fields):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] | None = None
+
+
 class Tool(Fields):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: ToolFunction
 
 
 class TemplateFields(Request):
@@ -208,6 +233,12 @@ class ChatRequest(TemplateFields, GenerationRequest):
         return self
 
     @property
+    def tool_choice_read(self) -> ToolChoice:
+        """The tools that the model may call, and whether it must."""
+        tools = [tool.model_dump() for tool in self.tools or ()]
+        return read_tool_choice(tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
@@ -232,6 +263,11 @@ class EmbeddingRequest(Request):
                 "input",
             )
         return list(texts)  # type: ignore[arg-type]
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: list[TokenId]
 
 
 class TokenizeRequest(TemplateFields):

@@ -6,22 +6,24 @@ import asyncio
 import gc
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import uvicorn
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parallelformers_ng.api import parallelize
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import Guard
-from parallelformers_ng.serving.kinds import Kind, kind_of
+from parallelformers_ng.serving.kinds import Kind, is_gguf, kind_of
+from parallelformers_ng.serving.listening import bound
+from parallelformers_ng.serving.logs import set_up_logs
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
 
@@ -108,33 +110,23 @@ def serve(options: ServeOptions) -> int:
         ParallelError: the model cannot be served; see `parallelize`.
         OSError: the address cannot be listened on.
     """
+    set_up_logs(options.log_format, options.log_level)
     with bound(options) as listening:  # before a minute of loading
         kind = kind_of(options.model, options.revision)
         say(f"loading {options.model}, to be served as {kind}")
         model, tokenizer = load(options, kind)
-        end = deployment_of(model).close
+        deployment = deployment_of(model)
+        end, first = deployment.close, deployment.incarnation
         try:
-            server = Server(create_app(model, tokenizer, options, kind.pooling), options, say, end)
+            app = create_app(model, tokenizer, options, kind)
+            app.metrics.restarts = lambda: deployment.incarnation - first
+            server = Server(app, options, say, end)
             warm_up(model)
             say(started(model, options, listening.getsockname()[1]))
             server.run([listening])
         finally:
             end()
     return 0
-
-
-def bound(options: ServeOptions) -> socket.socket:
-    """A socket that has its address, and refuses clients until the server listens."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # By the named protocol asyncio knows a connection that shall not wait with small packets: 40 ms of each answer.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((options.host, options.port))
-    except BaseException:
-        found.close()
-        raise
-    return found
 
 
 def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
@@ -144,12 +136,16 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         options: the model, and where its ranks are.
         kind: what it is served as; by default it has the class that its configuration names.
     """
-    tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
     found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    source: Any = options.model
+    if is_gguf(options.model):
+        source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
     if kind is not None and kind.model_class is not None:
         found["model_class"] = kind.model_class
     model = parallelize(
-        options.model,
+        source,
         options.num_gpus,
         dtype=options.dtype,
         fit=options.fit,
@@ -166,6 +162,23 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a GGUF file, whose weights transformers makes floats of.
+
+    Args:
+        path: path of the file.
+        dtype: data type of the weights; by default float32.
+    """
+    where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        return AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "float32"), tokenizer
+    except ImportError as error:
+        raise UnsupportedModelError(f"{path} is a GGUF file, which needs another package: {error}") from None
+    except ValueError as error:  # an architecture that transformers does not read from GGUF
+        raise UnsupportedModelError(f"transformers cannot read {path}: {error}") from None
+
+
 def warm_up(model: Any) -> None:
     """Answer once, so that the first client does not wait for what is made once.
 
@@ -179,8 +192,12 @@ def warm_up(model: Any) -> None:
     try:
         if model.can_generate():
             model.generate(input_ids=prompt, attention_mask=prompt + 1, max_new_tokens=2, do_sample=False)
-        elif getattr(model(input_ids=prompt, attention_mask=prompt + 1), "last_hidden_state", None) is None:
-            raise UnsupportedModelError(f"{type(model).__name__} gives no vectors of tokens, and no text")
+        else:
+            output = model(input_ids=prompt, attention_mask=prompt + 1)
+            if getattr(output, "last_hidden_state", getattr(output, "logits", None)) is None:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} gives no vectors of tokens, no scores, and no text"
+                )
     except WorkerError as error:
         raise UnsupportedModelError(f"{type(model).__name__} is not served: it fails with a token: {error}") from error
     gc.collect()
@@ -188,16 +205,18 @@ def warm_up(model: Any) -> None:
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """One line that says what is served, where, on what and within which limits."""
+    """Return the line that says what is served, where, on what and within which limits."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"
+    url = f"http://{host}:{port}"
     return (
-        f"serving {options.name} on http://{host}:{port} with {key}: {type(model).__name__} on ranks {devices};"
+        f"serving {options.name} on {url} with {key}, its page at {url}/, its API at {url}/v1:"
+        f" {type(model).__name__} on ranks {devices};"
         f" {options.rows} rows, {options.waiting} waiting, {options.max_tokens} tokens unless asked for others,"
         f" {options.timeout:g} s a request"
     )
 
 
 def say(line: str) -> None:
-    print(f"parallelformers-ng: {line}", file=sys.stderr, flush=True)
+    log.info("%s", line)

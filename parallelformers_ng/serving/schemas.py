@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from parallelformers_ng.runtime.freed_memory import trim_heap
+from parallelformers_ng.serving.bare_calls import JSON_STYLE
 from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.grammar import (
     LARGE_CHARACTERS,
@@ -19,9 +20,6 @@ from parallelformers_ng.serving.grammar import (
     matcher_of,
 )
 from parallelformers_ng.serving.structured import Constraint
-
-_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As models have seen most JSON; where white space is free, some write nothing else."""
 
 
 class Schemas:
@@ -96,9 +94,9 @@ def _grammar(constraint: Constraint) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if constraint.kind == "json":
-        style = _STYLE
+        style: Any = JSON_STYLE
         if constraint.whitespace == "":
-            style = {**_STYLE, "item_separator": ",", "key_separator": ":"}
+            style = {**JSON_STYLE, "item_separator": ",", "key_separator": ":"}
         elif constraint.whitespace is not None:
             style = {"whitespace_pattern": constraint.whitespace}
         return LLMatcher.grammar_from_json_schema(constraint.value, defaults=style)

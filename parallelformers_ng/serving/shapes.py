@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import secrets
 import time
 from collections import Counter
@@ -10,13 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallelformers_ng.serving.answers import Piece
+from parallelformers_ng.serving.errors import ApiError
 from parallelformers_ng.serving.likelihoods import Likelihood
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
 from parallelformers_ng.serving.token_bytes import TokenBytes
 
 
-class _Shape:
-    """What chats and completions have in common.
+class Shape:
+    """What answers of all routes have in common.
 
     Args:
         name: of the model.
@@ -25,9 +27,11 @@ class _Shape:
 
     Attributes:
         prompt_tokens: of all prompts.
+        end: text after the last event of a stream.
     """
 
     kind, chunk_kind, prefix = "", "", ""
+    end = "data: [DONE]\n\n"
 
     def __init__(self, name: str, tokenizer: Any, request: GenerationRequest) -> None:
         self._tokenizer = tokenizer
@@ -37,7 +41,11 @@ class _Shape:
         self._tokens = 0
         self._pieces: dict[int, list[Piece]] = {}
         self._calls: Counter[int] = Counter()
-        self._common = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+        self._common: dict[str, Any] = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": name,
+        }
 
     def add(self, piece: Piece) -> None:
         """Take a piece of an answer that is told whole."""
@@ -64,6 +72,22 @@ class _Shape:
         if self._request.tells_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
+    def event(self, data: dict[str, Any]) -> str:
+        """Return a chunk as an event of a stream."""
+        return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the chunk that ends a stream with an error."""
+        return error.body()
+
+    def _likelihood(self, each: Likelihood) -> dict[str, Any]:
+        top = [self._one(token, logprob) for token, logprob in each.top]
+        return {**self._one(each.token, each.logprob), "top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        word, raw = self._token_bytes.text(token), self._token_bytes.bytes(token)
+        return {"token": word, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
+
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -79,7 +103,7 @@ class _Shape:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
 
 
-class ChatShape(_Shape):
+class ChatShape(Shape):
     """Of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -124,26 +148,13 @@ class ChatShape(_Shape):
     def _logprobs(self, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
         if not likelihoods:
             return None
-        return {
-            "content": [
-                {
-                    **self._one(each.token, each.logprob),
-                    "top_logprobs": [self._one(token, logprob) for token, logprob in each.top],
-                }
-                for each in likelihoods
-            ],
-            "refusal": None,
-        }
-
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        word, raw = self._token_bytes.text(token), self._token_bytes.bytes(token)
-        return {"token": word, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
+        return {"content": [self._likelihood(each) for each in likelihoods], "refusal": None}
 
 
 _LEAST = -9999.0  # JSON has no infinity
 
 
-class CompletionShape(_Shape):
+class CompletionShape(Shape):
     """Of `/v1/completions`.
 
     Args:

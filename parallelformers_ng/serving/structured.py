@@ -18,7 +18,7 @@ class Constraint:
     """A constraint on the text of an answer.
 
     Attributes:
-        kind: "json" for a schema, "regex", "choice", or "grammar" in Lark or GBNF.
+        kind: "json" for a schema, "regex", "choice", "grammar" in Lark or GBNF, or "lark".
         value: the schema, the pattern, the choices or the grammar.
         param: field of the request that it comes from, for errors.
         whitespace: pattern of the white space of JSON; "" for none, None for that after commas and colons.
@@ -107,14 +107,18 @@ class GuidedFields(Fields):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, forced: Constraint | None = None) -> Constraint | None:
         """Return what the answer must meet, None if it may be any text.
+
+        Args:
+            forced: constraint of an answer that must call a tool; it has no text for `response_format` to act on.
 
         Raises:
             ApiError: the request has more than one constraint.
         """
+        of_text = None if self.response_format is None else self.response_format.constraint()
         found = [
-            None if self.response_format is None else self.response_format.constraint(),
+            of_text if forced is None else forced,
             None if self.structured_outputs is None else self.structured_outputs.constraint(),
         ]
         for kind in ("json", "regex", "choice", "grammar"):

@@ -80,7 +80,7 @@ class AnswerReader:
             elif kind == "region_close" and name == "tool_calls":
                 value = event["value"]
                 calls = (value if isinstance(value, list) else [value])[: self._calls_left]
-                read.calls += map(_openai_call, calls)
+                read.calls += map(openai_call, calls)
                 if self._calls_left is not None:
                     self._calls_left -= len(calls)
                 self._held = ""
@@ -89,7 +89,8 @@ class AnswerReader:
         return read
 
 
-def _openai_call(value: dict[str, Any]) -> dict[str, Any]:
+def openai_call(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a call in OpenAI's shape, with an id of its own."""
     function = value["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, str):
@@ -98,12 +99,28 @@ def _openai_call(value: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called}
 
 
-def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, Any] | None:
-    """How answers of a model are read: as its tokenizer says; else as its chat template writes a call that an assistant
-    has made, where that is JSON behind a mark of its own. None where neither tells.
+@dataclass(frozen=True)
+class BareForm:
+    """Keys of a call that is a JSON object with nothing around it.
+
+    Attributes:
+        name: key of the tool's name.
+        arguments: key of its arguments.
+    """
+
+    name: str = "name"
+    arguments: str = "arguments"
+
+
+def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, Any] | BareForm | None:
+    """Return how answers of a model are read.
+
+    The tokenizer's own `response_template` goes first. Else it is the form in which the chat template writes a call of
+    the assistant's: JSON behind a mark, which becomes a response template, or JSON alone. None if neither tells.
 
     Args:
-        chat_template: in the place of the tokenizer's own.
+        tokenizer: tokenizer of transformers.
+        chat_template: chat template in the place of the tokenizer's own.
     """
     told: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     if told is not None:
@@ -128,7 +145,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
     return _template_of(after[len(before) :], tokenizer.eos_token or "\0")
 
 
-def _template_of(written: str, end: str) -> dict[str, Any] | None:
+def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
     """The response template of a call as it was written."""
     written = written.partition(end)[0]
     for start, character in enumerate(written):
@@ -140,12 +157,14 @@ def _template_of(written: str, end: str) -> dict[str, Any] | None:
             continue
         opening, closing = written[:start].strip(), written[start + size :].strip()
         one = call[0] if isinstance(call, list) and call else call
-        if not opening or not isinstance(one, dict) or _NAME not in one.values():
+        if not isinstance(one, dict) or _NAME not in one.values():
             return None
         arguments = next((key for key, value in one.items() if value == {_KEY: _VALUE}), None)
         if arguments is None:
             return None
         name = next(key for key, value in one.items() if value == _NAME)
+        if not opening:
+            return BareForm(name, arguments)
         within = "" if one is not call else "content."
         function = {"name": f"{{{within}{name}}}", "arguments": f"{{{within}{arguments}}}"}
         calls = {

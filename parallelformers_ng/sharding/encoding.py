@@ -78,6 +78,10 @@ class Encoding:
             return scales == 1
         return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
+    def has_scale_per_output(self, scales: Tensor) -> bool:
+        """Whether the numbers, one in a byte, may be multiplied before they are scaled."""
+        return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
+
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the weight, given that of its small numbers."""
         shape = list(numbers)
@@ -152,8 +156,14 @@ class Encoding:
             pairs = numbers.view(torch.int8)
             numbers = torch.stack((pairs << 4 >> 4, pairs >> 4), self.dim).flatten(self.dim - 1, self.dim)
         elif numbers.dtype.is_floating_point:
-            numbers = numbers.float()
-        return (numbers * self.spread(scales, numbers.shape)).to(dtype)
+            numbers = numbers.to(dtype)  # which has all that 8 bits can say
+        out = numbers.new_empty(numbers.shape, dtype=dtype)
+        blocks = scales.shape[self.dim]
+        in_blocks = blocks, numbers.shape[self.dim] // max(1, blocks)
+        # A device rounds each product as it writes it: nothing wider than the weight is ever in its memory.
+        numbers, target = (each.unflatten(self.dim, in_blocks) for each in (numbers, out))
+        torch.mul(numbers, scales.unsqueeze(self.dim), out=target)
+        return out
 
     def spread(self, scales: Tensor, shape: torch.Size) -> Tensor:
         """Scales as they are to be multiplied with numbers of `shape`, of which they are."""

@@ -8,6 +8,7 @@ waits for the device meanwhile.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,7 @@ def guard_look_ups() -> None:
     functional.embedding = _guarded
 
 
+@functools.wraps(_look_up)  # by which the code of the caller's program is known to be the same
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not is_compiling() and input.device.type != "cpu":
         input = in_range(input, weight.shape[0])
@@ -59,12 +61,12 @@ def checked_look_ups() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        forget()
+        _forgive()
         raise
     for (_, rows), seen in _seen.items():
         low, high = seen.tolist()
         if low < 0 or high >= rows:
-            forget()
+            _forgive()
             raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
 
 
@@ -83,7 +85,14 @@ def take_back() -> None:
         _seen[key].copy_(held)
 
 
+def _forgive() -> None:
+    """Have the notes be as before the first look-up. Their memory stays: recorded look-ups write there."""
+    for (_, rows), seen in _seen.items():
+        seen[:1].fill_(0)
+        seen[1:].fill_(rows - 1)
+
+
 def forget() -> None:
-    """Let the notes go, and the memory that they take on the device."""
+    """Let the notes go, and the memory that they take on the device. Nothing that was recorded may run afterwards."""
     _seen.clear()
     _held.clear()

@@ -21,18 +21,19 @@ from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
-from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
 from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
 from parallelformers_ng.generation.in_place_cache import append_in_place
-from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria
+from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
 from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
-from parallelformers_ng.kernels import installation
+from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
 from parallelformers_ng.live_code.changes import AppliedChanges, CodeChanges, Digests, differences
 from parallelformers_ng.sharding import look_ups
@@ -62,10 +63,12 @@ class ModelRunner(RankWeights):
             install_attention()
             append_in_place()
         else:
+            on_devices.install_attention()
             look_ups.guard_look_ups()
             answer_for_steps()
             slice_single_indices()
             defer_stops()
+            order_prefetches()
         gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
 
     def _clear(self) -> None:
@@ -78,6 +81,7 @@ class ModelRunner(RankWeights):
         )
         self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
+        self.alike = True
 
     def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
         """Build this rank's modules, still without weights. Everything that can fail without weights fails here.
@@ -96,10 +100,12 @@ class ModelRunner(RankWeights):
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
-        if self.device.type == "cpu" and not self.code.of_step:
-            installation.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
+        if not self.code.of_step:
+            kernels = installation if self.device.type == "cpu" else on_devices
+            kernels.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
         inject(model, self.plan, self.rank, self.communicator)
         keep_caches(self.plan.cache)
+        self.alike = devices_alike(self.communicator, self.device)
         self.model = model
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
         return installation.layers_agree
@@ -129,13 +135,19 @@ class ModelRunner(RankWeights):
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
         module = self.model.get_submodule(call.path)
+        if self.model.training and not self.alike:
+            raise ParallelError(
+                "the model is in training mode, and its devices are of different kinds, each of which would draw a"
+                " dropout of its own; call model.eval(), or use devices of one kind"
+            )
         models = () if call.method == "forward" else self.generating
         with (
             torch.inference_mode(),
             contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
-            agreed_criteria(models, self.communicator, self.emit.sequence),
+            agreed_criteria(models, self.communicator, self.emit.sequence, self.alike),
+            shared_draws(self.communicator, self.alike),
             self._capturing(module, call.captured) as uncaptured,
         ):
             output = getattr(module, call.method)(*args, **kwargs)

@@ -109,6 +109,7 @@ class RankWeights:
         """From now on layers that lie elsewhere come before they run."""
         layers: list[MovedLayer] = []
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        staging: Staging | None = None
         for path, stored in () if self._tiers is None else self._tiers.moved(self.rank):
             module = self.model.get_submodule(path)
             owners = [name.rpartition(".") for each in stored for name in self.aliases[each]]
@@ -116,7 +117,9 @@ class RankWeights:
             if stream is None:
                 layers.append(MappedLayer(module, [held[name] for held, name in places]))
             else:
-                layers.append(CopiedLayer(module, places, self._place(stored[0]) == "disk", self.device, stream))
+                on_disk = self._place(stored[0]) == "disk"
+                staging = staging or Staging(self.device) if on_disk else staging
+                layers.append(CopiedLayer(module, places, staging if on_disk else None, self.device, stream))
         self.moves = Moves(layers) if layers else None
 
     def _streams(self, name: str) -> bool:
@@ -136,7 +139,13 @@ class RankWeights:
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory, or in a mapped file, where a CUDA device has it."""
         place = self._place(stored)
-        return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else tensor.to(self.device)
+        return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, through a bounded buffer."""
+        if self.staging is None:
+            self.staging = Staging(self.device)
+        return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
         """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer. Beside layers
@@ -155,9 +164,7 @@ class RankWeights:
             part = _pinned(read_shard(node, shard, self.rank, copy=False))
             release(node)
             return part
-        if self.staging is None:
-            self.staging = Staging(self.device)
-        part = self.staging.to_device(read_shard(node, shard, self.rank, copy=False))
+        part = self._to_device(read_shard(node, shard, self.rank, copy=False))
         release(node)
         return part
 

@@ -7,10 +7,12 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import DistBackendError
 from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng.errors import RequestTimeoutError, WorkerDiedError
 from tests.pretend_cuda import process_group
@@ -45,7 +47,7 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        strikes: what happens on one rank, given the scores of a step. None: the request is to blame.
+        strikes: what happens on one rank, given the scores of a step. None: the request is to blame, see `spoil`.
         raises: what the caller gets.
         says: part of its message.
         restarts: whether the workers are due to be started again.
@@ -58,6 +60,8 @@ class Kind:
 
 
 KINDS = {
+    "mistyped keyword": Kind(None, ValueError, "max_new_tokns"),
+    "cancellation": Kind(None, InterruptedError, "enough of it"),
     "bad id": Kind(None, IndexError, f"id {VOCABULARY + 5}, vocabulary of {VOCABULARY}"),
     "out of memory": Kind(_run_out, torch.OutOfMemoryError, "Tried to allocate"),
     "sticky error": Kind(_look_beyond, torch.AcceleratorError, "device-side assert", restarts=True),
@@ -65,6 +69,33 @@ KINDS = {
     "NCCL error": Kind(_break_nccl, DistBackendError, "remote process exited"),
     "late rank": Kind(_come_late, RequestTimeoutError, "no answer from ranks", restarts=True),
 }
+
+
+class Cancels(BaseStreamer):
+    """Has enough after some tokens, in the caller."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens + 1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError("enough of it")
+
+    def end(self) -> None:
+        pass
+
+
+def spoil(name: str, arguments: dict[str, Any], step: int) -> None:
+    """Have the arguments of a request be to blame for a kind of fault, at a step of it."""
+    if name == "bad id":
+        arguments["input_ids"][1, 3] = VOCABULARY + 5
+    elif name == "mistyped keyword":
+        arguments["max_new_tokns"] = 3
+    elif name == "cancellation":
+        arguments["streamer"] = Cancels(step)
+    elif name == "late rank":
+        arguments["timeout"] = LATE_SECONDS
 
 
 class Fault(LogitsProcessor):

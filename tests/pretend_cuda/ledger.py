@@ -11,6 +11,7 @@ import torch
 _OWN, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 TO_DEVICE, TO_HOST, WAITS = "copies to the device", "copies to the host", "waits of the host"
+PAGEABLE = "copies from pageable memory"
 LAUNCHES = "launches"
 
 
@@ -44,7 +45,7 @@ class Ledger:
 
     def take(self) -> dict[str, dict[str, int]]:
         """What was counted since this was last asked: kind → place → how often."""
-        taken: dict[str, dict[str, int]] = {TO_DEVICE: {}, TO_HOST: {}, WAITS: {}}
+        taken: dict[str, dict[str, int]] = {TO_DEVICE: {}, TO_HOST: {}, WAITS: {}, PAGEABLE: {}}
         for (kind, place), count in self.entries.items():
             taken[kind][place] = count
         self.entries.clear()

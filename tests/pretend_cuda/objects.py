@@ -67,3 +67,17 @@ class RaisesOn(StoppingCriteria):
             time.sleep(0.2)  # by now the peer waits in the exchange
             raise ValueError("only here")
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class Breaks(StoppingCriteria):
+    """Has the next collective of one rank fail, and NCCL tell its watchdog so."""
+
+    def __init__(self, pid: int, length: int) -> None:
+        self.pid, self.length = pid, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if os.getpid() == self.pid and input_ids.shape[1] == self.length:
+            from tests.pretend_cuda import process_group
+
+            process_group.fail_next = True
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

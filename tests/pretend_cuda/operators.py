@@ -31,6 +31,7 @@ class Operator:
         looks_up, asserts: on the device it asserts, where the host raises: if an index is out of range; in any case.
         takes_numbers: it takes tensors of the host that hold one number.
         writes_first: its first argument is written to.
+        writes: places and names of the arguments that are written to.
         waits: the host has to know what it gives, or of what shape that is.
         has_device, has_generator: it has an argument of this name.
         changes_view: it changes the shape of its argument in place.
@@ -48,6 +49,11 @@ class Operator:
         self.asserts = func in _ASSERTIONS
         self.takes_numbers = torch.Tag.pointwise in func.tags or func in _TAKE_HOST_SCALARS or self.indexes
         self.writes_first = first is not None and first.is_write
+        self.writes = [
+            (place, argument.name)
+            for place, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         waiting = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
         self.waits = not self.indexes and bool(waiting & set(func.tags))
         self.has_device = "device" in names

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +15,16 @@ import torch
 import torch.distributed as dist
 
 from parallelformers_ng.collectives.process_group import create_rendezvous, rendezvous_path
+from tests.pretend_cuda import graphs
+from tests.pretend_cuda.graphs import CUDAGraph
+from tests.pretend_cuda.memory import key_of
+from tests.pretend_cuda.streams import order
 from tests.pretend_cuda.tensor import DeviceTensor
 
 _POLL_SECONDS = 0.0005
 
 MISHAP = "PRETENDED_NCCL_MISHAP"
-"""The environment variable by which a group cannot connect ("raise"), or sums wrongly ("sum")."""
+"""The environment variable by which a group cannot connect ("raise"), sums wrongly ("sum"), or waits ("hang")."""
 
 fail_next = False
 """Whether the next collective of this process fails."""
@@ -43,33 +51,64 @@ class ProcessGroupNCCL:
         self._store, self._rank, self._size, self._timeout = store, rank, size, options._timeout
         self._gloo: Any = None
         self._mishap = os.environ.get(MISHAP, "")
+        self._mutex = threading.Lock()
+        self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
         self.aborted = False
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         hosts = _hosts(tensors)
-        self._finish(self._connected(options).allreduce(hosts, options), hosts)
-        if self._mishap == "sum":
-            tensors[0].mul_(0.5)
+        self._queue(hosts, options, lambda gloo: gloo.allreduce(hosts, options))
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> None:
-        hosts = [_hosts(parts) for parts in outputs]
-        self._finish(self._connected(options).allgather(hosts, _hosts(inputs)), hosts[0])
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> None:
+        whole, own = _hosts([output, input])
+        if whole.numel() != own.numel() * self._size:
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        parts = [*whole.view(-1).split(own.numel())]
+        self._queue([whole, own], options, lambda gloo: gloo.allgather([parts], [own.view(-1)]), [whole])
 
     def abort(self) -> None:
-        self.aborted = True
+        """Returns when nothing that was captured has collectives of this group, however long that takes."""
+        with self._mutex:
+            self.aborted = True
+            while any(graph.has_collectives_of(self) for graph in self.graphs):
+                time.sleep(_POLL_SECONDS)
+
+    def _queue(
+        self,
+        hosts: list[torch.Tensor],
+        options: Any,
+        begin: Callable[[Any], Any],
+        outputs: list[torch.Tensor] | None = None,
+    ) -> None:
+        assert not options.asyncOp, "a collective goes through a stream of its own"
+        outputs = hosts if outputs is None else outputs
+        with self._mutex:  # as getNCCLComm
+            self._check()
+        gloo = self._connected()
+
+        def run() -> None:
+            self._finish(begin(gloo), outputs)
+
+        if graphs.capturing is not None:
+            graphs.capturing.collective(self, hosts, run)
+        else:
+            run()
+            order.queued(map(key_of, hosts), map(key_of, outputs), "a collective")
 
     def _finish(self, work: Any, outputs: list[torch.Tensor]) -> None:
         """Wait for gloo. As NCCL's, a collective whose group was aborted ends like any other, with anything in its
         tensors."""
-        while not (self.aborted or work.is_completed()):
+        while not (self.aborted or work.is_completed()) or self._mishap == "hang":
             time.sleep(_POLL_SECONDS)
         if not self.aborted:
             work.wait()
+            if self._mishap == "sum":
+                outputs[0].mul_(0.5)
             return
         for number, output in enumerate(outputs):
             output.fill_(17 * (number + 1))
 
-    def _connected(self, options: Any) -> Any:
+    def _check(self) -> None:
         global fail_next
         if self.aborted:
             raise dist.DistBackendError("NCCL communicator was aborted")
@@ -77,8 +116,19 @@ class ProcessGroupNCCL:
             raise dist.DistBackendError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
         if fail_next:
             fail_next = False
+            self._watchdog()
             raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
-        assert not options.asyncOp, "a collective goes through a stream of its own"
+
+    def _watchdog(self) -> None:
+        """What the watchdog does, in a thread of its own, about an error that NCCL has told it."""
+        handling = _variable("ASYNC_ERROR_HANDLING", 3)
+        if handling in (1, 3):
+            seconds = 4 * _variable("WAIT_TIMEOUT_DUMP_MILSEC", 15000) / 1000
+            end = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGABRT])
+            end.daemon = True
+            end.start()
+
+    def _connected(self) -> Any:
         if self._gloo is None:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
@@ -96,8 +146,14 @@ class ProcessGroupNCCL:
         return self._store.get("0").decode()
 
 
+def _variable(name: str, default: int) -> int:
+    return int(os.environ.get(f"TORCH_NCCL_{name}", os.environ.get(f"NCCL_{name}", default)))
+
+
 def _hosts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         if not isinstance(tensor, DeviceTensor):
             raise ValueError(f"Tensors must be CUDA and dense, and this one is on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
     return [tensor.host for tensor in tensors]

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
+import math
+import os
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
-from parallelformers_ng.collectives import communicator
-from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS, ledger
+from tests.pretend_cuda import graphs
+from tests.pretend_cuda.ledger import PAGEABLE, TO_DEVICE, TO_HOST, WAITS, ledger
+from tests.pretend_cuda.memory import key_of, memory
 from tests.pretend_cuda.operators import Operator, operator
+from tests.pretend_cuda.streams import order
 
 aten = torch.ops.aten
 
+MULTIPROCESSORS = "PRETENDED_MULTIPROCESSORS"
+"""The environment variable that has how many each device has, separated by commas."""
+_BLOCK = 256  # threads
 _MATH_ATTENTION = 0
-_COLLECTIVES = {
-    torch.ops.parallelformers_ng.all_reduce.default: communicator._all_reduce._init_fn,
-    torch.ops.parallelformers_ng.all_gather.default: communicator._all_gather._init_fn,
-}
-"""What a recording has of them, and what they are."""
-
-_numbers = itertools.count()
-_alive: weakref.WeakValueDictionary[int, DeviceTensor] = weakref.WeakValueDictionary()
 
 
 class DeviceTensor(torch.Tensor):
@@ -46,7 +45,7 @@ class DeviceTensor(torch.Tensor):
             with torch.inference_mode(host.is_inference()):  # a view is what its base is, whatever the mode
                 self = cls._wrapped(host, device)
         self.host = host.detach() if host.requires_grad else host
-        _alive[next(_numbers)] = self
+        memory.take(self, self.host, device.index)
         return self
 
     @classmethod
@@ -92,6 +91,7 @@ class DeviceMode(TorchDispatchMode):
     Attributes:
         current: the index of the current device.
         generators: the random stream of each device.
+        pinned: storages of the host that are page-locked, as long as the tensors live with which they were taken.
         broken: what a device-side assertion said. As on CUDA, nothing works in the process afterwards.
     """
 
@@ -100,6 +100,7 @@ class DeviceMode(TorchDispatchMode):
         self.current = 0
         self.generators: dict[int, torch.Generator] = {}
         self.broken = ""
+        self.pinned: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -110,6 +111,23 @@ class DeviceMode(TorchDispatchMode):
             self.generators[index] = torch.Generator().manual_seed(0)
         return self.generators[index]
 
+    def drawing(self, index: int, args: Any) -> torch.Generator:
+        """What an operator draws from. If it needs more blocks of threads than a device runs at once, their number
+        counts as well, for what is drawn and for how far the stream moves: `calc_execution_policy` of torch."""
+        stream = self.generator(index)
+        count = args[0].numel() if isinstance(args[0], torch.Tensor) else math.prod(args[0])
+        if count <= _BLOCK * self.blocks(index):
+            return stream
+        state = stream.get_state().numpy().tobytes() + bytes([self.blocks(index)])
+        torch.rand(self.blocks(index), generator=stream)
+        return torch.Generator().manual_seed(zlib.crc32(state))
+
+    @staticmethod
+    def blocks(index: int) -> int:
+        """Blocks of threads that a device runs at once, here one for each of its multiprocessors."""
+        counts = os.environ.get(MULTIPROCESSORS, "132").split(",")
+        return int(counts[index % len(counts)])
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -119,10 +137,7 @@ class DeviceMode(TorchDispatchMode):
         there = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
         device = self._indexed(kwargs.get("device"))
         if not there and (device is None or device.type != "cuda"):
-            return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
-        if func in _COLLECTIVES:
-            with self:
-                return _COLLECTIVES[func](*args)
+            return self._on_host(func, args, kwargs)
         known = operator(func)
         if known.is_composite:
             with self:
@@ -131,14 +146,16 @@ class DeviceMode(TorchDispatchMode):
             raise torch.AcceleratorError(self.broken)
         ledger.launched += 1
         if known.is_copy:
-            return self._copy(func, args, kwargs, device)
+            return self._copy(func, known, args, kwargs, device)
         if func is aten._fused_sdp_choice.default:
             return _MATH_ATTENTION
         _check_places(func, known, tensors, there, args)
         if known.waits or (known.indexes and _waits_for_mask(func, args)):
+            graphs.refuse()
             ledger.note(WAITS, str(func))
+            order.host_waits(order.current.marks)
         place = device or there[0].device
-        output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs, place))
+        output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs), place)
         given = {id(tensor.host): tensor for tensor in there}
 
         def placed(part: torch.Tensor) -> torch.Tensor:
@@ -147,7 +164,17 @@ class DeviceMode(TorchDispatchMode):
         wrapped = placed(output) if isinstance(output, torch.Tensor) else _mapped_output(output, placed)
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if known.changes_view else wrapped
 
-    def _host_kwargs(self, known: Operator, kwargs: dict[str, Any], place: torch.device) -> dict[str, Any]:
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if order.leaving:
+            for at, name in operator(func).writes:
+                for tensor in _tensors([args[at] if at < len(args) else kwargs.get(name)]):
+                    order.host_writes(key_of(tensor), func)
+        output = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        if kwargs.get("pin_memory"):
+            self.pinned[key_of(output)] = weakref.ref(output)
+        return output
+
+    def _host_kwargs(self, known: Operator, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
             kwargs = dict(zip(kwargs, _mapped(kwargs.values(), _host), strict=True))
@@ -156,10 +183,25 @@ class DeviceMode(TorchDispatchMode):
         if known.has_generator:
             if kwargs.get("generator") is not None:
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-            kwargs["generator"] = self.generator(place.index)
+            kwargs.pop("generator", None)
         return kwargs
 
-    def _run(self, func: Any, known: Operator, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, known: Operator, args: Any, kwargs: Any, place: torch.device) -> Any:
+        def compute(args: Any, kwargs: Any) -> Any:
+            if known.has_generator:
+                kwargs = {**kwargs, "generator": self.drawing(place.index, args)}
+            return self._compute(func, known, args, kwargs)
+
+        if graphs.capturing is not None:
+            return graphs.capturing.operator(func, args, kwargs, compute)
+        output = compute(args, kwargs)
+        given = {key_of(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in known.writes]
+        made = {key_of(tensor) for tensor in _tensors([output])} - given
+        order.queued(filter(memory.is_live, given), [*made, *map(key_of, _tensors(written))], func)
+        return output
+
+    def _compute(self, func: Any, known: Operator, args: Any, kwargs: Any) -> Any:
         if func is aten.histc.default and not args[0].is_floating_point():  # integers, which it takes on CUDA alone
             return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         try:
@@ -170,33 +212,39 @@ class DeviceMode(TorchDispatchMode):
                 raise torch.AcceleratorError(self.broken) from error
             raise
 
-    def _copy(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
+    def _copy(self, func: Any, known: Operator, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         source = args[0] if func is not aten.copy_.default else args[1]
         if func is aten._to_copy.default:
             device = device or source.device
             plain = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-            host = func(_host(source), **plain, device=torch.device("cpu"))
+            if source.device.type == "cpu":
+                order.carry_on(source)
             _count_copy(source.device, device, kwargs.get("non_blocking", False))
-            return _placed(host, device)
+            if device.type == "cpu" and kwargs.get("non_blocking"):
+                return order.bring(self._run(func, known, [_host(source)], {**plain, "device": device}, source.device))
+            output = self._run(func, known, [_host(source)], {**plain, "device": torch.device("cpu")}, device)
+            self._left(source, device, kwargs.get("non_blocking", False))
+            return _placed(output, device)
         target = args[0] if func is aten.copy_.default else args[1]
-        _count_copy(source.device, target.device, False if len(args) < 3 else args[2])
-        _host(target).copy_(_host(source))
+        non_blocking = len(args) > 2 and args[2]
+        _count_copy(source.device, target.device, non_blocking)
+        self._run(aten.copy_.default, known, [_host(target), _host(source)], {}, target.device)
+        self._left(source, target.device, non_blocking)
         return target
+
+    def _left(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> None:
+        """A copy to a device was queued: the host waits, unless the memory that it is from is page-locked."""
+        if source.device.type == "cpu" and device.type == "cuda" and source.dim():
+            owner = self.pinned.get(key_of(source))
+            if owner is None or owner() is None:
+                ledger.note(PAGEABLE, "copy")
+            elif non_blocking:
+                order.leave(key_of(source), owner)
 
     def _indexed(self, device: torch.device | None) -> torch.device | None:
         if device is None or device.type != "cuda" or device.index is not None:
             return device
         return torch.device("cuda", self.current)
-
-
-def allocated(index: int) -> int:
-    """Bytes of the tensors on a device."""
-    storages = (tensor.host.untyped_storage() for tensor in _on(index))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _on(index: int) -> Iterator[DeviceTensor]:
-    return (tensor for tensor in list(_alive.values()) if tensor.device.index == index)
 
 
 def _unpickled(host: torch.Tensor, device: str) -> DeviceTensor:
@@ -263,12 +311,15 @@ def _refuse(func: Any, *devices: str) -> None:
 
 
 def _count_copy(source: torch.device, target: torch.device, non_blocking: bool) -> None:
+    if source.type != target.type:
+        graphs.refuse()
     if source.type == "cpu" and target.type == "cuda":
         ledger.note(TO_DEVICE, "copy")
     elif source.type == "cuda" and target.type == "cpu":
         ledger.note(TO_HOST, "copy")
         if not non_blocking:
             ledger.note(WAITS, "copy")
+            order.host_waits(order.current.marks)
 
 
 def _waits_for_mask(func: Any, args: Any) -> bool:

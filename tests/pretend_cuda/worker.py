@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
+import textwrap
 from collections import Counter
 
 import torch
 import torch.distributed as dist
+from transformers import cache_utils
+from transformers.cache_utils import Cache
 
+from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.side_by_side import PartOfProduct
+from parallelformers_ng.live_code.changes import Digests
 from parallelformers_ng.wire import message
+from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
 from tests.pretend_cuda.ledger import ledger
+from tests.pretend_cuda.memory import memory
+from tests.pretend_cuda.misuse import MISUSES
 from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 
 guard.load()
@@ -21,6 +31,16 @@ stubs.install()
 dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
 torch._C._set_only_lift_cpu_tensors(True)  # what `torch.tensor(…, device="cuda")` makes is copied in the mode's sight
 device_mode.__enter__()
+
+
+def _check() -> None:
+    """See that nothing was done that a device does in silence, with anything in the result.
+
+    Raises:
+        AssertionError: memory was used that had been freed.
+    """
+    faults, memory.faults = memory.faults, []
+    assert not faults, faults
 
 
 _lazy_initialization = ReusableLayer.lazy_initialization
@@ -34,7 +54,23 @@ message.TENSOR_CLASSES.add(DeviceTensor)  # a tensor of a GPU has no class of it
 
 
 class PretendedRunner(ModelRunner):
-    """As on a GPU, and says what passed between host and device."""
+    """As on a GPU, and says what passed between host and device. What a device would bear in silence is an error."""
+
+    def differences(self, digests: Digests) -> Digests:
+        """Of torch the caller has what is real, which is not to come here."""
+        return super().differences(
+            {place: each for place, each in digests.items() if not place.startswith(("torch.cuda", "torch:"))}
+        )
+
+    def run(self, call: Call) -> Answer:
+        answer = super().run(call)
+        _check()
+        return answer
+
+    def decode_rows(self, call: Call, asked: Round) -> News:
+        news = super().decode_rows(call, asked)
+        _check()
+        return news
 
     def counted(self) -> dict[str, dict[str, int]]:
         """See `Ledger.take`."""
@@ -69,6 +105,44 @@ class PretendedRunner(ModelRunner):
         """Layers that share a product with others."""
         return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
 
+    def prefetch_as_in_5_17(self) -> None:
+        """Have transformers' caches bring back from host memory what may be on its way there."""
+        source = inspect.getsource(Cache.update)
+        wait = "self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))"
+        exec(textwrap.dedent(source).replace(wait, "pass"), vars(cache_utils), found := {})
+        Cache.update = found["update"]
+
+    def misuse(self, name: str, right: bool) -> str:
+        """What is said of a misuse, "" where nothing is."""
+        try:
+            MISUSES[name](right)
+            torch.cuda.synchronize()
+            _check()
+        except (AssertionError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    def live_graphs(self) -> int:
+        """How many graphs were captured and not destroyed."""
+        return sum(len(pool.users) for pool in memory.pools.values())
+
+    def limit(self, free: int | None) -> int:
+        """Have so many bytes be free on the device; None: as many as at first. Returns the size of its memory."""
+        torch.cuda.empty_cache()
+        memory.limit = stubs.MEMORY if free is None else memory.reserved(self.device.index) + free
+        return memory.limit
+
+    def reserved(self, collect: bool = False) -> int:
+        """Bytes that stay taken once the cache is emptied.
+
+        Args:
+            collect: count nothing that is only kept until the garbage collector runs.
+        """
+        if collect:
+            gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
     def emptied(self) -> list[int]:
         """See `stubs.emptied`."""
         return stubs.emptied
@@ -90,11 +164,18 @@ class PretendedRunner(ModelRunner):
         return process_group.made
 
     def fail_once(self, message: str, mishap: bool = False) -> None:
-        """Raise on rank 1; the group that is connected next may have a mishap there."""
+        """Raise on rank 1, for which the others wait; the group that is connected next may have a mishap there."""
         if self.rank == 1:
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
+        self.ping()
+
+    def fail_alone(self) -> None:
+        """Raise on rank 1, after an exchange of all and for nobody who waits."""
+        self.ping()
+        if self.rank == 1:
+            raise ValueError("for nobody")
 
     def connect_alone(self, absent: int) -> int:
         """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""

@@ -1,0 +1,231 @@
+"""What a build of torch with CUDA shows without a GPU: `make cuda-build` runs this in a venv of its own.
+
+    python -m benchmarks.cuda_build [--results benchmarks/results/cuda_build.json]
+
+- Every module of the package is imported.
+- Every name of `tests/pretend_cuda/contract.py` is there, and takes the keywords that the package gives it; the
+  libraries name every variable of the environment.
+- Neither the imports nor the fork server nor a fork of it opens the driver: a library in its place notes who does.
+- What the counts of `tests/pretend_cuda/kernels.py` take for one kernel is registered for CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import parallelformers_ng
+from tests.pretend_cuda import contract
+from tests.test_cuda_contract import imports_of
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(parallelformers_ng.__file__).parent
+_DRIVER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+#include <string.h>
+/* libcublasLt opens the file when torch is imported, which does no harm; a driver that was asked for something does. */
+static void note(void) {
+    FILE *notes = fopen(getenv("DRIVER_NOTES"), "a");
+    fprintf(notes, "%d\\n", getpid());
+    fclose(notes);
+}
+int cuInit(unsigned flags) { note(); return 100; } /* CUDA_ERROR_NO_DEVICE */
+int cuDriverGetVersion(int *version) { note(); *version = 13030; return 0; }
+int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long flags, int *status) {
+    note();
+    *found = 0;
+    if (!strcmp(name, "cuInit")) *found = (void *)cuInit;
+    if (!strcmp(name, "cuDriverGetVersion")) *found = (void *)cuDriverGetVersion;
+    if (status) *status = *found ? 0 : 1;
+    return *found ? 0 : 500;
+}
+"""
+_LIFE = """
+import os
+from benchmarks import cuda_build
+cuda_build.imports()
+from parallelformers_ng.model.groups import RUNNER
+from parallelformers_ng.runtime import forks
+from parallelformers_ng.runtime.group import WorkerGroup
+forks.warm_up()
+group = WorkerGroup(2, "cpu", target=RUNNER, timeout=60)
+group.call("ping")
+pids = [os.getpid(), *group.pids]
+group.close()
+print("QUIET", *pids, flush=True)
+try:
+    WorkerGroup(1, "cuda", target=RUNNER, timeout=60)
+except Exception as error:
+    print("REFUSED", type(error).__name__, str(error).splitlines()[0][:200], flush=True)
+"""
+"""A program that imports all, forks two ranks for the host and, at last, one for a device, which opens the driver."""
+_FUSED = ("aten::_fused_rms_norm", "aten::native_layer_norm", "aten::_scaled_dot_product_efficient_attention")
+
+
+def imports() -> list[str]:
+    """Modules that cannot be imported, with the error."""
+    failed = []
+    for module in pkgutil.walk_packages(parallelformers_ng.__path__, "parallelformers_ng."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("ray"):  # an extra
+                failed.append(f"{module.name}: {error}")
+        except Exception as error:
+            failed.append(f"{module.name}: {type(error).__name__}: {error}")
+    return failed
+
+
+def keywords() -> tuple[int, list[str]]:
+    """How many keywords the package gives to names of the table, and those that these do not take."""
+    refused: list[str] = []
+    count = 0
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = imports_of(tree)
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, (ast.Attribute, ast.Name)):
+                continue
+            first, *rest = ast.unparse(call.func).split(".")
+            name = ".".join([imported.get(first, first), *rest])
+            if name in contract.NAMES and (function := _found(name)) is not None:
+                given = [keyword.arg for keyword in call.keywords if keyword.arg]
+                where = f"{path.name}:{call.lineno} {name}"
+                count += len(given)
+                refused += [f"{where}({word}=)" for word in given if not _takes(function, word)]
+    return count, refused
+
+
+def _found(name: str) -> Any:
+    found: Any = torch
+    for part in name.split(".")[1:] if name.startswith("torch.") else ():
+        found = getattr(found, part, None)
+    return None if found is torch else found
+
+
+def _takes(function: Any, keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in one, whose text says what it takes
+        text = f"{function.__doc__} {getattr(getattr(function, '__init__', None), '__doc__', '')}"
+        return f"{keyword}:" in text or f"{keyword}=" in text
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def variables() -> list[str]:
+    """Variables of the environment in the table that none of torch's and NVIDIA's libraries names."""
+    site = Path(torch.__file__).parents[1]
+    libraries = [*(site / "torch" / "lib").glob("*.so*"), *site.glob("nvidia/**/libnccl*.so*")]
+    sources = [site / "torch" / "cuda" / "__init__.py", *(site / "torch" / "distributed").rglob("*.py")]
+    texts = [path.read_bytes() for path in (*libraries, *sources)]
+    return [name for name in contract.ENVIRONMENT if not any(name.encode() in text for text in texts)]
+
+
+def unregistered() -> list[str]:
+    """Operators without a CUDA kernel of their own."""
+    return [name for name in _FUSED if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
+
+
+@contextlib.contextmanager
+def driver() -> Iterator[tuple[dict[str, str], Path]]:
+    """A driver without devices that notes which processes open it: the environment in which it is found, and the
+    notes."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library, notes = Path(folder, "driver.c"), Path(folder, "libcuda.so.1"), Path(folder, "notes")
+        source.write_text(_DRIVER)
+        notes.touch()
+        subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        yield os.environ | {"LD_LIBRARY_PATH": folder, "DRIVER_NOTES": str(notes)}, notes
+
+
+def opened() -> tuple[list[str], str]:
+    """Which processes opened the driver that should not have, and how a rank for a device ended."""
+    with driver() as (environment, notes):
+        probe = "import torch; torch.cuda.is_available()"
+        subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True)
+        if not notes.read_text():
+            return ["nobody opens the driver that is to note it: the check shows nothing"], ""
+        notes.write_text("")
+        done = subprocess.Popen([sys.executable, "-c", _LIFE], env=environment, stdout=subprocess.PIPE, text=True)
+        assert done.stdout is not None
+        quiet: list[str] = []
+        wrong: list[str] = []
+        ended = ""
+        for line in done.stdout:
+            word, *rest = line.split()
+            if word == "QUIET":
+                quiet = rest
+                wrong = [f"process {pid} opened the driver before a rank was to" for pid in notes.read_text().split()]
+            elif word == "REFUSED":
+                ended = " ".join(rest)
+        if done.wait() or not quiet:
+            wrong.append(f"the program ended with status {done.returncode}")
+        wrong += [
+            f"process {pid}, which has no device, opened the driver"
+            for pid in notes.read_text().split()
+            if pid in quiet
+        ]
+        if not notes.read_text():
+            wrong.append("a rank for a device did not open the driver")
+        return wrong, ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--results", default=str(ROOT / "benchmarks" / "results" / "cuda_build.json"))
+    options = parser.parse_args()
+    if torch.version.cuda is None:
+        sys.exit(f"torch {torch.__version__} is a build without CUDA: pip found it first; ask for another version")
+    from_driver, ended = opened()
+    given, refused = keywords()
+    wrong = {
+        "modules that cannot be imported": imports(),
+        "names of the table that are not there": contract.missing(),
+        "keywords that they do not take": refused,
+        "variables that no library names": variables(),
+        "operators without a kernel": unregistered(),
+        "the driver": from_driver,
+    }
+    for what, found in wrong.items():
+        print(f"{what}: {', '.join(found) or 'none'}")
+    print(f"a rank for a device, of which there is none: {ended}")
+    file = Path(options.results)
+    known = json.loads(file.read_text()) if file.exists() else {}
+    key = f"torch {torch.__version__}"
+    known[key] = {
+        "Python": platform.python_version(),
+        "transformers": transformers.__version__,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "names of the table": len(contract.NAMES),
+        "variables of the table": len(contract.ENVIRONMENT),
+        "keywords": given,
+        "a rank for a device": ended,
+        "wrong": {what: found for what, found in wrong.items() if found},
+        **{name: value for name, value in known.get(key, {}).items() if name == "tests"},
+    }
+    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    sys.exit(1 if any(wrong.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Asks the server of a container whether it is ready: `python -m parallelformers_ng.cli.health`."""
+
+from __future__ import annotations
+
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallelformers_ng.cli import commands, serve
+from parallelformers_ng.serving.options import ServeOptions, read_serve_options
+
+_SECONDS = 8.0
+
+
+def options_of(command: Sequence[str]) -> ServeOptions:
+    """Return the options of a server.
+
+    Args:
+        command: words of its process; what stands before `serve` is a program that starts it.
+
+    Raises:
+        ValueError: the command serves nothing.
+    """
+    arguments = command[command.index("serve") :]
+    parsed = commands._parser().parse_args(arguments)
+    return read_serve_options(parsed.config, serve.given_options(parsed))
+
+
+def main() -> int:
+    """Return 0 if the server is ready; else raise why not."""
+    options = options_of(Path("/proc/1/cmdline").read_text().split("\0")[:-1])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    url = f"http://[{host}]:{options.port}/ready" if ":" in host else f"http://{host}:{options.port}/ready"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {options.api_key or ''}"})
+    with urllib.request.urlopen(request, timeout=_SECONDS):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What a decode step on a device computes in fewer kernels, and with fewer bytes, than the modelling code takes.
+
+| what | kernels, bytes | before |
+| --- | --- | --- |
+| a norm that is known by its code | 1 kernel | 7 or 8 |
+| a weight of 8 bits with a scale for each output | 5 bytes: read 1, written 2, read 2 | 13; 21 for fp8 |
+| attention of one query with a mask | keys and values read where they lie | copied for each query head (5.17) |
+
+All of it leaves the work to the modules where they must do it: gradients, autocast, `torch.compile`, code that is not
+the libraries' own, tensors of other types. Each is compared with what it stands for before it is used. Counted on a
+stand-in for a device, and never run on a GPU: the times are unmeasured.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from parallelformers_ng.cuda_graphs.masks import added
+from parallelformers_ng.kernels.operators import is_plain_attention, may_serve
+from parallelformers_ng.kernels.recognition import fused_norm, mixed
+from parallelformers_ng.sharding.encoding import SCALE
+from parallelformers_ng.sharding.quantized import QuantizedLinear
+
+_TOLERANCE = 1e-4
+_WIDE = (torch.float32, torch.bfloat16)
+"""Data types that hold the products of 8-bit numbers before they are scaled. float16 ends at 65504."""
+_logger = logging.getLogger(__name__)
+
+
+class DeviceRMSNorm(nn.Module):
+    """A root-mean-square norm, mixed into its class."""
+
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        if weight is None or not _fits(hidden_states, weight):
+            return super().forward(hidden_states)
+        return functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+
+
+class DeviceLayerNorm(nn.Module):
+    """A layer norm without a bias, mixed into its class."""
+
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        if weight is None or not _fits(hidden_states, weight):
+            return super().forward(hidden_states)
+        return functional.layer_norm(hidden_states, weight.shape, weight, None, self.variance_epsilon)
+
+
+_NORMS: dict[str, type[nn.Module]] = {"rms_norm": DeviceRMSNorm, "layer_norm": DeviceLayerNorm}
+
+
+class DeviceQuantizedLinear(QuantizedLinear):
+    """A linear layer of 8-bit numbers: y = (x Qᵀ) ⊙ s + b, where s has a scale for each output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        encoding, dtype = self.encodings["weight"]
+        numbers, scales = self._parameters["weight"], self._parameters["weight" + SCALE]
+        assert numbers is not None
+        assert scales is not None
+        if (
+            not encoding.has_scale_per_output(scales)
+            or dtype not in _WIDE
+            or input.dtype is not dtype
+            or not _serves(input)
+        ):
+            return super().forward(input)
+        return _scaled_product(input, numbers, scales, self._parameters["bias"])
+
+
+def _scaled_product(input: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """
+    Args:
+        input: `[…, in]`.
+        numbers: `[out, in]`, of 8 bits.
+        scales: `[out, 1]`, fp32.
+        bias: `[out]`, or None.
+    """
+    output = functional.linear(input, numbers.to(input.dtype)).mul_(scales.flatten())
+    return output if bias is None else output.add_(bias)
+
+
+def _fits(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a norm over the last dimension has one kernel for it."""
+    return hidden.dtype is weight.dtype and hidden.shape[-1:] == weight.shape and _serves(hidden)
+
+
+def _serves(input: Tensor) -> bool:
+    return not input.is_cpu and may_serve(input.device.type)
+
+
+def install(model: nn.Module, left: Collection[str] = ()) -> None:
+    """Change the classes of the modules of a rank on a device that are computed in fewer kernels.
+
+    Args:
+        model: its tensors may still be missing.
+        left: paths of modules that stay as they are, whose parameters must be read as attributes.
+    """
+    for path, module in model.named_modules():
+        cls: Any = type(module)
+        if path in left:
+            continue
+        if cls is QuantizedLinear:
+            if _product_agrees():
+                module.__class__ = DeviceQuantizedLinear
+            continue
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 1 and (name := fused_norm(cls)) and _norm_agrees(cls, name):
+            kernel: Any = _NORMS[name]
+            module.__class__ = mixed(kernel, cls)
+
+
+def install_attention() -> None:
+    """From now on the models of this process that ask transformers for "sdpa" read keys and values where they lie.
+    Idempotent."""
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not hasattr(usual, "__wrapped__") and _attention_agrees(usual):
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", with_packed_queries(usual))
+
+
+def with_packed_queries(attention: Any) -> Any:
+    """`attention`, a function of transformers' attention interface; for one query with a mask that all heads share, the
+    query heads of a key/value head are taken for as many queries of it."""
+
+    @functools.wraps(attention)
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if (
+            attention_mask is None
+            or not _serves(query)
+            or not is_plain_attention(query, kwargs)
+            or not _packs(module, query, key, value, attention_mask)
+        ):
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
+
+    return forward
+
+
+def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    batch, heads, *_ = query.shape
+    kv_heads = key.shape[1]
+    return (
+        kv_heads > 0
+        and heads == kv_heads * getattr(module, "num_key_value_groups", 1)
+        and key.shape[0] == batch
+        and value.shape[:3] == key.shape[:3]
+        and mask.ndim == 4
+        and mask.shape[0] in (1, batch)
+        and mask.shape[1] == 1
+    )
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention of `[batch, heads, 1, width]` over `[batch, kv_heads, tokens, width]`.
+
+    Returns:
+        `[batch, 1, heads, value_width]`.
+    """
+    batch, heads, _, width = query.shape
+    queries = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
+    mask = added(mask, query.dtype)
+    output = functional.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(batch, 1, heads, value.shape[-1])
+
+
+def _agrees(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
+    """Whether two ways to compute give the same, on the host and in fp32. If not, that is said, and ours is not used:
+    a release of transformers that nothing is known of may give old names a new meaning."""
+    try:
+        with torch.inference_mode(), torch.device("cpu"):
+            wanted = theirs()
+            distance = ((ours() - wanted).norm() / wanted.norm()).item()
+        why = "" if distance < _TOLERANCE else f"ours differ by {distance:.1e}"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        _logger.warning("%s left to the modelling code: %s", what, why)
+    return not why
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def _norm_agrees(cls: Any, name: str) -> bool:
+    norm = cls.__new__(cls)
+    nn.Module.__init__(norm)
+    norm.weight, norm.variance_epsilon = nn.Parameter(_random(8), requires_grad=False), 0.1
+    states = 1 + _random(3, 8)
+    fused = getattr(functional, name)
+    further = (None,) if name == "layer_norm" else ()
+    return _agrees(
+        f"norms ({cls.__name__}) are",
+        lambda: fused(states, (8,), norm.weight, *further, norm.variance_epsilon),
+        lambda: cls.forward(norm, states),
+    )
+
+
+@functools.cache
+def _product_agrees() -> bool:
+    numbers, scales = (20 * _random(5, 8)).to(torch.int8), _random(5, 1).abs()
+    states, bias = _random(3, 8), _random(5)
+    return _agrees(
+        "quantized layers are",
+        lambda: _scaled_product(states, numbers, scales, bias),
+        lambda: functional.linear(states, numbers * scales, bias),
+    )
+
+
+@functools.cache
+def _attention_agrees(usual: Any) -> bool:
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
+    query, key, value = _random(2, 4, 1, 8), _random(2, 2, 6, 8), _random(2, 2, 6, 8).flip(2)
+    mask = torch.arange(6).view(1, 1, 1, 6) < torch.tensor([4, 6]).view(2, 1, 1, 1)
+    return _agrees(
+        "attention is",
+        lambda: _attend(query, key, value, mask, 0.3),
+        lambda: usual(module, query, key, value, mask, scaling=0.3)[0],
+    )

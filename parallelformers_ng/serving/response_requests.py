@@ -1,0 +1,194 @@
+"""Requests of `/v1/responses`, and the chats that they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.fields import RESPONSES
+from parallelformers_ng.serving.requests import MOST_MESSAGES, ChatRequest, Count, Sampling
+from parallelformers_ng.serving.structured import Fields, StructuredOutputs
+
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_SCHEMA = {"name", "schema_"}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponseTool(Fields):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def of_chat(self) -> dict[str, Any]:
+        """Return the tool as chats have it."""
+        if self.type != "function":
+            raise bad_request(f"tools: the server has no tool of type {self.type!r}; it takes functions", "tools")
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class TextFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class TextConfig(Fields):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Fields):
+    effort: str | None = None
+
+
+class ResponseStreamOptions(Fields):
+    include_obfuscation: bool = False  # characters that hide the lengths of tokens; there are none here
+    include_usage: bool = True  # the last event has it
+
+
+class ResponsesRequest(Sampling):
+    route = RESPONSES
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = Field(default_factory=TextConfig)
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    include: list[str] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0)] = 0
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    stream_options: ResponseStreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the request as one of `/v1/chat/completions`.
+
+        Raises:
+            ApiError: the input has an item that no message can be made of.
+        """
+        asked = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
+        tells_logprobs = _LOGPROBS in self.include
+        asked |= {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [tool.of_chat() for tool in self.tools],
+            "tool_choice": _choice_of_chat(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+            "logprobs": tells_logprobs,
+            "top_logprobs": self.top_logprobs if tells_logprobs else None,
+        }
+        if self.text.format is not None:
+            written = {"name": self.text.format.name, "schema": self.text.format.schema_}
+            asked["response_format"] = {"type": self.text.format.type, "json_schema": written}
+        try:
+            chat = ChatRequest.model_validate(asked)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise bad_request(
+                f"input, as a chat: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input"
+            ) from None
+        chat.structured_outputs = self.structured_outputs
+        return chat
+
+    def echo(self) -> dict[str, Any]:
+        """Return the fields that an answer repeats."""
+        as_sent = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice")
+        text_format = self.text.format or TextFormat(type="text")
+        written = text_format.model_dump(by_alias=True, exclude=None if text_format.type == "json_schema" else _SCHEMA)
+        return {
+            **{name: getattr(self, name) for name in (*as_sent, "top_logprobs", "top_p")},
+            "tools": [tool.model_dump() for tool in self.tools],
+            "text": {"format": written, "verbosity": "medium"},
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+        }
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        if not 0 < len(self.input) <= MOST_MESSAGES:
+            raise bad_request(f"the input has {len(self.input)} items, and may have 1 to {MOST_MESSAGES}", "input")
+        for number, item in enumerate(self.input):
+            _add(messages, item, f"input.{number}")
+        if all("reasoning_content" in message and "content" not in message for message in messages):
+            raise bad_request("the input has no message", "input")
+        return messages
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Add an item of the input to the messages of a chat.
+
+    Args:
+        messages: messages so far.
+        item: item of the input.
+        where: place of the item, for errors.
+    """
+    kind = item.get("type") or "message"
+    last = messages[-1] if messages else {}
+    if kind == "message":
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        content = _content(item.get("content"), where)
+        if role == "system" == last.get("role"):
+            last["content"] += "\n\n" + content
+        elif role == "assistant" == last.get("role") and "content" not in last and "tool_calls" not in last:
+            last["content"] = content  # what was thought before it
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        thought = _content(item.get("content") or item.get("summary") or [], where)
+        messages.append({"role": "assistant", "reasoning_content": thought})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        call = {"id": item.get("call_id") or "", "type": "function", "function": function}
+        if last.get("role") != "assistant":
+            messages.append({"role": "assistant"})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = _content(item.get("output"), where)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id") or "", "content": content})
+    else:
+        raise bad_request(
+            f"{where} is of type {kind!r}; it takes message, reasoning, function_call and function_call_output, since"
+            " nothing is stored and the server runs no tools",
+            "input",
+        )
+
+
+def _content(content: Any, where: str) -> str:
+    """Return the text of a message or of an output."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{where} has no content", "input")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise bad_request(f"{where} has a part of type {kind!r}; the model reads text", "input")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _choice_of_chat(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return `tool_choice` as chats have it."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        named = [
+            {"type": each.get("type"), "function": {"name": each.get("name")}} for each in choice.get("tools") or ()
+        ]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
+    return choice

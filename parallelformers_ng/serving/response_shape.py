@@ -1,0 +1,181 @@
+"""Answers in the shape of `/v1/responses`: items of output, whole or as events of a stream."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from parallelformers_ng.serving.answers import Piece
+from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.requests import ChatRequest
+from parallelformers_ng.serving.response_requests import ResponsesRequest
+from parallelformers_ng.serving.shapes import Shape
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+class ResponseShape(Shape):
+    """Of `/v1/responses`. An answer that is told whole runs through the same events, which nobody reads.
+
+    Args:
+        name: name of the model.
+        tokenizer: tokenizer of transformers.
+        chat: request that is answered, as a chat.
+        request: request as it came.
+    """
+
+    prefix, end = "resp", ""
+
+    def __init__(self, name: str, tokenizer: Any, chat: ChatRequest, request: ResponsesRequest) -> None:
+        super().__init__(name, tokenizer, chat)
+        self._asked = request
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._spaces = ""  # before the text of a message, of which no message is made yet
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
+        self._reasoning_tokens = 0
+        self._status = "in_progress"
+        self._error: dict[str, Any] | None = None
+        self._number = 0
+
+    def add(self, piece: Piece) -> None:
+        for _ in self.chunks(piece):
+            pass
+
+    def whole(self) -> dict[str, Any]:
+        return self._response()
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response())
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        self._tokens += piece.tokens
+        if piece.read.reasoning:
+            self._reasoning_tokens += piece.tokens
+            yield from self._continue("reasoning", piece.read.reasoning)
+        self._logprobs += [self._likelihood(each) for each in piece.likelihoods]
+        text = self._spaces + piece.read.text
+        if self._is_open("message") and (text or self._logprobs):
+            yield from self._continue("message", text)
+        elif text.isspace():
+            self._spaces = text
+        elif text:
+            yield from self._continue("message", text)
+        for call in piece.read.calls:
+            self._spaces = ""
+            yield from self._call(call)
+        if piece.finish:
+            self._status = "incomplete" if piece.finish == "length" else "completed"
+            if not (self._open or self._output):
+                yield from self._continue("message", self._spaces)
+            yield from self._close()
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        yield self._event(f"response.{self._status}", response=self._response())
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        self._status = "failed"
+        self._error = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response=self._response())
+
+    def event(self, data: dict[str, Any]) -> str:
+        return f"event: {data['type']}\n{super().event(data)}"
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
+    def _continue(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """Add text to the item that is being written; begin one if that is of another kind."""
+        if not self._is_open(kind):
+            yield from self._close()
+            if kind == "message":
+                part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                item: dict[str, Any] = {"id": _id("msg"), "type": kind, "role": "assistant", "content": []}
+            else:
+                part = {"type": "reasoning_text", "text": ""}
+                item = {"id": _id("rs"), "type": kind, "summary": [], "content": []}
+            yield from self._begin(item)
+            item["content"] = [dict(part)]
+            yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        more: dict[str, Any] = {}
+        if kind == "message":
+            part["logprobs"] += self._logprobs
+            more, self._logprobs, self._spaces = {"logprobs": self._logprobs}, [], ""
+        yield self._event(f"response.{part['type']}.delta", **self._place, content_index=0, delta=text, **more)
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        item["status"] = "in_progress"
+        self._open = item
+        yield self._event("response.output_item.added", output_index=len(self._output), item=dict(item))
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output)}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """End the item that is being written."""
+        if self._open is None:
+            return
+        item = self._open
+        if "content" in item:
+            part = item["content"][0]
+            more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+            yield self._event(
+                f"response.{part['type']}.done", **self._place, content_index=0, text=part["text"], **more
+            )
+            yield self._event("response.content_part.done", **self._place, content_index=0, part=part)
+        item["status"] = "incomplete" if self._status == "incomplete" else "completed"
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"id": _id("fc"), "type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
+        yield from self._begin(item)
+        yield self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **self._place, name=name, arguments=arguments)
+        item["arguments"] = arguments
+        yield from self._close()
+
+    def _response(self) -> dict[str, Any]:
+        ended = self._status in ("completed", "incomplete")
+        return {
+            "id": self._common["id"],
+            "object": "response",
+            "created_at": self._common["created"],
+            "model": self._common["model"],
+            "status": self._status,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "output": [*self._output],
+            "usage": self._response_usage() if ended else None,
+            "store": False,
+            "previous_response_id": None,
+            "background": False,
+            "truncation": "disabled",
+            "service_tier": "default",
+            **self._asked.echo(),
+        }
+
+    def _response_usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self._tokens,
+        }

@@ -1,0 +1,74 @@
+"""Requests of `/v1/score` and `/v1/rerank`, in vLLM's words, Jina's and Cohere's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.fields import RERANK, SCORE
+from parallelformers_ng.serving.requests import Request
+from parallelformers_ng.serving.structured import Fields
+
+_FIRST = ("text_1", "data_1", "queries")
+_SECOND = ("text_2", "data_2", "documents", "items")
+
+
+class ScoreRequest(Request):
+    """Either one first text and any number of second ones, or as many of both."""
+
+    route = SCORE
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    use_activation: bool = True
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of texts that are scored."""
+        first, second = self._texts(_FIRST), self._texts(_SECOND)
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise bad_request(
+                f"{len(first)} first texts do not fit {len(second)} second texts; send one first text, or as many",
+                "text_1",
+            )
+        return list(zip(first, second, strict=True))
+
+    def _texts(self, names: tuple[str, ...]) -> list[str]:
+        given = [value for name in names if (value := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise bad_request(f"the request has {len(given)} of {', '.join(names)}; send one", names[0])
+        return [given[0]] if isinstance(given[0], str) else given[0]
+
+
+class Document(Fields):
+    text: str
+
+
+class RerankRequest(Request):
+    route = RERANK
+
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Field(ge=0)] = 0
+    return_documents: bool = True
+    use_activation: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_one(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("documents"), str):
+            data = {**data, "documents": [data["documents"]]}
+        return data
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]

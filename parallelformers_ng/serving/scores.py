@@ -1,0 +1,94 @@
+"""`/v1/score` and `/v1/rerank`: how well texts fit each other, by a classifier with one label."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+import torch
+
+from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.chat import Chat
+from parallelformers_ng.serving.engine import Engine
+from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.forwards import run_rows
+from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
+
+_ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tanh": torch.nn.Tanh}
+
+
+def activation_of(config: Any) -> torch.nn.Module:
+    """Return what makes a score of the classifier's logit, as the CrossEncoder of sentence-transformers.
+
+    It is named by the configuration; the sigmoid is the default.
+
+    Raises:
+        UnsupportedModelError: the configuration names one that is not known.
+    """
+    written = getattr(config, "sentence_transformers", None) or {}
+    path = written.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
+    name = path.rpartition(".")[2]
+    if name not in _ACTIVATIONS or not path.startswith(("torch.", name)):
+        raise UnsupportedModelError(f"the model's scores go through {path}; the server knows {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]()
+
+
+class Scores:
+    """Answers requests for scores.
+
+    Args:
+        engine: the model.
+        chat: its tokenizer.
+        options: the limits.
+        activation: what makes a score of a logit; None if the model is no classifier.
+    """
+
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, activation: torch.nn.Module | None) -> None:
+        self._engine = engine
+        self._tokenizer = chat.tokenizer
+        self._options = options
+        self._activation = activation
+        self._longest = min(engine.longest, chat.tokenizer.model_max_length)
+
+    async def score(self, request: ScoreRequest) -> dict[str, Any]:
+        """`/v1/score`."""
+        scores, usage = await self._scores(request.pairs, request.use_activation)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        common = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+        return {**common, "model": self._options.name, "data": data, "usage": usage}
+
+    async def rerank(self, request: RerankRequest) -> dict[str, Any]:
+        """`/v1/rerank`."""
+        texts = request.texts
+        scores, usage = await self._scores([(request.query, text) for text in texts], request.use_activation)
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": score}
+            | ({"document": {"text": texts[index]}} if request.return_documents else {})
+            for index, score in enumerate(scores)
+        ]
+        results.sort(key=lambda each: -each["relevance_score"])
+        name, top = self._options.name, request.top_n or len(results)
+        return {"id": f"rerank-{secrets.token_hex(12)}", "model": name, "results": results[:top], "usage": usage}
+
+    async def _scores(self, pairs: list[tuple[str, str]], activates: bool) -> tuple[list[float], dict[str, int]]:
+        if self._activation is None:
+            raise bad_request("the model is no classifier of pairs; it does not score", "model")
+        if not 0 < len(pairs) <= self._options.max_inputs:
+            raise bad_request(f"the request has {len(pairs)} pairs, and may have 1 to {self._options.max_inputs}")
+        with self._engine.counted():
+            logits, tokens = await asyncio.to_thread(self._run, pairs)
+        self._engine.metrics.took(tokens)
+        scores = self._activation(logits) if activates else logits
+        return scores.tolist(), {"prompt_tokens": tokens, "total_tokens": tokens}
+
+    def _run(self, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, int]:
+        try:
+            rows = [self._tokenizer(first, second, verbose=False) for first, second in pairs]
+        except (ValueError, TypeError) as error:  # half a character, as JSON can write it
+            raise bad_request(f"a text cannot be made tokens: {error}") from None
+        return run_rows(
+            self._engine, self._tokenizer, rows, self._longest, lambda output, _: output.logits[:, 0].float()
+        )

@@ -1,0 +1,50 @@
+"""Tools and their calls as plain messages, for models whose chat template knows nothing of tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_HOW = (
+    'You can call tools. To call one, answer with a JSON object alone: {"name": NAME, "arguments": {…}}. The tools,'
+    " with JSON schemas of their arguments:"
+)
+
+
+def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which all is text.
+
+    The tools are described before the text of the first message. A call becomes the text of the assistant's message; a
+    result becomes a message of the user's.
+
+    Args:
+        messages: a chat, as templates read it.
+        tools: tools that the model may call, in OpenAI's shape.
+    """
+    plain: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        for call in calls:
+            names[call["id"]] = call["function"]["name"]
+        if calls:
+            written = [_text({key: call["function"][key] for key in ("name", "arguments")}) for call in calls]
+            kept["content"] = "\n".join(filter(None, (message["content"], *written)))
+        if message["role"] == "tool":
+            name = names.get(message.get("tool_call_id", ""), message.get("name", "the tool"))
+            kept = {"role": "user", "content": f"Result of {name}: {message['content']}"}
+            if plain and plain[-1].get("is_result"):
+                plain[-1]["content"] += "\n" + kept["content"]
+                continue
+            kept["is_result"] = True
+        plain.append(kept)
+    plain = [{key: value for key, value in message.items() if key != "is_result"} for message in plain]
+    if tools:
+        described = "\n".join([_HOW, *(_text(tool["function"]) for tool in tools)])
+        plain[0] = {**plain[0], "content": f"{described}\n\n{plain[0]['content']}"}
+    return plain
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

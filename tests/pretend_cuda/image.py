@@ -1,0 +1,61 @@
+"""Python as a GPU image has it, with a device that is pretended: `python -m tests.pretend_cuda.image -m pytest …`.
+
+It stands for the interpreter of `benchmarks/gpu.sh`. Packages that such an image lacks cannot be imported, neither here
+nor in the workers. What a compiler would make is the step as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+ABSENT = {"dacite", "fastapi", "flask", "gevent", "llguidance", "openai", "playwright", "uvicorn"}
+
+
+class _Absent(MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}, as in a GPU image", name=name)
+
+
+def pretend() -> None:
+    """Have this process be one with pretended devices, whose workers have them, too."""
+    os.environ["PRETENDED_COMPILER"] = "as it is"
+    import torch
+
+    from parallelformers_ng.model import groups
+    from tests.pretend_cuda import worker  # noqa: F401
+    from tests.pretend_cuda.caller import TARGET
+
+    torch.distributed.is_nccl_available = lambda: True
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # as `.cuda()` needs for tensors of a class
+    torch.cuda.is_initialized = lambda: False  # nothing here but the stand-in, which forks well
+    profile = torch.profiler.profile
+    torch.profiler.profile = lambda activities: profile(activities=activities[:1])  # that of the host
+    groups.RUNNER = TARGET
+
+
+def main() -> None:
+    sys.meta_path.insert(0, _Absent())
+    kind, what, *arguments = sys.argv[1:]
+    sys.argv = [what if kind == "-m" else kind, *arguments]
+    pretend()
+    if kind == "-c":
+        exec(what, {"__name__": "__main__"})
+    elif what == "benchmarks.gpu":
+        program = importlib.import_module(what)
+        program.device_time = lambda seen: 1.0  # type: ignore[attr-defined]
+        program.copy_bandwidth = lambda device: 1e9  # type: ignore[attr-defined]
+        for name, value in {"PROMPT": 12, "TOKENS": 6, "ROUNDS": 1}.items():
+            setattr(program, name, value)
+        program.main()
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

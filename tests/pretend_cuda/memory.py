@@ -1,0 +1,166 @@
+"""The memory of pretended devices, as torch's caching allocator counts it, and what is done with it once it was freed.
+
+Memory whose tensors are gone stays reserved until the cache is emptied. Of memory that a graph was captured with,
+nothing is freed before each graph of its pool was reset. A graph holds addresses and no tensors: where its memory was
+freed it is filled with ones, which are NaN, and a replay that would read or write it is a fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_GIBIBYTE = 1 << 30
+
+
+class Pool:
+    """The memory of graphs that share it.
+
+    Attributes:
+        users: graphs that were captured with it and not reset, weakly held: one that is collected is reset.
+        index: the device.
+        storages: its memory, and the bytes of each.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.storages: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+
+class Memory:
+    """What tensors take on each device.
+
+    Attributes:
+        limit: bytes that each device has.
+        faults: what was done with memory that had been freed, in words.
+        pools: those of graphs, by the handle that names them.
+        pool: the one in which memory is taken now, during a capture.
+        on_take, on_free: called with each storage that is allocated, and freed.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 8 * _GIBIBYTE
+        self.faults: list[str] = []
+        self.pools: dict[Any, Pool] = {}
+        self.pool: Pool | None = None
+        self.on_take: list[Callable[[int], None]] = []
+        self.on_free: list[Callable[[int], None]] = []
+        self._reserved: Counter[int] = Counter()
+        self._tensors: dict[int, int] = {}  # storage → how many tensors lie in it
+        self._places: dict[int, tuple[int, int]] = {}  # storage → device and bytes
+        self._allocated: Counter[int] = Counter()
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._watchers: dict[int, weakref.WeakSet[Any]] = {}  # storage → recordings that have its address
+        self._lock = threading.RLock()
+
+    def take(self, tensor: Any, host: torch.Tensor, index: int) -> None:
+        """Count a new tensor of a device.
+
+        Raises:
+            OutOfMemoryError: its memory is new, and more than there is room for.
+        """
+        storage = host.untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            if key not in self._tensors:
+                self._allocate(key, index, storage.nbytes())
+            self._tensors[key] = self._tensors.get(key, 0) + 1
+            number = id(tensor)
+            self._references[number] = weakref.ref(tensor, functools.partial(self._let_go, number, key))
+
+    def is_live(self, key: int) -> bool:
+        """Whether a tensor lies in a storage."""
+        return key in self._tensors
+
+    def watch(self, key: int, recording: Any) -> None:
+        """Have a recording know when a storage is freed whose address it has: its `on_freed` is called."""
+        self._watchers.setdefault(key, weakref.WeakSet()).add(recording)
+
+    def allocated(self, index: int) -> int:
+        """Bytes of the tensors on a device."""
+        return self._allocated[index]
+
+    def reserved(self, index: int) -> int:
+        """Bytes that torch has taken from a device."""
+        self._reserved[index] = max(self._reserved[index], self._used(index))
+        return self._reserved[index]
+
+    def empty_cache(self, index: int) -> None:
+        """Give back what no tensor and no graph needs."""
+        for handle, pool in list(self.pools.items()):
+            if not pool.users and pool is not self.pool and not any(map(self.is_live, pool.storages)):
+                del self.pools[handle]
+        self._reserved[index] = self._used(index)
+
+    def _used(self, index: int) -> int:
+        """What cannot be given back: live tensors, and pools; of a pool without graphs, its live tensors."""
+        used = self._allocated[index]
+        for pool in self.pools.values():
+            if pool.index == index and (pool.users or pool is self.pool):
+                used += sum(count for key, count in pool.storages.items() if key not in self._tensors)
+        return used
+
+    def _allocate(self, key: int, index: int, count: int) -> None:
+        if self._used(index) + count > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {count / _GIBIBYTE:.2f} GiB.")
+        if self.pool is not None:
+            self.pool.storages[key] = count
+        self._places[key] = index, count
+        self._allocated[index] += count
+        for told in self.on_take:
+            told(key)
+
+    def _let_go(self, number: int, key: int, _: object) -> None:
+        with self._lock:
+            del self._references[number]
+            self._tensors[key] -= 1
+            if self._tensors[key]:
+                return
+            index, count = self._places.pop(key)
+            self.reserved(index)
+            del self._tensors[key]
+            self._allocated[index] -= count
+            for pool in self.pools.values():
+                if not pool.users:
+                    pool.storages.pop(key, None)
+            for recording in self._watchers.pop(key, ()):
+                recording.on_freed(key)
+            for told in self.on_free:
+                told(key)
+
+    def check(self, keys: Iterable[int], what: str) -> None:
+        """Note a fault if a replay needs memory that was freed."""
+        freed = [key for key in keys if key not in self._tensors]
+        if freed:
+            self.faults.append(f"{what} needs {len(freed)} tensors whose memory was freed")
+
+
+def key_of(host: torch.Tensor) -> int:
+    """What names the memory of a tensor of the host."""
+    return host.untyped_storage()._cdata
+
+
+def poison(host: torch.Tensor) -> None:
+    """Fill the whole memory that a tensor lies in with ones, which are NaN."""
+    storage = host.untyped_storage()
+    ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+
+
+def bytes_of(host: torch.Tensor) -> torch.Tensor:
+    """The whole memory that a tensor lies in, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+
+
+memory = Memory()

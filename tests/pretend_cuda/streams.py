@@ -1,0 +1,234 @@
+"""Streams of pretended devices: what is queued on one runs in order, and in no order with what another holds.
+
+Everything is computed when it is queued. But for each tensor it is known on which streams it was written and read, and
+how far each stream has waited for the others, so that a use that nothing orders after another is noted as a fault. A
+copy to the host that nobody has waited for has not come: until then its tensor holds ones, which are NaN.
+
+Written after `streams.py`, `CUDAStream.cpp` and `CUDACachingAllocator.cpp` of torch: see `contract.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tests.pretend_cuda.ledger import WAITS, ledger
+from tests.pretend_cuda.memory import memory, poison
+
+Marks = dict["Stream", int]
+"""How far streams have come."""
+
+
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+class Stream:
+    """A stream.
+
+    Attributes:
+        position: how much was queued on it.
+        seen: what of the others it has waited for.
+    """
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        index = device if isinstance(device, int) or device is None else torch.device(device).index
+        self.device = torch.device("cuda", index or 0)
+        self.position = 0
+        self.seen: Marks = {}
+        _streams.add(self)
+
+    def __enter__(self) -> Stream:
+        _thread.stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.stack.pop()
+
+    @property
+    def marks(self) -> Marks:
+        """What is done once all is done that it holds."""
+        return {**self.seen, self: self.position}
+
+    def wait_stream(self, other: Stream) -> None:
+        _merge(self.seen, other.marks)
+
+    def wait_event(self, event: Event) -> None:
+        _merge(self.seen, event.marks)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        ledger.note(WAITS, "Stream.synchronize")
+        order.host_waits(self.marks)
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event in a stream. One that was never recorded is waited for by nobody."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.recorded = False
+        self.marks: Marks = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded = True
+        self.marks = (stream or order.current).marks
+        self._launched = ledger.launched
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or order.current).wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if self.recorded:
+            ledger.wait(self._launched)
+            order.host_waits(self.marks)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Stream] = []
+
+
+_thread = _Thread()
+
+
+class Order:
+    """In which order what is queued may run.
+
+    Attributes:
+        default: the stream on which most is queued.
+    """
+
+    def __init__(self) -> None:
+        self.default = Stream(0)
+        self._begun: int | None = None  # position of the default stream when another was used first
+        self._done: Marks = {}  # what the host has waited for
+        self._written: dict[int, tuple[Stream, int]] = {}  # storage → where it was written last
+        self._read: dict[int, Marks] = {}  # storage → where it was read since
+        self._taken: dict[int, Stream] = {}  # storage → where it was allocated, if not on the default stream
+        self._lent: dict[int, set[Stream]] = {}  # storage → streams that were recorded for it
+        self._freed: dict[Stream, Marks] = {}  # allocated there → uses elsewhere of what was freed
+        self._coming: list[tuple[Marks, torch.Tensor, torch.Tensor]] = []
+        self.leaving: dict[
+            int, tuple[Marks, weakref.ref[torch.Tensor]]
+        ] = {}  # storage of the host → copies, its tensor
+        memory.on_free.append(self._forget)
+        memory.on_take.append(self._take)
+
+    @property
+    def current(self) -> Stream:
+        return _thread.stack[-1] if _thread.stack else self.default
+
+    def queued(self, reads: Iterable[int], writes: Iterable[int], what: Any) -> None:
+        """Note that something was queued on the current stream.
+
+        Args:
+            reads, writes: storages.
+        """
+        stream = self.current
+        stream.position += 1
+        if self._begun is None:
+            if stream is self.default:
+                return
+            self._begun = self.default.position
+        for key in reads:
+            self._check(self._written.get(key, (self.default, self._begun)), stream, what, "was written")
+            self._read.setdefault(key, {})[stream] = stream.position
+        for key in writes:
+            self._check(self._written.get(key, (self.default, self._begun)), stream, what, "was written")
+            for mark in self._read.pop(key, {}).items():
+                self._check(mark, stream, what, "is read")
+            self._written[key] = stream, stream.position
+
+    def lend(self, key: int, stream: Stream) -> None:
+        """Keep the memory of a storage, once it is freed, for as long as a stream may use it."""
+        self._lent.setdefault(key, set()).add(stream)
+
+    def host_waits(self, marks: Marks | None = None) -> None:
+        """The host has waited; None: for the whole device."""
+        if marks is None:
+            marks = self.current.marks
+            for stream in list(_streams):
+                _merge(marks, stream.marks)
+        _merge(self._done, marks)
+        for arrival in [*self._coming]:
+            due, target, value = arrival
+            if all(self._done.get(stream, 0) >= position for stream, position in due.items()):
+                self._coming.remove(arrival)
+                with torch.inference_mode(target.is_inference()):
+                    target.copy_(value)
+
+    def bring(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor of the host to which a value is on its way."""
+        target = torch.empty_like(value)
+        poison(target)
+        self._coming.append(({self.current: self.current.position}, target, value.clone()))
+        return target
+
+    def carry_on(self, source: torch.Tensor) -> None:
+        """A copy to a device is queued from a tensor of the host, to which one may be on its way. If its stream waits
+        for that, it finds what came, which the host need not."""
+        for arrival in [each for each in self._coming if each[1].data_ptr() == source.data_ptr()]:
+            due, target, value = arrival
+            if all(self._is_before(mark, self.current) for mark in due.items()):
+                self._coming.remove(arrival)
+                with torch.inference_mode(target.is_inference()):
+                    target.copy_(value)
+
+    def leave(self, key: int, owner: weakref.ref[torch.Tensor]) -> None:
+        """Note a copy from page-locked memory, which the host is not to change before it has waited. Once no tensor has
+        the memory, torch keeps it until the copy has left."""
+        marks, _ = self.leaving.get(key, ({}, owner))
+        self.leaving[key] = {**marks, self.current: self.current.position}, owner
+
+    def host_writes(self, key: int, what: Any) -> None:
+        """The host writes to memory of its own."""
+        marks, owner = self.leaving.pop(key, ({}, None))
+        late = any(self._done.get(stream, 0) < position for stream, position in marks.items())
+        if late and owner is not None and owner() is not None:
+            memory.faults.append(f"{what} writes to memory of the host from which a copy may not have left")
+
+    def _check(self, mark: tuple[Stream, int], stream: Stream, what: Any, did: str) -> None:
+        if not self._is_before(mark, stream):
+            memory.faults.append(f"{what} uses what {did} on another stream, for which its own has not waited")
+
+    def _is_before(self, mark: tuple[Stream, int], stream: Stream) -> bool:
+        other, position = mark
+        return other is stream or max(stream.seen.get(other, 0), self._done.get(other, 0)) >= position
+
+    def _take(self, key: int) -> None:
+        stream = self.current
+        if stream is not self.default:
+            self._taken[key] = stream
+        if memory.pool is not None:
+            return
+        for mark in self._freed.pop(stream, {}).items():
+            if not self._is_before(mark, stream):
+                memory.faults.append("memory is taken again that another stream may still use: no record_stream")
+
+    def _forget(self, key: int) -> None:
+        written, read = self._written.pop(key, None), self._read.pop(key, {})
+        stream, lent = self._taken.pop(key, self.default), self._lent.pop(key, set())
+        for user, position in [*read.items(), *([written] if written else [])]:
+            if user is not stream and user not in lent:
+                _merge(self._freed.setdefault(stream, {}), {user: position})
+
+
+def _merge(marks: Marks, others: Marks) -> None:
+    for stream, position in others.items():
+        marks[stream] = max(marks.get(stream, 0), position)
+
+
+order = Order()

@@ -1,0 +1,61 @@
+"""Ranks on pretended CUDA devices of different kinds: see `tests/pretend_cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.pretend_cuda.caller import TARGET, believe, small
+from tests.pretend_cuda.tensor import MULTIPROCESSORS
+from tests.zoo.case import token_ids
+
+ROWS = 4  # of 131 tokens: three blocks of threads, where a device runs one at once
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True},
+    "sampled beams": {"do_sample": True, "num_beams": 3},
+    "eager steps": {"do_sample": True, "cache_implementation": "dynamic"},
+}
+
+
+@pytest.fixture(scope="module")
+def unlike() -> Iterator[WorkerGroup]:
+    with pytest.MonkeyPatch.context() as patch:
+        believe(patch)
+        patch.setenv(MULTIPROCESSORS, "132,1")
+        with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
+            yield group
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_go_on_with_the_tokens_of_rank_0(
+    way: str, unlike: WorkerGroup, pretended_one: WorkerGroup, pretended: WorkerGroup
+) -> None:
+    """They are those of a lone device of its kind, and of two alike."""
+    ids, how = token_ids(rows=ROWS), {"max_new_tokens": 6, "min_new_tokens": 6, "seed": 5, **WAYS[way]}
+    if not how["do_sample"]:
+        del how["seed"]
+    answers = []
+    for group in (pretended_one, pretended, unlike):
+        with parallelize(small(), workers=group) as model:
+            answers += [model.generate(ids, **how), model.generate(ids, **how)]
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+def test_dropout_is_refused(unlike: WorkerGroup) -> None:
+    """Each rank would draw its own, of which nobody would hear."""
+    with parallelize(small(), workers=unlike) as model:
+        model.train()
+        with pytest.raises(
+            ParallelError, match=r"training mode, and its devices are of different kinds.*model.eval\(\)"
+        ):
+            model(token_ids())
+        model.eval()
+        assert model(token_ids()).logits.isfinite().all()
