@@ -58,11 +58,16 @@ def test_a_frame_with_an_unsealed_file_is_refused(ends):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def _fill(channel):
+    for number in range(1000):  # until the socket takes no more
+        channel.send(Kind.RESULT, number, "x" * (32 << 10), deadline=0.0)
+
+
 def test_waits_end_at_the_deadline_and_at_the_end_of_the_peer(ends):
     with pytest.raises(RequestTimeoutError):
         ends[1].recv(deadline=0.0)
     with pytest.raises(RequestTimeoutError):
-        ends[0].send(Kind.RESULT, 1, "x" * (4 << 20), deadline=0.0)
+        _fill(ends[0])
     ends[1].close()
     with pytest.raises(ChannelClosedError):
         ends[0].recv()

@@ -134,7 +134,7 @@ def test_sizes_within_a_message_are_checked(place, value):
     packed = pack(Kind.RESULT, 1, encode([torch.ones(3), FileDescriptor(0)]))
     data = bytearray(packed.data)
     if struct.unpack_from("<q", data, FIXED_PART.size + 8 * place)[0] == value:
-        pytest.skip("the right size")
+        return  # the right size
     struct.pack_into("<q", data, FIXED_PART.size + 8 * place, value)
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ProtocolError):

@@ -52,7 +52,7 @@ def met(listener, key=KEY, purpose=b"test"):
 def ends(listener):
     theirs, (purpose, ours) = met(listener)
     assert purpose == b"test"
-    channels = SignedChannel(*ours, b"pickles" * 5), SignedChannel(*theirs, b"pickles" * 5)
+    channels = SignedChannel(*ours), SignedChannel(*theirs)
     yield channels
     for channel in channels:
         channel.close()

@@ -178,7 +178,7 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
     if size < 0 or min(sizes, default=0) < _FILE:
         raise ProtocolError(f"a message with a part of {min(size, *sizes)} bytes")
     begin = end = head + size
-    parts = []
+    parts: list[tuple[int, int]] = []
     for each in sizes:
         offset = _aligned(end)
         if not parts:
@@ -268,8 +268,8 @@ def _flat_bytes(tensor: torch.Tensor) -> Any:
 
 def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
     """The error for a value that cannot be pickled: it names the innermost part that cannot."""
-    if isinstance(error, RecursionError):
-        return NotPortableError(f"{place or 'the value'} is nested too deep, or contains itself")
+    if isinstance(error.__cause__ or error, RecursionError):  # which cloudpickle chains
+        return NotPortableError(f"{place or 'the value'} is nested too deep")
     is_top = not place and type(value) is dict
     for _ in range(16):
         for step, part in _steps(value):
