@@ -186,7 +186,7 @@ def test_many_threads_may_ask_at_once_whether_it_is_ready(group):
     answers = []
 
     def ask():
-        answers.append(all(group.ready for _ in range(2000)))  # an error leaves no answer
+        answers.append(all(group.alive for _ in range(2000)))  # an error leaves no answer
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:

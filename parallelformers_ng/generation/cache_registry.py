@@ -15,7 +15,6 @@ from parallelformers_ng.errors import DeadlineExpiredError, NotPortableError, Pa
 from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
 from parallelformers_ng.wire.frame import Handle
-from parallelformers_ng.wire.interrupts import CriticalSection
 
 if TYPE_CHECKING:
     from parallelformers_ng.model.replica import Replica
@@ -138,21 +137,20 @@ class CacheRegistry:
         handle.check()  # after the group was chosen: of an older one, it is stale
         block = next(self.blocks)
         timeout = deadline - time.monotonic()
-        with CriticalSection():
-            try:
-                result, info = group.call(
-                    "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
-                )
-            except BaseException as error:
-                reads = method in ("copy", "__getattribute__") or method.startswith("get_")
-                handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
-                self.free_after_failure(incarnation, [block])
-                raise
+        try:
+            result, info = group.call(
+                "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
+            )
             handle.info = info
             if isinstance(result, Handle):
                 number, info = result.payload["id"], result.payload["info"]
                 return self._enter(adopt(None, self, incarnation, number, info))
             return result
+        except BaseException as error:  # an interrupt may come as late as here
+            reads = method in ("copy", "__getattribute__") or method.startswith("get_")
+            handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
+            self.free_after_failure(incarnation, [block])
+            raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
         """Whether every rank still holds the cache as it was when the caller last heard of it."""

@@ -271,7 +271,7 @@ class Calls:
 
     def _waiting(self, place: int) -> tuple[bool, int]:
         """Sorts replicas: those that run first, then by their calls in flight."""
-        return not self.dispatchers[place].replica.group.ready, self._in_flight[place]
+        return not self.dispatchers[place].replica.group.alive, self._in_flight[place]
 
     def _place_of_caches(self, arguments: Any) -> int | None:
         """Which replica has the caches that a call takes, None where it takes none.

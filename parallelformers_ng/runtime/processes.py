@@ -182,17 +182,6 @@ class Processes:
         with self._descriptors:
             self.close()
 
-    def end_unless_busy(self, requests: Any) -> None:
-        """End every worker, unless a daemon thread has a request in flight at interpreter exit. That thread must not
-        wake up to an error; the workers end by themselves, with this process.
-
-        Args:
-            requests: the lock of who has one in flight.
-        """
-        self.ended = True
-        if requests.acquire(timeout=0.0):
-            self.end()
-
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""
         self._closed = True

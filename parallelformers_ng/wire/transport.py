@@ -22,7 +22,6 @@ from parallelformers_ng.wire.frame import (
     aligned_memory,
     map_memfd,
 )
-from parallelformers_ng.wire.interrupts import InterruptPoint
 from parallelformers_ng.wire.message import decode, encode, pack
 
 SPIN_SECONDS = 300e-6
@@ -244,5 +243,4 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)
-    with InterruptPoint():
-        return [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
+    return [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
