@@ -135,7 +135,7 @@ class Calls:
             return self._generate_alone(dispatcher, model, path, original, merged, how)
         # Beside others a call has no place in the order in which the caller's generator is drawn from.
         shared = self.shared[place]
-        draw_seed = self._stream.draw_seed if shared.queue.busy or busy else None
+        draw_seed = self._stream.draw_seed if shared.busy or busy else None
         try:
             found = shared.generate(module, merged, how.seed, how.timeout, how.streamer, draw_seed)
         except NotPortableError as error:

@@ -8,7 +8,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,18 +40,27 @@ class Request:
         method: name of the method, for messages.
         messages: its arguments: one message for all ranks, or one for each.
         flags: see `Flag`.
-        deadline: when all answers must be there, on the clock of `time.monotonic`, in seconds.
+        deadline: when all answers must be there, on the clock of `time.monotonic`, in seconds; infinite if it is set
+            later.
 
     Attributes:
         begun: the thread has taken it up.
         given_up: its caller waits no more.
     """
 
-    def __init__(self, method: str, messages: Sequence[Encoded], flags: int, deadline: float) -> None:
-        self.method, self.messages, self.flags, self.deadline = method, messages, flags, deadline
-        self.seconds = deadline - time.monotonic()
+    def __init__(self, method: str, messages: Sequence[Encoded], flags: int = 0, deadline: float = math.inf) -> None:
+        self.method, self.messages, self.flags = method, messages, flags
+        self.set_deadline(deadline)
         self.begun = self.given_up = False
         self._inbox: queue.SimpleQueue[Frame | Answers | GroupError | None] = queue.SimpleQueue()
+
+    def set_deadline(self, deadline: float) -> None:
+        """See above."""
+        self.deadline, self.seconds = deadline, deadline - time.monotonic()
+
+    def prepare(self) -> bool:
+        """Called in the thread of the group when its turn has come. Returns False if there is nothing to do."""
+        return True
 
     def put(self, news: Frame | Answers | GroupError | None) -> None:
         """Tell the caller: an event; or at last the answers, why there are none, or None if the group is over."""
@@ -133,8 +142,11 @@ class Exchange:
         """
         self._look_up(self._idle, math.inf)
 
-    def run(self, request: Request) -> None:
+    def run(self, request: Request, when_sent: Callable[[], object]) -> None:
         """Have all ranks run a request, and put what they say into it.
+
+        Args:
+            when_sent: called once all ranks have it.
 
         Raises:
             WorkerGoneError, ChannelClosedError, ProtocolError: the group cannot go on.
@@ -144,14 +156,14 @@ class Exchange:
         packed: list[Packed] = []
         self._answers = {}
         try:
-            for message in request.messages:
-                packed.append(pack(_REQUEST, self._sequence + 1, message, flags))
+            packed.extend(pack(_REQUEST, self._sequence + 1, message, flags) for message in request.messages)
             if self._needs_reset:
-                # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
+                # All ranks wait for this request, so the collectives can start afresh; its flag has ranks do so too.
                 self._processes.arena.reset()
             self._sequence += 1
             for worker in self._processes.workers:
                 self._send(worker, packed[worker.rank % len(packed)], request.deadline)
+            when_sent()
         except SharedMemoryError as error:  # nothing was sent
             request.put(error)
             return

@@ -235,6 +235,19 @@ class WorkerGroup:
         """Wait until a group has ended of which a worker has died."""
         self._loop.join()
 
+    def submit(self, request: Request) -> None:
+        """Queue a request whose answers nobody waits for."""
+        self._loop.submit(request)
+
+    def do_later(self, function: Callable[[], object]) -> None:
+        """As `RequestLoop.do_later`."""
+        self._loop.do_later(function)
+
+    def error(self) -> GroupError:
+        """Why the group has ended, as an error for whoever waits."""
+        why = self._processes.why_over
+        return GroupClosedError("the worker group has ended") if why is None else why()
+
     def why_over(self) -> str:
         """Return why the group has ended, "" if it has not."""
         if not self._is_over:
@@ -259,10 +272,10 @@ class WorkerGroup:
         try:
             self._loop.submit(request)
             values, error = read(self._answers(request, on_event))
-        except BaseException as error:
+        except BaseException as raised:
             self._loop.give_up(request)
-            if isinstance(error, ProtocolError):
-                self._end_because(error)
+            if isinstance(raised, ProtocolError):
+                self._end_because(raised)
             raise
         if error is not None:
             if isinstance(error, torch.AcceleratorError):  # its process fails at everything from now on

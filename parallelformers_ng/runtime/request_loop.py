@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RequestTimeoutError
 from parallelformers_ng.runtime.exchange import STRAGGLER_SECONDS, Exchange, Request
@@ -27,6 +28,7 @@ class RequestLoop:
         self._processes = processes
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
+        self._later: list[Callable[[], object]] = []
         self._patience = 0.0
         self._thread = threading.Thread(target=self._run, name="parallelformers_ng-group", daemon=True)
 
@@ -48,6 +50,10 @@ class RequestLoop:
         os.eventfd_write(self._wakeup, 1)
         if self._processes.ended:  # the thread may have looked for the last time
             self._leave_the_rest()
+
+    def do_later(self, function: Callable[[], object]) -> None:
+        """In the thread of the group: call a function once the workers have something to do, or nothing is left."""
+        self._later.append(function)
 
     def give_up(self, request: Request) -> None:
         """Have a request end, whose caller waits no more. If the ranks run it, they leave it at their next step."""
@@ -84,17 +90,13 @@ class RequestLoop:
 
     def _run(self) -> None:
         try:
-            while (request := self._next()) is not None:
-                self._current, request.begun = request, True
-                if request.given_up or time.monotonic() >= request.deadline:
-                    request.put(expired(request))
-                else:
-                    self._exchange.run(request)
-                self._current = None
+            while self._next():
+                self._serve(self._waiting.popleft())
             if self._patience:
                 self._processes.dismiss(self._patience)
         except RequestTimeoutError:
-            self._end_late(request)
+            assert self._current is not None, "it is late"
+            self._end_late(self._current)
         except GroupError as error:
             self._processes.end_because(error)
         except BaseException as error:
@@ -106,14 +108,29 @@ class RequestLoop:
                 self._current.put(None)
                 self._current = None
             self._leave_the_rest()
+            self._do_the_rest()
 
-    def _next(self) -> Request | None:
-        """Wait for a request. Returns None if the group is over."""
+    def _next(self) -> bool:
+        """Wait for a request. Returns False if the group is over."""
         while self._processes.why_over is None and not self._processes.ended:
             if self._waiting:
-                return self._waiting.popleft()
+                return True
+            self._do_the_rest()
             self._exchange.sleep()
-        return None
+        return False
+
+    def _serve(self, request: Request) -> None:
+        self._current, request.begun = request, True
+        if request.given_up or time.monotonic() >= request.deadline:
+            request.put(expired(request))
+        elif request.prepare():
+            self._exchange.run(request, self._do_the_rest)
+        self._current = None  # no frame of this thread keeps what it refers to, maybe the group
+
+    def _do_the_rest(self) -> None:
+        later, self._later = self._later, []
+        for function in later:
+            function()
 
     def _end_late(self, request: Request) -> None:
         text = (

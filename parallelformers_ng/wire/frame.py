@@ -217,6 +217,15 @@ def aligned_memory(size: int) -> memoryview:
     return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
 
 
+def own_copy(body: memoryview, outside: int) -> memoryview:
+    """The body of a frame in memory of its own, which tensors can have if objects lie outside the pickle."""
+    if not outside:
+        return memoryview(bytes(body))
+    copy = aligned_memory(len(body))
+    copy[:] = body
+    return copy
+
+
 def map_memfd(fd: int, size: int) -> memoryview:
     """Map the bytes of a memfd that came, privately and writable. The descriptor may be closed afterwards.
 

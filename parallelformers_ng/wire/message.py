@@ -33,6 +33,7 @@ from parallelformers_ng.wire.frame import (
     Frame,
     Kind,
     Packed,
+    own_copy,
     write_memfd,
 )
 
@@ -99,32 +100,56 @@ def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
     Raises:
         SharedMemoryError: the system has no memory left for it.
     """
-    sizes = bytearray()
-    parts: list[tuple[int, memoryview]] = []
-    end = 0
-    if encoded.pickle:
-        sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
-        end = len(sizes)
-        for index, part in enumerate((encoded.pickle, *encoded.outside)):
-            _SIZE.pack_into(sizes, index * _SIZE.size, _FILE if part is None else len(part))
-            if part is not None:
-                begin = _aligned(end) if index else end
-                parts.append((begin, part))
-                end = begin + len(part)
+    parts, end = _layout(encoded)
     fds, memfd, body = encoded.fds, None, b""
     if end > INLINE_BYTES:
-        memfd = write_memfd([(0, memoryview(sizes)), *parts], end)
+        memfd = write_memfd(parts, end)
         fds, flags = [*fds, memfd], flags | Flag.MEMFD
-    elif len(parts) == 1:
-        body = bytes(sizes) + encoded.pickle
     elif end:
-        laid = bytearray(end)
-        laid[: len(sizes)] = sizes
-        for begin, part in parts:
-            laid[begin : begin + len(part)] = part
-        body = bytes(laid)
+        body = _joined(parts, end)
     fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, end, len(encoded.outside), len(fds))
     return Packed(sequence, fixed + body, fds, memfd)
+
+
+def parcel(value: Any) -> tuple[bytes, int]:
+    """Encode a value that goes within another message, and is decoded apart from it by `unpack`.
+
+    Raises:
+        NotPortableError: as `encode`; also if open files are in it.
+    """
+    encoded = encode(value)
+    if encoded.fds:
+        raise NotPortableError("open files cannot be sent with this call")
+    return _joined(*_layout(encoded)), len(encoded.outside)
+
+
+def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
+    """Decode what `parcel` made. Raises what `decode` raises."""
+    return decode(Frame(Kind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
+
+
+def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
+    """Where each part of a message lies, and the bytes of all."""
+    if not encoded.pickle:
+        return [], 0
+    sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
+    parts, end = [(0, memoryview(sizes))], len(sizes)
+    for index, part in enumerate((encoded.pickle, *encoded.outside)):
+        _SIZE.pack_into(sizes, index * _SIZE.size, _FILE if part is None else len(part))
+        if part is not None:
+            begin = _aligned(end) if index else end
+            parts.append((begin, part))
+            end = begin + len(part)
+    return parts, end
+
+
+def _joined(parts: list[tuple[int, memoryview]], size: int) -> bytes:
+    if len(parts) == 2:  # nothing lies outside the pickle
+        return b"".join(part for _, part in parts)
+    laid = bytearray(size)
+    for begin, part in parts:
+        laid[begin : begin + len(part)] = part
+    return bytes(laid)
 
 
 def decode(frame: Frame, device: torch.device | None = None) -> Any:

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parallelformers_ng.errors import ProtocolError
-from parallelformers_ng.wire.frame import FIXED_PART, MAX_BYTES, FixedPart, Flag, Frame, Packed
-from parallelformers_ng.wire.transport import Channel, own_copy
+from parallelformers_ng.wire.frame import FIXED_PART, MAX_BYTES, FixedPart, Flag, Frame, Packed, own_copy
+from parallelformers_ng.wire.transport import Channel
 
 SIZE = struct.Struct("<Q")
 SIGNATURE_BYTES = 32

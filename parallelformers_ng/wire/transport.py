@@ -19,8 +19,8 @@ from parallelformers_ng.wire.frame import (
     Frame,
     Kind,
     Packed,
-    aligned_memory,
     map_memfd,
+    own_copy,
 )
 from parallelformers_ng.wire.message import decode, encode, pack
 
@@ -218,15 +218,6 @@ class Channel:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-
-
-def own_copy(body: memoryview, outside: int) -> memoryview:
-    """The body of a frame in memory of its own, which tensors can have if objects lie outside the pickle."""
-    if not outside:
-        return memoryview(bytes(body))
-    copy = aligned_memory(len(body))
-    copy[:] = body
-    return copy
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
