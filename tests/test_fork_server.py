@@ -137,6 +137,24 @@ def another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "IMPORTS", "torch")
 
 
+@pytest.mark.parametrize("forked", [True, False])
+def test_ps_shows_what_a_process_is(forked, monkeypatch):
+    if not forked:
+        monkeypatch.setenv(forks.SWITCH, "0")
+
+    def shown(pid: int) -> str:
+        return psutil.Process(pid).cmdline()[0].rstrip("\0")
+
+    with start_group(2, device="cpu") as group:
+        assert shown(group.pids[1]) == f"parallelformers-ng: rank 1 of 2, for process {os.getpid()}"
+        with parallelize(gpt2(), workers=group):
+            expected = f"parallelformers-ng: rank 0 of 2, GPT2LMHeadModel, for process {os.getpid()}"
+            assert shown(group.pids[0]) == expected
+        assert shown(group.pids[0]) == f"parallelformers-ng: rank 0 of 2, for process {os.getpid()}"
+    if forked:
+        assert f"parallelformers-ng: fork server, for process {os.getpid()}" in map(shown, workers_of(os.getpid()))
+
+
 def test_a_server_starts_ahead_of_need_and_only_once(another_server, monkeypatch):
     monkeypatch.setattr(forks, "_newest", None)
     begun = time.monotonic()

@@ -61,7 +61,7 @@ class Batch:
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
-        self._steps = 1
+        self._steps, self._has_graphs = 1, True
         self.is_due = threading.Lock()
 
     @property
@@ -98,7 +98,7 @@ class Batch:
         limits = self._options.prefill_chunk, self._options.prefix_tokens
         limits = limits if self._trial.in_pieces else (0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
-        positions = min((ticket.positions for ticket in self._running.values()), default=0)
+        positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
         return Round(self._batch, calls, left, *limits, self._steps, self._adapters, positions)
 
     def _admitted(self) -> dict[int, Ticket]:
@@ -176,8 +176,7 @@ class Batch:
 
     def _without_graphs(self, why: str) -> None:
         self._no_graphs(why)
-        for ticket in (*self._running.values(), *self._waiting.values(), *self._arrived):
-            ticket.positions = 0
+        self._has_graphs = False
         self.group.submit(Request("forget_steps", [encode({"method": "forget_steps", "args": (), "kwargs": {}})]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:

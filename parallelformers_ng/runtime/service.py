@@ -20,7 +20,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.connect import chosen_backend, connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
-from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime import failures, titles
 from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
 from parallelformers_ng.wire.frame import Flag, Frame, Kind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
@@ -143,6 +143,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
 
         channel.send(Kind.EVENT, 0, f"building {name}")
         caller = _channel_to_caller(span) if span else channel
+        titles.show(f"rank {rank} of {world_size}")
         emit = Emitter(caller, rank)
         target = cls(rank, world_size, device, communicator, emit)
     except Exception as error:  # whatever stops a worker from starting is for the caller to see

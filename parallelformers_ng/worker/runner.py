@@ -36,6 +36,7 @@ from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
 from parallelformers_ng.live_code.changes import AppliedChanges, CodeChanges, Digests, differences
+from parallelformers_ng.runtime import titles
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
@@ -109,6 +110,7 @@ class ModelRunner(RankWeights):
         keep_caches(self.plan.cache)
         self.alike = devices_alike(self.communicator, self.device)
         self.model = model
+        titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
         return installation.layers_agree
 
@@ -117,6 +119,7 @@ class ModelRunner(RankWeights):
         held = self.model is not None
         self.kept.drop(self.model)
         self._clear()
+        titles.show(f"rank {self.rank} of {self.communicator.world_size}")
         self.code.undo()
         serve_stock_code(True)
         if held:

@@ -67,8 +67,8 @@ class PretendedRunner(ModelRunner):
         _check()
         return answer
 
-    def decode_rows(self, call: Call, asked: Round) -> News:
-        news = super().decode_rows(call, asked)
+    def decode_rows(self, asked: Round) -> News:
+        news = super().decode_rows(asked)
         _check()
         return news
 
