@@ -65,11 +65,12 @@ test: setup ## run the tests but the slow ones, two files at a time (PYTEST_ARGS
 test-all: setup ## run all tests: also servers, scripts that are killed, installations
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-quality: setup ## lint, formatting, types, the order of imports
+quality: setup ## lint, formatting, types, the order of imports and of C headers
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-cache
+	@$(PY) -m tests.c_headers
 
 format: setup ## apply the formatting and the fixes that ruff knows
 	@$(PY) -m ruff check --fix .

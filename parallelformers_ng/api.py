@@ -33,8 +33,8 @@ from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.parallelized import enter, forget_end, is_parallelized
 from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
-from parallelformers_ng.offload.tiers import tiers_for
 from parallelformers_ng.options import (
     OF_A_MODEL,
     BatchingOptions,

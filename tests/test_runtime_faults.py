@@ -203,9 +203,7 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
 
 ORPHANING = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 
 def endless(rank):  # within native code, which never lets go of the interpreter lock
     re.match("(a+)+$", "a" * 60 + "b")
@@ -261,9 +259,8 @@ def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
 
 INTERRUPTED = """
 import os, signal, threading, time
-from parallelformers_ng.runtime import forks, group as groups
+from parallelformers_ng.runtime import group as groups
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 groups.STRAGGLER_SECONDS = 2.0
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.

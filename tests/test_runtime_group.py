@@ -23,9 +23,7 @@ from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"
 SCRIPT = """
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 class Local:
     def __init__(self, value): self.value = value
     def __call__(self, rank): return self.value + rank
@@ -295,9 +293,7 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
 
 def test_what_workers_print_reaches_the_user(tmp_path):
     script = (
-        "from parallelformers_ng.runtime import forks\n"
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
-        "forks.IMPORTS = 'torch'\n"
         "WorkerGroup(2, target='runtime_target:Target', threads=1).call('say', 'hello')\n"
     )
     result = subprocess.run(

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
-from parallelformers_ng.runtime import forks, startup
+from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.wire.frame import FileDescriptor, Kind
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
+from parallelformers_ng.worker.preload import warm_up
 
 _WATCH_SECONDS = 0.05  # between two looks at whether a rank has aborted
 _GOODBYE_SECONDS = 2.0
@@ -57,7 +58,7 @@ def serve(made: tuple[socket.socket, Session], address: Address, key: bytes, num
     control = SignedChannel(connection, session)
     listener = Listener(connection.getsockname()[0], key)
     try:
-        forks.warm_up()
+        warm_up()
         hello = {
             "name": name or socket.gethostname(),
             "machine": machine(),
@@ -140,6 +141,7 @@ class _Agent:
                 processes,
                 self._arena,
                 target=order["target"],
+                imports=order["imports"],
                 device_names=names,
                 backend=order["backend"],
                 timeout=order["timeout"],

@@ -284,8 +284,8 @@ class Calls:
 
         def note(cache: Any) -> Any:
             if isinstance(cache, CacheHandle):
-                holder = cache.check().workers
-                found.update(place for place, each in enumerate(self.dispatchers) if each.replica is holder)
+                holder = cache.check()
+                found.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
             return cache
 
         map_caches(arguments, note)

@@ -39,6 +39,8 @@ class WorkerGroup:
         world_size: number of workers.
         device: `"cpu"` or `"cuda"`.
         target: `"module:Class"`, importable in a fresh interpreter with this one's `sys.path`.
+        imports: name of the module that the process imports which forks the workers, once for all; by default torch, or
+            what such a process has imported for another group.
         device_ids: CUDA device of each rank; by default 0, 1, 2, ….
         backend: of the collectives; `"auto"` picks by device.
         timeout: seconds that a request may take, unless the call says otherwise.
@@ -67,6 +69,7 @@ class WorkerGroup:
         device: str = "cpu",
         *,
         target: str,
+        imports: str | None = None,
         device_ids: Sequence[int] | None = None,
         backend: str = "auto",
         timeout: float = 600.0,
@@ -94,6 +97,7 @@ class WorkerGroup:
             self._wait: Callable[[], None] | None = launch(
                 self._processes,
                 target=target,
+                imports=imports,
                 device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
                 backend=backend,
                 timeout=timeout,

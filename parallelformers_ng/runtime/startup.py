@@ -52,6 +52,7 @@ def launch(
     arena: Arena,
     *,
     target: str,
+    imports: str | None,
     device_names: list[str],
     backend: str,
     timeout: float,
@@ -66,6 +67,7 @@ def launch(
         processes: receives the workers.
         arena: their shared memory.
         target: `"module:Class"`.
+        imports: name of the module that the process imports which forks the workers, see `forks.running`.
         device_names: torch device of each rank.
         backend: of the collectives.
         timeout: of the collectives, in seconds.
@@ -86,7 +88,7 @@ def launch(
     first, ranks = among
     threads = threads or max(1, cores.usable_cpus() // ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
-    server, environment = forks.running(), environment_of_worker(threads)
+    server, environment = forks.running(imports), environment_of_worker(threads)
     before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
     for index in range(world_size):

@@ -319,5 +319,5 @@ class ModelRunner(RankWeights):
 
     def memory(self, what: str, name: str) -> Any:
         """What a method of `RankMemory` says of this rank's device, which the caller calls so."""
-        memory = RankMemory(self.device, name, self.plan.bytes_on_device(self.rank) if self.plan else 0)
+        memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
         return getattr(memory, what)()
