@@ -12,6 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from parallelformers_ng.serving import errors
+from parallelformers_ng.serving.api_page import api_page
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Embeddings
 from parallelformers_ng.serving.engine import Engine
@@ -39,7 +40,11 @@ _PAGE = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+_POLICY = (
+    "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none'; base-uri 'none';"
+    " form-action 'self'"
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> Guard:
@@ -64,7 +69,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     kind = kind or Kind(None if engine.generates else Pooling())
     embeddings = Embeddings(engine, chat, options, kind.pooling)
     scores = Scores(engine, chat, options, kind.activation)
-    # The documents of the API that FastAPI makes would be fetched from elsewhere.
+    # FastAPI's own page at /docs would fetch scripts from elsewhere; `api_page` makes one.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     errors.install(app)
     if options.cors:
@@ -82,27 +87,32 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
+        """Continue one prompt or several."""
         check_name(request.model)
         return await generation.complete(request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
+        """Answer the last message of a chat."""
         check_name(request.model)
         return await generation.converse(request)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:
+        """Answer in the shape of OpenAI's Responses API; nothing is stored."""
         check_name(request.model)
         return await generation.respond(request)
 
     @app.post("/v1/embeddings")
     async def embed(request: EmbeddingRequest) -> dict[str, Any]:
+        """Return vectors of texts."""
         check_name(request.model)
         return await embeddings.embed(request)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def score(request: ScoreRequest) -> dict[str, Any]:
+        """Score pairs of texts."""
         check_name(request.model)
         return await scores.score(request)
 
@@ -110,17 +120,20 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     @app.post("/v2/rerank")
     @app.post("/rerank")
     async def rerank(request: RerankRequest) -> dict[str, Any]:
+        """Return documents in the order of their scores with a query."""
         check_name(request.model)
         return await scores.rerank(request)
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of tokens."""
         check_name(request.model)
         engine.check_prompt(request.tokens, engine.positions)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens)}
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a prompt, or of the prompt that messages become."""
         check_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either a prompt or messages")
@@ -137,10 +150,12 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """List the models."""
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
     async def model_named(name: str) -> dict[str, Any]:
+        """Describe a model."""
         check_name(name)
         return card
 
@@ -153,15 +168,14 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     ):
         app.add_api_route(path, handler, response_model=None)
     for path, (name, media_type) in _PAGE.items():
-        app.add_api_route(path, _asset(name, media_type), include_in_schema=False, response_model=None)
+        content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
+        app.add_api_route(path, _asset(content, media_type), include_in_schema=False)
+    app.add_api_route("/docs", _asset(api_page(app), "text/html"), include_in_schema=False)
     return Guard(app, options, metrics)
 
 
-def _asset(name: str, kind: str) -> Any:
-    content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
-
+def _asset(content: bytes | str, media_type: str) -> Any:
     async def serve() -> Response:
-        headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-        return Response(content, media_type=kind, headers=headers)
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
     return serve

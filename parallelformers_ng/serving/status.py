@@ -72,6 +72,7 @@ class Status:
                 "model": self._options.name,
                 "generates": self._engine.generates,
                 "chats": self._chat.has_template,
+                "needs_key": self._options.api_key is not None,
                 "memory_bytes": self._last_memory,
                 "tokens_per_second": metrics.rate,
                 "running": metrics.running,
