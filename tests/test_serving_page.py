@@ -391,6 +391,21 @@ def test_what_goes_wrong_is_said(page):
         assert page.get_by_label("Your message").input_value() == "Hello, this is too long"
 
 
+def test_an_adapter_is_chosen_by_name_and_stays_chosen(page):
+    model = ScriptedModel(TOKENIZER, "It says so.")
+    with serving(model, TOKENIZER, lora_modules=["sql=a", "chat=b"]) as running:
+        page.goto(running.url)
+        page.locator("#choice").select_option("chat")
+        shows(page, "#curl", '"model":"chat"')
+        send(page, "Hello")
+        shows(page, "#outcome", "tokens in")
+        page.reload()
+        shows(page, "#curl", '"model":"chat"')
+        send(page, "Hello")
+        running.until(lambda: len(model.asked) == 2)
+        assert [call["adapter_names"] for call in model.asked] == [["adapter1"]] * 2
+
+
 def test_a_model_without_a_template_continues_the_text(page):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None

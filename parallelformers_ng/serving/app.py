@@ -16,11 +16,12 @@ from parallelformers_ng.serving.api_page import api_page
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Embeddings
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.errors import ApiError, bad_request
+from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind
 from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.models import Models
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import (
@@ -81,39 +82,40 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
             expose_headers=["X-Request-Id"],
         )
 
-    def check_name(name: str | None) -> None:
-        if name not in (None, "", options.name):
-            raise ApiError(404, f"there is no model {name!r} here; it is {options.name!r}", "model", "model_not_found")
+    served = Models(options, status.began, engine.positions)
+
+    def check_name(request: Any) -> None:
+        request.model = served.named(request.model)
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
         """Continue one prompt or several."""
-        check_name(request.model)
+        check_name(request)
         return await generation.complete(request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
         """Answer the last message of a chat."""
-        check_name(request.model)
+        check_name(request)
         return await generation.converse(request)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:
         """Answer in the shape of OpenAI's Responses API; nothing is stored."""
-        check_name(request.model)
+        check_name(request)
         return await generation.respond(request)
 
     @app.post("/v1/embeddings")
     async def embed(request: EmbeddingRequest) -> dict[str, Any]:
         """Return vectors of texts."""
-        check_name(request.model)
+        check_name(request)
         return await embeddings.embed(request)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def score(request: ScoreRequest) -> dict[str, Any]:
         """Score pairs of texts."""
-        check_name(request.model)
+        check_name(request)
         return await scores.score(request)
 
     @app.post("/v1/rerank")
@@ -121,43 +123,34 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     @app.post("/rerank")
     async def rerank(request: RerankRequest) -> dict[str, Any]:
         """Return documents in the order of their scores with a query."""
-        check_name(request.model)
+        check_name(request)
         return await scores.rerank(request)
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of tokens."""
-        check_name(request.model)
+        check_name(request)
         engine.check_prompt(request.tokens, engine.positions)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens)}
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a prompt, or of the prompt that messages become."""
-        check_name(request.model)
+        check_name(request)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either a prompt or messages")
         ids = await generation.tokenize(request)
         return {"count": len(ids), "max_model_len": engine.positions, "tokens": ids}
 
-    card = {
-        "id": options.name,
-        "object": "model",
-        "created": status.began,
-        "owned_by": "parallelformers_ng",
-        "max_model_len": engine.positions,
-    }
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models."""
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [*served.cards.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model_named(name: str) -> dict[str, Any]:
         """Describe a model."""
-        check_name(name)
-        return card
+        return served.cards[served.named(name)]
 
     for path, handler in (
         ("/health", status.health),

@@ -16,7 +16,13 @@ from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
 from parallelformers_ng.serving.errors import api_error, bad_request
 from parallelformers_ng.serving.options import ServeOptions
-from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from parallelformers_ng.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Request,
+    TokenizeRequest,
+)
 from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
@@ -62,21 +68,27 @@ class Generation:
             )
             for prompt in request.prompts
         ]
-        shape = CompletionShape(self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts])
+        shape = CompletionShape(
+            request.model or self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts]
+        )
         if request.echo and request.logprobs is not None:
             for prompt in prompts:
                 self._engine.check_prompt(prompt.ids)
-                shape.before.append(await self._engine.read(prompt.ids, request.logprobs))
+                shape.before.append(await self._engine.read(prompt.ids, request.logprobs, request.model))
         return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
-        return await self._converse(request, ChatShape(self._options.name, self._chat.tokenizer, request))
+        return await self._converse(request, ChatShape(self._name(request), self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
         """`/v1/responses`."""
         chat = request.chat()
-        return await self._converse(chat, ResponseShape(self._options.name, self._chat.tokenizer, chat, request))
+        return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
+
+    def _name(self, request: Request) -> str:
+        """Return the name of the model that answers."""
+        return request.model or self._options.name
 
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
@@ -175,6 +187,7 @@ class Generation:
                         request.min_tokens,
                         places,
                         penalties,
+                        request.model,
                     )
                 )
         return asked

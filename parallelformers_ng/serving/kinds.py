@@ -42,6 +42,11 @@ class Kind:
     reads_more: bool = False
     model_class: Any = None
 
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model is served as one that continues text."""
+        return self.pooling is None and self.activation is None
+
     def __str__(self) -> str:
         if self.pooling is not None:
             return f"embeddings pooled by {', '.join(self.pooling.modes)}"

@@ -51,6 +51,9 @@ class ServeOptions:
         list[str], "with ray, in the place of replicas: Serve's settings, min_replicas=1 max_replicas=4"
     ] = field(default_factory=list)
     served_model_name: Annotated[str | None, "name of the model in requests and answers; by default the model's"] = None
+    lora_modules: Annotated[
+        list[str], "adapters of PEFT's, each a model of its own in requests: sql=adapters/sql chat=adapters/chat"
+    ] = field(default_factory=list)
     chat_template: Annotated[str | None, "a file with a chat template, in the place of the tokenizer's own"] = None
 
     host: Annotated[str, "address to listen on; 0.0.0.0 is every address of the machine"] = "127.0.0.1"
@@ -106,12 +109,29 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ParallelError(f"{name} is {value}; it takes a number, at least {lowest}")
-        _ = self.fit  # it is checked
+        _ = self.fit, self.adapters  # they are checked
 
     @property
     def name(self) -> str:
         """What clients call the model."""
         return self.served_model_name or self.model
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folder, or name on the hub, of each adapter by its name in requests.
+
+        Raises:
+            ParallelError: a word of `lora_modules` is not NAME=PATH, or a name is taken.
+        """
+        paths: dict[str, str] = {}
+        for word in self.lora_modules:
+            name, _, path = word.partition("=")
+            if not name or not path:
+                raise ParallelError(f"lora_modules has {word!r}; it takes NAME=PATH, as in sql=adapters/sql")
+            if name in paths or name == self.name:
+                raise ParallelError(f"lora_modules names {name!r}, and another model has that name; choose another one")
+            paths[name] = path
+        return paths
 
     @property
     def fit(self) -> FitOptions:

@@ -17,6 +17,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parallelformers_ng.api import parallelize
+from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
@@ -24,6 +25,7 @@ from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import set_up_logs
+from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
 
@@ -141,7 +143,16 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
     if is_gguf(options.model):
         source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
+        base = base_of_adapter(options.model)
+        own = base is None or (Path(options.model) / "tokenizer_config.json").is_file()
+        tokenizer = AutoTokenizer.from_pretrained(options.model if own else base, revision=options.revision)
+    if options.adapters:
+        if kind is not None and not kind.writes_text:
+            raise UnsupportedModelError(
+                f"lora_modules is for models that write text; {options.model} is served as {kind}"
+            )
+        names = peft_names(options)
+        found["adapters"] = {names[name]: path for name, path in options.adapters.items()}
     if kind is not None and kind.model_class is not None:
         found["model_class"] = kind.model_class
     model = parallelize(

@@ -5,7 +5,8 @@ const KEPT = "parallelformers-ng"; // in the storage of this tab: a reload keeps
 const SETTINGS = ["system", "temperature", "top_p", "seed", "max_tokens", "stops"];
 const PAINT_SECONDS = 0.1;
 let turns = []; // {role, content, reasoning} of the conversation
-let server = { chats: true, generates: true, model: "" }; // the last answer of /status
+let server = { chats: true, generates: true, model: "", models: [] }; // the last answer of /status
+let chosen = null; // the model of the conversation, where the server has several
 let generating = null; // aborts the answer that is being written
 
 function make(kind, attributes = {}, ...children) {
@@ -192,9 +193,10 @@ async function copy(button, text) {
 }
 
 function keep() {
+  const choice = at("choice").value;
   const settings = Object.fromEntries(SETTINGS.map((id) => [id, at(id).value]));
   try {
-    sessionStorage.setItem(KEPT, JSON.stringify({ turns, settings, prompt: at("prompt").value }));
+    sessionStorage.setItem(KEPT, JSON.stringify({ turns, settings, prompt: at("prompt").value, choice }));
   } catch {
     outcome("The browser has no room for this conversation: a reload loses it.", true);
   }
@@ -206,6 +208,7 @@ function restore() {
     for (const id of SETTINGS) at(id).value = kept.settings[id] || "";
     at("prompt").value = kept.prompt;
     turns = kept.turns;
+    chosen = kept.choice;
     turns.forEach(drawTurn);
     at("log").scrollTop = at("log").scrollHeight;
   } catch {
@@ -217,7 +220,7 @@ function restore() {
 // -- an answer -------------------------------------------------------------------------------------------------------
 
 function request() {
-  const asked = { model: server.model, stream: true, stream_options: { include_usage: true } };
+  const asked = { model: at("choice").value, stream: true, stream_options: { include_usage: true } };
   for (const id of ["temperature", "top_p", "seed", "max_tokens"]) {
     if (at(id).value !== "") asked[id] = Number(at(id).value);
   }
@@ -334,7 +337,7 @@ async function look() {
     server = found;
     say(at("model"), server.model);
     document.title = server.model;
-    if (before.model !== server.model) explain();
+    if (String(before.models) !== String(server.models)) explain();
     at("rate").textContent = server.tokens_per_second.toFixed(1);
     at("running").textContent = `${server.running} of ${server.rows}`;
     at("waiting").textContent = server.waiting;
@@ -349,18 +352,25 @@ async function look() {
 
 function explain() {
   for (const id of ["go", "prompt"]) at(id).disabled = !server.generates;
-  const url = location.href.replace(/[^/]*$/, ""), model = server.model;
+  at("choice").replaceChildren(...server.models.map((name) => make("option", {}, name)));
+  at("choice").value = server.models.includes(chosen) ? chosen : server.model;
+  at("choice").parentElement.hidden = server.models.length < 2;
+  drawCurl();
+  if (server.generates && !server.chats) {
+    say(at("chat-title"), "Text");
+    at("keys").textContent += " This model has no chat template: it continues all the text so far.";
+    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // as text, not as Markdown
+  }
+}
+
+function drawCurl() {
+  const url = location.href.replace(/[^/]*$/, ""), model = at("choice").value;
   const [path, body] = !server.generates ? ["docs", null]
     : server.chats ? ["v1/chat/completions", { model, messages: [{ role: "user", content: "Hello" }] }]
     : ["v1/completions", { model, prompt: "Once upon a time" }];
   const key = server.needs_key ? ' -H "Authorization: Bearer $KEY"' : "";
   const data = body && ` -H "Content-Type: application/json" -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`;
   at("curl").textContent = `curl ${url}${path}${key}${data || ""}`;
-  if (server.generates && !server.chats) {
-    say(at("chat-title"), "Text");
-    at("keys").textContent += " This model has no chat template: it continues all the text so far.";
-    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // as text, not as Markdown
-  }
 }
 
 function say(place, text) { // a reader is told of what changes alone
@@ -443,6 +453,7 @@ at("new").addEventListener("click", () => {
   at("prompt").focus();
 });
 at("copy-curl").addEventListener("click", () => copy(at("copy-curl"), at("curl").textContent));
+at("choice").addEventListener("change", drawCurl);
 addEventListener("pagehide", keep);
 restore();
 look();
