@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -23,6 +23,7 @@ from parallelformers_ng.serving.kinds import Kind
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.models import Models
 from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import (
     ChatRequest,
@@ -35,6 +36,7 @@ from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
 from parallelformers_ng.serving.scores import Scores
 from parallelformers_ng.serving.status import Status
+from parallelformers_ng.serving.transcription import Transcription
 
 _PAGE = {
     "/": ("index.html", "text/html"),
@@ -53,7 +55,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     Args:
         model: a parallelized model, with `batching` where its calls are to share batches.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, or the processor that has it if the model reads pictures or sound.
         options: the limits, and what clients call it.
         kind: what it is served as; by default text, or embeddings pooled by the normalized mean.
 
@@ -64,10 +66,14 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     rows = options.rows * (options.replicas if options.launcher == "local" else 1)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
     metrics = Metrics(options.name, rows, options.cache_tokens or rows * positions)
-    engine = Engine(model, options, metrics)
-    chat = Chat(tokenizer, template, engine.longest)
-    generation, status = Generation(engine, chat, options), Status(engine, chat, options)
-    kind = kind or Kind(None if engine.generates else Pooling())
+    kind = kind or Kind(None if model.can_generate() else Pooling())
+    processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
+    tokenizer = getattr(processor, "tokenizer", tokenizer)
+    engine = Engine(model, options, metrics, kind.writes_text)
+    pictures = None if processor is None or kind.transcribes else Pictures(processor, options)
+    chat = Chat(tokenizer, template, engine.longest, processor if pictures else None)
+    generation, status = Generation(engine, chat, options, pictures), Status(engine, chat, options)
+    transcription = Transcription(engine, processor if kind.transcribes else None, options)
     embeddings = Embeddings(engine, chat, options, kind.pooling)
     scores = Scores(engine, chat, options, kind.activation)
     # FastAPI's own page at /docs would fetch scripts from elsewhere; `api_page` makes one.
@@ -126,6 +132,11 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         check_name(request)
         return await scores.rerank(request)
 
+    @app.post("/v1/audio/transcriptions")
+    async def transcribe(request: Request) -> Response:
+        """Return the text of sound: a form with `file`, `language`, `prompt`, `response_format`, `temperature`."""
+        return await transcription.answer(request, served)
+
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of tokens."""
@@ -164,7 +175,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
         app.add_api_route(path, _asset(content, media_type), include_in_schema=False)
     app.add_api_route("/docs", _asset(api_page(app), "text/html"), include_in_schema=False)
-    return Guard(app, options, metrics)
+    return Guard(app, options, metrics, reads_media=processor is not None)
 
 
 def _asset(content: bytes | str, media_type: str) -> Any:

@@ -53,6 +53,7 @@ class Asked:
         places: places of its request; None if none are counted.
         penalties: penalties on tokens; they come before `processors`.
         model: name of the model or adapter that answers.
+        inputs: further inputs of the model, of pictures; with them the call runs alone.
     """
 
     ids: list[int]
@@ -65,6 +66,7 @@ class Asked:
     places: Places | None = None
     penalties: Penalties | None = None
     model: str | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Engine:
         model: it should have `batching`, or calls run one after another.
         options: the limits.
         metrics: are told of calls, tokens and times.
+        writes_text: whether it continues text.
 
     Attributes:
         vocabulary: how many tokens the model knows.
@@ -91,14 +94,14 @@ class Engine:
         ends: the tokens that end an answer.
     """
 
-    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:
         self.model = model
         self.options = options
         self.metrics = metrics
         text_config = model.config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
-        self.generates: bool = model.can_generate()
+        self.generates = writes_text
         self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
         ends = model.generation_config.eos_token_id if self.generates else None
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
@@ -178,6 +181,7 @@ class Engine:
             "seed": asked.seed,
             "timeout": self.options.timeout + _CANCEL_SECONDS,
             **self._adapter(asked.model),
+            **asked.inputs,
         }
         recorder = None if asked.alternatives is None else Recorder(asked.alternatives)
         processors = [each for each in (asked.penalties, recorder, *asked.processors) if each is not None]
