@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from parallelformers_ng import parallelize
+from tests.patience import PROMPTLY
 from tests.strangers.agreement import NEW_TOKENS, assert_agree_in_a_batch, prompt
 from tests.zoo.decoders import decoder, gpt2
 
@@ -93,6 +95,9 @@ def test_weights_go_when_the_last_reference_goes() -> None:
         model = used(gpt2(), Path())
         assert opened_since(files)
         model = None  # noqa: F841  what a cell does that binds its name anew
+        until = time.monotonic() + PROMPTLY  # its supervising thread closes what it watched
+        while opened_since(files) and time.monotonic() < until:
+            time.sleep(0.01)
         assert not opened_since(files)
     finally:
         gc.enable()
