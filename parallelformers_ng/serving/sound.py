@@ -11,6 +11,7 @@ from parallelformers_ng.serving.errors import bad_request
 
 _MOST_RATE = 192_000
 _MOST_CHANNELS = 8
+_UNKNOWN = (1 << 63) - 1  # frames of a file whose head does not say, as of a stream
 _BLOCK = 1 << 16  # frames that are decoded at a time
 
 
@@ -40,7 +41,7 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
                 )
             most = int(most_seconds * file.samplerate)
             too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
-            if file.frames > most:
+            if most < file.frames < _UNKNOWN:
                 raise too_long
             parts, frames = [], 0
             while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
