@@ -198,6 +198,7 @@ def bomb(width: int, height: int) -> str:
         ([shown("data:image/png;base64,QUJD")], "cannot be read"),
         ([shown("data:image/png;base64,")], "cannot be read"),
         ([shown(bomb(60_000, 60_000))], "more than 20000 pixels"),
+        ([shown(bomb(1, 15_000))], "a picture is 1 by 15000; it may have 200 to 1"),
         ([shown(bomb(150, 100))], "cannot be read"),  # its pixels are not all there
         ([shown(data_url(picture(100, 150))), shown(data_url(picture(100, 150)))], "more than 20000 pixels"),
         ([shown(data_url(picture(4, 4)))] * 4, "has 4 pictures, and may have 3"),

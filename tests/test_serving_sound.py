@@ -180,6 +180,14 @@ def test_bodies_that_are_no_forms_are_refused(running):
         assert client.post("/v1/audio/transcriptions", data=many, files={"file": b"a"}).status_code == 400
 
 
+def test_forms_of_other_pages_are_refused(running):
+    data = sound_file(tone(1))
+    with running.client() as client:
+        for origin, status in (("https://evil.test", 403), ("null", 403), (running.url, 200)):
+            form = {"files": {"file": data}, "headers": {"Origin": origin}}
+            assert client.post("/v1/audio/transcriptions", **form).status_code == status
+
+
 def test_it_writes_no_other_text_and_other_models_transcribe_nothing(running):
     with running.client() as client:
         for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user"}]})):

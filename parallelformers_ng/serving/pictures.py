@@ -16,6 +16,8 @@ from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.options import ServeOptions
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_RATIO = 200
+"""Long side to short side, as Qwen2-VL's processor has it. Others scale the short side, and the long one with it."""
 
 
 class Pictures:
@@ -70,7 +72,12 @@ class Pictures:
         try:
             for address in addresses:
                 pictures.append(Image.open(io.BytesIO(self._bytes(address)), formats=_FORMATS))
-                pixels += pictures[-1].width * pictures[-1].height
+                sides = sorted(pictures[-1].size)
+                if sides[1] > MOST_RATIO * sides[0]:
+                    raise bad_request(
+                        f"a picture is {sides[0]} by {sides[1]}; it may have {MOST_RATIO} to 1", "messages"
+                    )
+                pixels += sides[0] * sides[1]
                 if pixels > self._options.max_pixels:
                     raise too_large
             return [load_image(picture) for picture in pictures]

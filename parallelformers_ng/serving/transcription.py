@@ -12,7 +12,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from parallelformers_ng.serving.engine import Engine, draw_seed
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.models import Models
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.sound import read_sound
@@ -58,6 +58,7 @@ class Transcription:
         """
         if self._processor is None:
             raise bad_request("the model reads no sound; see GET /v1/models", "model")
+        self._check_origin(request)
         async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -81,6 +82,12 @@ class Transcription:
         if asked.response_format == "text":
             return PlainTextResponse(text + "\n")
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
+
+    def _check_origin(self, request: Request) -> None:
+        """Refuse forms of other origins' pages: browsers send these without asking, unlike JSON."""
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._options.cors):
+            raise ApiError(403, f"a page of {origin} sends forms only if --cors names it", code="origin")
 
     def _arguments(self, asked: TranscriptionRequest) -> dict[str, Any]:
         """Return arguments of `generate`.
