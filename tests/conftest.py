@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker.preload import IMPORTS
 from tests.apart import find_packages
 from tests.rank_group import RankGroup
 
@@ -80,7 +82,7 @@ def pretended_groups(
 
     def get(world_size: int) -> WorkerGroup:
         if world_size not in _pretended or not _pretended[world_size].alive:
-            _pretended[world_size] = WorkerGroup(world_size, "cuda", target=TARGET, timeout=60)
+            _pretended[world_size] = WorkerGroup(world_size, "cuda", target=TARGET, imports=IMPORTS, timeout=60)
         return _pretended[world_size]
 
     return get
@@ -120,3 +122,20 @@ def two_ranks() -> Iterator[RankGroup]:
     group = RankGroup(2)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_whole() -> Any:
+    """The tiny model that servers of tests have, in this process."""
+    from tests.serving import tiny_model, tiny_tokenizer
+
+    return tiny_model(tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def http(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
+    """A client of a server that has the tiny model on two ranks."""
+    from tests.serving import serving_on, tiny_tokenizer
+
+    with serving_on(groups(2), tiny_tokenizer()) as running, running.client() as client:
+        yield client

@@ -18,9 +18,10 @@ from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.heads import Heads
 from parallelformers_ng.sharding.leftovers import cut_leftovers
 from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
-from parallelformers_ng.sharding.plan import WHOLE, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy, Selection, is_block
 from parallelformers_ng.sharding.quantizing import border, choose_encodings
+from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard, TensorPlan
 from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
 from parallelformers_ng.sharding.units import CutUnit, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
