@@ -69,11 +69,12 @@ page: setup ## the server's page in Chromium, which it installs if it may (Debia
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
 	@$(PY) -m pytest tests/test_serving_page.py $(PYTEST_ARGS)
 
-quality: setup ## lint, formatting, types, the order of imports
+quality: setup ## lint, formatting, types, the order of imports and of C headers
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-cache
+	@$(PY) -m tests.c_headers
 
 format: setup ## apply the formatting and the fixes that ruff knows
 	@$(PY) -m ruff check --fix .

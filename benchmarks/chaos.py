@@ -21,7 +21,6 @@ import torch
 
 from benchmarks import (
     chaos_devices,
-    chaos_frames,
     chaos_hosts,
     chaos_http,
     chaos_inputs,
@@ -54,7 +53,6 @@ SUITES = {
     "threads": (chaos_requests.threads, 3200, "greedy and seeded calls of 32 threads"),
     "cycles": (chaos_processes.cycles, 100, "parallelize and deparallelize, with workers of their own each time"),
     "starts": (chaos_processes.starts, 50, "8 groups of 2 ranks started at once, over gloo"),
-    "frames": (chaos_frames.figures, 100_000, "control frames with flipped, lost and added bytes"),
     "http": (chaos_http.hostile, 10_000, "hostile requests to a server, from 8 clients beside 2 honest ones"),
     "sound": (chaos_http.hostile_sound, 1000, "hostile sound files and forms to a server that transcribes"),
     "clients": (chaos_http.clients, 200, "clients of a server go at random moments"),

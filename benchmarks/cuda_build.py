@@ -63,9 +63,9 @@ import os
 from benchmarks import cuda_build
 cuda_build.imports()
 from parallelformers_ng.model.groups import RUNNER
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.warm_up()
+from parallelformers_ng.worker.preload import warm_up
+warm_up()
 group = WorkerGroup(2, "cpu", target=RUNNER, timeout=60)
 group.call("ping")
 pids = [os.getpid(), *group.pids]

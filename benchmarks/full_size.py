@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallelformers_ng.sharding.table import human_bytes
+from parallelformers_ng.sharding.wording import human_bytes
 
 LARGE = 300_000_000
 """Parameters from which on the bars below hold."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from parallelformers_ng.options import BatchingOptions, FitOptions, QuantizeOptions, WorkerOptions
     from parallelformers_ng.planner.forecast import forecast
     from parallelformers_ng.runtime.deadline import deadline
-    from parallelformers_ng.runtime.forks import warm_up
     from parallelformers_ng.sharding.rules import *
+    from parallelformers_ng.worker.preload import warm_up
 
 __all__ = [
     "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError",
@@ -44,7 +44,7 @@ _HOMES = {
     "plan": "api",
     "save_sharded": "model.saving",
     "start_group": "api",
-    "warm_up": "runtime.forks",
+    "warm_up": "worker.preload",
     "BatchingOptions": "options",
     "FitOptions": "options",
     "QuantizeOptions": "options",

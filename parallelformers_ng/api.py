@@ -27,14 +27,15 @@ from parallelformers_ng.errors import (
     UnsupportedModelError,
 )
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
+from parallelformers_ng.live_code.stock import tensor_of_own_class
 from parallelformers_ng.model.around import surround, with_peft_adapters, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.parallelized import enter, forget_end, is_parallelized
 from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
-from parallelformers_ng.offload.tiers import tiers_for
 from parallelformers_ng.options import (
     OF_A_MODEL,
     BatchingOptions,
@@ -341,6 +342,12 @@ def check_model(model: nn.Module) -> None:
         hint = "; pass what its merge_and_unload() returns" if hasattr(model, "merge_and_unload") else ""
         raise UnsupportedModelError(
             f"parallelize takes a transformers PreTrainedModel, not {cls.__module__}.{cls.__name__}{hint}"
+        )
+    name, kind = tensor_of_own_class(model)
+    if name:
+        raise UnsupportedModelError(
+            f"{name} is a {kind}, whose code says what functions of torch do with it, and the ranks hold plain tensors;"
+            " pass the model with plain parameters"
         )
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise UnsupportedModelError(

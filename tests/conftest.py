@@ -12,6 +12,7 @@ import torch
 
 from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker.preload import IMPORTS
 from tests.apart import find_packages
 from tests.rank_group import RankGroup
 
@@ -81,7 +82,7 @@ def pretended_groups(
 
     def get(world_size: int) -> WorkerGroup:
         if world_size not in _pretended or not _pretended[world_size].alive:
-            _pretended[world_size] = WorkerGroup(world_size, "cuda", target=TARGET, timeout=60)
+            _pretended[world_size] = WorkerGroup(world_size, "cuda", target=TARGET, imports=IMPORTS, timeout=60)
         return _pretended[world_size]
 
     return get

@@ -61,7 +61,7 @@ def await_end(*pids: int) -> None:
 
 
 def workers_of(parent: int) -> list[int]:
-    """Workers that process `parent` started, and the server that forks them, by its id on their command line; zombies
+    """Workers that process `parent` started, and the server that forks them, by what they show of themselves; zombies
     have none."""
     found = []
     for pid in psutil.pids():
@@ -70,6 +70,6 @@ def workers_of(parent: int) -> list[int]:
                 line = file.read()
         except OSError:  # it ended meanwhile
             continue
-        if re.search(rb"parallelformers_ng\.runtime\.(worker|fork_server)\x00\d+\x00\d+\x00%d\x00" % parent, line):
+        if re.match(rb"parallelformers-ng: (rank|worker|fork server).*, for process %d\0*$" % parent, line):
             found.append(pid)
     return found

@@ -33,6 +33,7 @@ from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from tests.patience import PROMPTLY, await_end, kill
+from tests.rounds_seen import rows_of_each_round
 from tests.zoo.decoders import bloom, decoder, gpt2
 from tests.zoo.families import CASES, NEWER
 
@@ -76,26 +77,12 @@ def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
     whole, asked = FAMILIES[family](), calls(40)
     want = [alone(whole, call) for call in asked]
     with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_chunk": 8}) as model:
-        most = rows_at_once(model)
+        most = rows_of_each_round(model)
         with ThreadPoolExecutor(16) as pool:
             got = list(pool.map(lambda call: model.generate(**call), asked))
     assert all(map(torch.equal, got, want))
     assert max(most) > 1, "no two calls were decoded together"
     assert max(most) <= 6
-
-
-def rows_at_once(model: Any) -> list[int]:
-    """How many rows run with each round from now on."""
-    queue, found = remote_of(model).calls.shared[0].queue, [0]
-    next_round = queue._next_round
-
-    def counting() -> Any:
-        asked = next_round()
-        found.append(len(queue._running))
-        return asked
-
-    queue._next_round = counting
-    return found
 
 
 TRIED = ALONE | {"mistral", "gemma2", "qwen3", "mixtral", "falcon", "mpt", "opt"}
@@ -195,7 +182,7 @@ def test_a_call_that_is_refused_ends_alone(groups):
 def test_a_call_that_samples_without_a_seed_draws_one_where_others_run(groups):
     whole, prompt, how = gpt2(), torch.tensor([[5, 6, 7]]), {"max_new_tokens": 30, "do_sample": True}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(5) as pool:
-        most = rows_at_once(model)
+        most = rows_of_each_round(model)
         torch.manual_seed(3)
         alone = model.generate(prompt, **how)
         assert most == [0], "alone it draws from the caller's generator what it would draw in one process"
@@ -229,7 +216,7 @@ def test_processors_of_the_caller_count_their_own_rows(groups):
     whole, prompt, there, here = gpt2(), torch.tensor([[5, 6, 7]]), [], []
     how = {"max_new_tokens": 12, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
-        most = rows_at_once(model)
+        most = rows_of_each_round(model)
         for _ in range(4):
             there.append(Counting())
             here.append(pool.submit(model.generate, prompt, logits_processor=[there[-1]], **how))
@@ -257,7 +244,7 @@ def test_a_call_whose_forward_fails_ends_alone(groups):
     prompt, too_long = torch.tensor([[5, 6, 7]]), torch.arange(5, 50)[None]
     how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
-        most = rows_at_once(model)
+        most = rows_of_each_round(model)
         want = gpt2().generate(prompt, **how)
         found = [pool.submit(model.generate, ids, **how) for ids in (prompt, prompt, too_long, prompt)]
         assert isinstance(found.pop(2).exception(), IndexError)
@@ -296,7 +283,7 @@ def test_stop_strings_end_a_row(groups, where):
     want = whole.generate(prompt, tokenizer=tokenizer, **how)
     assert want.shape[1] < 23
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(3) as pool:
-        most = rows_at_once(model)
+        most = rows_of_each_round(model)
         found = [pool.submit(model.generate, prompt, tokenizer=tokenizer, **how) for _ in range(3)]
         assert all(torch.equal(future.result(), want) for future in found)
     assert max(most) > 1
@@ -305,7 +292,7 @@ def test_stop_strings_end_a_row(groups, where):
 def test_the_time_of_a_call_ends_it_early(groups):
     prompt = torch.tensor([[5, 6, 7]])
     with parallelize(gpt2(), workers=groups(2), batching=True) as model:
-        most = rows_at_once(model)
+        most = rows_of_each_round(model)
         want = model.generate(prompt, max_new_tokens=55, do_sample=False)
         got = model.generate(prompt, max_new_tokens=55, do_sample=False, max_time=1e-6)
     assert 3 < got.shape[1] < want.shape[1]
@@ -362,7 +349,7 @@ def test_awaited_calls_are_those_of_generate(groups, batching):
 def test_by_default_calls_share_once_two_have_come_at_the_same_time(groups):
     prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2)) as model, ThreadPoolExecutor(2) as pool:
-        most, trial = rows_at_once(model), remote_of(model).calls.shared[0].trial
+        most, trial = rows_of_each_round(model), remote_of(model).calls.shared[0].trial
         want = model.generate(prompt, **how)
         model.generate(prompt, **how)
         assert not trial._has_begun, "it was tried for calls that came one after another"
@@ -393,7 +380,7 @@ def test_calls_above_a_limit_are_refused_at_once(groups, batching, call, why):
 def test_calls_wait_for_room_in_the_caches(groups):
     prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 17, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching={"cache_tokens": 50}) as model, ThreadPoolExecutor(6) as pool:
-        most, want = rows_at_once(model), gpt2().generate(prompt, **how)
+        most, want = rows_of_each_round(model), gpt2().generate(prompt, **how)
         assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(6)))
     assert max(most) == 2
 

@@ -23,8 +23,8 @@ from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.errors import BatchingError
-from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.sharding.cache_names import CACHE
+from tests.rounds_seen import rows_of_each_round
 from tests.zoo.build import build
 from tests.zoo.decoders import decoder
 
@@ -102,24 +102,11 @@ def test_their_calls_share_on_the_ranks(groups: Any, make: Callable[[], Any]) ->
     whole = make()
     want = [whole.generate(**call) for call in asked]
     with parallelize(make(), workers=groups(2), batching={"rows": 4, "prefill_chunk": 8}) as model:
-        rows = _rows_of_each_round(model)
+        rows = rows_of_each_round(model)
         with ThreadPoolExecutor(6) as pool:
             got = list(pool.map(lambda call: model.generate(**call), asked))
     assert all(map(torch.equal, got, want))
     assert max(rows) > 1, "no two calls were decoded together"
-
-
-def _rows_of_each_round(model: Any) -> list[int]:
-    queue, found = remote_of(model).calls.shared[0].queue, [0]
-    next_round = queue._next_round
-
-    def counting() -> Any:
-        asked = next_round()
-        found.append(len(queue._running))
-        return asked
-
-    queue._next_round = counting
-    return found
 
 
 def test_a_cache_that_depends_on_the_length_is_refused() -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from parallelformers_ng import api, parallelize
 from parallelformers_ng.cuda_graphs.modes import CAPTURED
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker.preload import IMPORTS
 from tests.apart import find_packages
 from tests.zoo.build import randomise
 from tests.zoo.case import text_inputs, token_ids
@@ -37,7 +38,7 @@ def recorded_groups() -> Iterator[Callable[[int], WorkerGroup]]:
     def get(world_size: int) -> WorkerGroup:
         if world_size not in running:
             running[world_size] = WorkerGroup(
-                world_size, target="tests.captured_target:RecordedRunner", threads=1, timeout=60
+                world_size, target="tests.captured_target:RecordedRunner", imports=IMPORTS, threads=1, timeout=60
             )
         return running[world_size]
 

@@ -26,6 +26,7 @@ from parallelformers_ng import parallelize, start_group, warm_up
 from parallelformers_ng.errors import WorkerDiedError
 from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker import preload
 from tests.patience import PROMPTLY, await_end, await_incarnation, kill, workers_of
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
@@ -36,7 +37,7 @@ class Imports(Target):
 
 
 def server() -> forks.ForkServer:
-    found = forks.running()
+    found = forks.running(preload.IMPORTS)
     assert found is not None
     return found
 
@@ -133,7 +134,25 @@ def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
 def another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test may take the place of the server that all others use, by one that is there sooner."""
     monkeypatch.setattr(forks, "_newest", forks._newest)
-    monkeypatch.setattr(forks, "IMPORTS", "torch")
+    monkeypatch.setattr(preload, "IMPORTS", "torch")
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_ps_shows_what_a_process_is(forked, monkeypatch):
+    if not forked:
+        monkeypatch.setenv(forks.SWITCH, "0")
+
+    def shown(pid: int) -> str:
+        return psutil.Process(pid).cmdline()[0].rstrip("\0")
+
+    with start_group(2, device="cpu") as group:
+        assert shown(group.pids[1]) == f"parallelformers-ng: rank 1 of 2, for process {os.getpid()}"
+        with parallelize(gpt2(), workers=group):
+            expected = f"parallelformers-ng: rank 0 of 2, GPT2LMHeadModel, for process {os.getpid()}"
+            assert shown(group.pids[0]) == expected
+        assert shown(group.pids[0]) == f"parallelformers-ng: rank 0 of 2, for process {os.getpid()}"
+    if forked:
+        assert f"parallelformers-ng: fork server, for process {os.getpid()}" in map(shown, workers_of(os.getpid()))
 
 
 def test_a_server_starts_ahead_of_need_and_only_once(another_server, monkeypatch):
@@ -145,6 +164,32 @@ def test_a_server_starts_ahead_of_need_and_only_once(another_server, monkeypatch
     pid = server().pid
     with WorkerGroup(1, target=TARGET, threads=1) as group:
         assert parents(group) == {pid}
+
+
+def test_a_group_gets_a_server_that_has_imported_what_the_group_asks_for(another_server, monkeypatch):
+    monkeypatch.setattr(forks, "_newest", None)
+
+    def start(**imports: str) -> tuple[set[int], bool]:
+        with WorkerGroup(1, target=TARGET, threads=1, **imports) as group:
+            return parents(group), group.call("call_it", lambda _: "tabnanny" in sys.modules)
+
+    first, has = start()
+    assert not has
+    assert start(imports="torch") == (first, False)
+    second, has = start(imports="tabnanny")
+    assert has
+    assert second != first
+    assert start() == (second, True)  # any will do
+    third, has = start(imports="torch")
+    assert not has
+    assert third != second
+
+
+def test_groups_of_a_model_ask_for_all_that_ranks_import():
+    with start_group(1, device="cpu") as group:
+        assert parents(group) == {server().pid}
+        assert server().imports == "parallelformers_ng.worker.imports"
+        assert group.call("ping") == [0]
 
 
 def test_what_a_process_reads_at_its_start_takes_a_fresh_server(another_server, monkeypatch, tmp_path):
@@ -224,7 +269,6 @@ import os, sys, logging, threading, time
 logging.basicConfig(level=logging.DEBUG)
 from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 group = WorkerGroup(2, target="runtime_target:Target", threads=1)
 """
 

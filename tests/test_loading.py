@@ -24,7 +24,7 @@ from parallelformers_ng.checkpoint.reading import read, read_shard
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.plan import Shard
+from parallelformers_ng.sharding.tensor_plan import Shard
 from parallelformers_ng.sharding.tensors import get_tensor
 from tests.patience import await_incarnation
 from tests.zoo.build import largest_difference

@@ -137,7 +137,7 @@ def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: 
         model.generate(**text_inputs(), **HOW)
     assert made.tiers is not None
     moved = dict(made.tiers.moved(0))
-    layer = made.tiers.bytes_moved(made, 0) // len(moved)
+    layer = made.bytes_moved(0) // len(moved)
     assert len(moved) > 4
     assert max(resident) >= layer
     neighbours = 2 * len(moved) * (64 << 10)  # which the system maps along, at each end of a layer
@@ -159,13 +159,11 @@ def test_a_killed_worker_comes_back_with_its_files(tmp_path: Path) -> None:
 
 def test_the_table_says_it_beforehand(tmp_path: Path) -> None:
     made: ShardPlan = plan(llama(), 2, fit=a_third(llama(), 2, 100_000, offload_folder=str(tmp_path)))
-    tiers = made.tiers
-    assert tiers is not None
     for rank in range(2):
-        parts = [tiers.bytes_in(place, made, rank) for place in ("device", "cpu", "disk")]
+        parts = [made.bytes_in(place, rank) for place in ("device", "cpu", "disk")]
         assert sum(parts) == made.bytes_per_rank[rank]
         assert 0 < parts[1] <= 50_000
-        assert tiers.bytes_moved(made, rank) == parts[2]
+        assert made.bytes_moved(rank) == parts[2]
     assert "on disk" in str(made)
     assert "moved for each token" in str(made)
     assert plan(llama(), 2, fit={"max_memory": {0: "1GiB", 1: "1GB"}}).tiers is None

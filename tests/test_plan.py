@@ -21,9 +21,9 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
-from parallelformers_ng.sharding.plan import Shard
 from parallelformers_ng.sharding.policy import is_block
 from parallelformers_ng.sharding.rules import Rule, moved
+from parallelformers_ng.sharding.tensor_plan import Shard
 from tests.zoo.decoders import decoder, gpt2
 
 

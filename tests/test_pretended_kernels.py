@@ -22,6 +22,7 @@ from parallelformers_ng.kernels.recognition import fused_norm
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.quantized import QuantizedLinear, hold
+from parallelformers_ng.worker.preload import IMPORTS
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import decoder
@@ -38,7 +39,7 @@ def counting() -> Iterator[WorkerGroup]:
 
     with pytest.MonkeyPatch.context() as patch:
         believe(patch)
-        group = WorkerGroup(1, "cuda", target="tests.pretend_cuda.kernels:CountingRunner", timeout=60)
+        group = WorkerGroup(1, "cuda", target="tests.pretend_cuda.kernels:CountingRunner", imports=IMPORTS, timeout=60)
         yield group
         group.close()
 

@@ -20,7 +20,7 @@ from parallelformers_ng.checkpoint.reading import read_shard
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.saving import shard
 from parallelformers_ng.sharding.encoding import Encoding
-from parallelformers_ng.sharding.plan import Shard, TensorPlan
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 from tests.apart import find_packages
 from tests.patience import await_incarnation, kill
 from tests.zoo.build import largest_difference

@@ -132,7 +132,7 @@ def test_where_one_dies_the_other_goes_on(ranks: int, strategy: str) -> None:
         want, first = generate(model), Slow()
         replicas = deployment_of(model).replicas
         cache = model(IDS, use_cache=True).past_key_values
-        holder = cache.check().workers
+        holder = cache.check()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(generate, model, streamer=first)
             assert first.begun.wait(60)

@@ -26,8 +26,8 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.encoder import Encoded, encode, pack
-from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.frame import Kind
+from parallelformers_ng.wire.message import NOTHING, encode, pack
 from tests.patience import PROMPTLY, await_end, is_running, kill
 
 
@@ -109,12 +109,12 @@ def test_a_stopped_worker_runs_into_the_deadline(group):
 
 def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
     source = random.Random(1)
-    data = bytearray(pack(Kind.RESULT, 1, encode({"result": 1}, None)).data)
+    data = bytearray(pack(Kind.RESULT, 1, encode({"result": 1})).data)
     mangled = bytearray(data)
     mangled[source.randrange(4)] ^= 0xFF
-    stale = pack(Kind.RESULT, 9, encode({"result": 1}, None)).data
-    foreign = pack(Kind.READY, 1, encode(None, None)).data
-    empty = pack(Kind.RESULT, 1, Encoded(b"", [], [], 0)).data
+    stale = pack(Kind.RESULT, 9, encode({"result": 1})).data
+    foreign = pack(Kind.READY, 1, encode(None)).data
+    empty = pack(Kind.RESULT, 1, NOTHING).data
     for frame in (bytes(mangled), stale, foreign, empty):
         with WorkerGroup(1, target=TARGET, threads=1) as group:
             assert isinstance(fault_of(group.call, "write_to_parent", frame), ProtocolError)
@@ -203,9 +203,7 @@ def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
 
 ORPHANING = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 
 def endless(rank):  # within native code, which never lets go of the interpreter lock
     re.match("(a+)+$", "a" * 60 + "b")
@@ -261,9 +259,8 @@ def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
 
 INTERRUPTED = """
 import os, signal, threading, time
-from parallelformers_ng.runtime import forks, group as groups
+from parallelformers_ng.runtime import group as groups
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 groups.STRAGGLER_SECONDS = 2.0
 with WorkerGroup(2, target="runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.

@@ -18,14 +18,12 @@ from runtime_target import Reading
 
 from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.format import FileDescriptor
+from parallelformers_ng.wire.frame import FileDescriptor
 from tests.patience import PROMPTLY
 
 TARGET = "runtime_target:Target"
 SCRIPT = """
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-forks.IMPORTS = "torch"
 class Local:
     def __init__(self, value): self.value = value
     def __call__(self, rank): return self.value + rank
@@ -186,7 +184,7 @@ def test_many_threads_may_ask_at_once_whether_it_is_ready(group):
     answers = []
 
     def ask():
-        answers.append(all(group.ready for _ in range(2000)))  # an error leaves no answer
+        answers.append(all(group.alive for _ in range(2000)))  # an error leaves no answer
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -295,9 +293,7 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
 
 def test_what_workers_print_reaches_the_user(tmp_path):
     script = (
-        "from parallelformers_ng.runtime import forks\n"
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
-        "forks.IMPORTS = 'torch'\n"
         "WorkerGroup(2, target='runtime_target:Target', threads=1).call('say', 'hello')\n"
     )
     result = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.batching.queue import Queue
-from parallelformers_ng.batching.rounds import News, Round
-from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.serving.errors import api_error
-from tests.patience import PROMPTLY
+from tests.held_group import held
 from tests.serving import Running, ScriptedModel, serving, tiny_model, tiny_tokenizer
+from tests.zoo.decoders import decoder
 
 TOKENIZER = tiny_tokenizer()
 LIMITS = [(1, 1), (2, 2), (1, 7), (16, 16), (16, 48)]
@@ -86,52 +83,35 @@ def test_ranks_serve_as_many_as_the_limits_say(groups, count, limits):
 
 
 @pytest.mark.parametrize(("rows", "waiting", "count"), [(2, 2, 7), (1, 3, 20), (4, 1, 6)])
-def test_a_queue_takes_as_many_calls_as_its_limits_say(rows, waiting, count):
+def test_a_batch_takes_as_many_calls_as_its_limits_say(groups, rows, waiting, count):
     """Calls that come before the first round wait for no row."""
-    model, prompt = tiny_model(TOKENIZER), torch.tensor([[5, 6, 7]])
-    queue = Queue(BatchingOptions(rows=rows, waiting=waiting), Trial())
-    refused: list[BatchingError] = []
+    expected, refused, group = max(0, count - rows - waiting), [0], groups(1)
+    with parallelize(decoder("Llama"), workers=group, batching={"rows": rows, "waiting": waiting}) as model:
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # proves that calls may share
+        with held(group) as let_go, ThreadPoolExecutor(count) as pool:
 
-    def send(asked: Round) -> list[News]:
-        end = time.monotonic() + PROMPTLY
-        while len(refused) < max(0, count - rows - waiting) and time.monotonic() < end:
-            time.sleep(0.001)
-        news = News(tokens={number: [TOKENIZER.eos_token_id] for number in asked.joins}, ended=[*asked.joins])
-        return [news]
+            def ask(_: int) -> torch.Tensor | None:
+                try:
+                    return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False)
+                except BatchingError:
+                    refused[0] += 1
+                    if refused[0] == expected:
+                        let_go.set()
+                    return None
 
-    def ask(_: int) -> torch.Tensor | None:
-        call = shared_call(model, {"input_ids": prompt, "max_new_tokens": 5}, None)
-        assert not isinstance(call, str)
-        try:
-            return queue.generate(call, send, time.monotonic() + PROMPTLY)
-        except BatchingError as error:
-            refused.append(error)
-            return None
-
-    with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(ask, range(count)))
-    assert len(refused) == max(0, count - rows - waiting)
+            answers = list(pool.map(ask, range(count)))
+    assert refused == [expected]
     assert sum(answer is not None for answer in answers) == min(count, rows + waiting)
 
 
-class Trial:
-    """The outcome of a proof."""
-
-    in_pieces = True
-
-
-def test_errors_name_the_flag():
-    with pytest.raises(BatchingError, match=r"allow more with batching=\{'cache_tokens'") as error:
-        Queue(BatchingOptions(cache_tokens=4), Trial()).check(5, 9)
+def test_errors_name_the_flag(groups):
+    with (
+        parallelize(decoder("Llama"), workers=groups(1), batching={"cache_tokens": 4}) as model,
+        pytest.raises(BatchingError, match=r"allow more with batching=\{'cache_tokens'") as error,
+    ):
+        model.generate(torch.tensor([[5, 6, 7, 8, 9]]), max_new_tokens=4)
     told = api_error(error.value)
     assert (told.status, told.code) == (400, "context_length_exceeded")
     assert str(told).endswith(
         "9 tokens, and 4 are allowed; ask for fewer, or start the server with a larger --cache-tokens"
     )
-
-
-def test_a_refusal_names_the_flags():
-    model = ScriptedModel(TOKENIZER, "So.")
-    with serving(model, TOKENIZER, rows=1, waiting=1) as running, running.client() as http:
-        refused = http.post("/v1/completions", json={"prompt": "x", "n": 3})
-    assert "--rows and --waiting" in refused.json()["error"]["message"]

@@ -13,7 +13,7 @@ import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError, RequestTimeoutError
 from parallelformers_ng.wire import meeting
-from parallelformers_ng.wire.format import INLINE_TENSOR_BYTES, FileDescriptor, Kind
+from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, Kind
 from parallelformers_ng.wire.meeting import Listener, call
 from parallelformers_ng.wire.signed import HEAD_BYTES, Session, SignedChannel
 from tests.patience import PROMPTLY
@@ -52,7 +52,7 @@ def met(listener, key=KEY, purpose=b"test"):
 def ends(listener):
     theirs, (purpose, ours) = met(listener)
     assert purpose == b"test"
-    channels = SignedChannel(*ours, b"pickles" * 5), SignedChannel(*theirs, b"pickles" * 5)
+    channels = SignedChannel(*ours), SignedChannel(*theirs)
     yield channels
     for channel in channels:
         channel.close()
@@ -78,7 +78,7 @@ def fed(data, session_of):
 def test_tensors_of_any_size_and_files_cross_as_what_they_hold(ends):
     file = os.memfd_create("test")
     os.write(file, b"what it holds")
-    large = torch.randn(INLINE_TENSOR_BYTES)
+    large = torch.randn(INLINE_BYTES)
     ends[0].send(Kind.EVENT, 3, {"large": large, "file": FileDescriptor(file), "small": torch.arange(3)})
     os.close(file)
     ends[0].send(Kind.EVENT, 4, [large[:0], b"x" * 2000])

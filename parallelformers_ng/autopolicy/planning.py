@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.rules import Policy
-from parallelformers_ng.sharding.table import human_bytes
+from parallelformers_ng.sharding.wording import human_bytes
 
 _MUCH_LESS = 0.8
 """A pipeline is taken where its fullest rank has less than this times what the fullest of a cut model has, as in a

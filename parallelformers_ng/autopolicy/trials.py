@@ -18,10 +18,11 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.own_heads import gathered
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Rule
 from parallelformers_ng.sharding.structure import tensors
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 Choice = tuple[Proposal, dict[str, Rule]]
 """A proposal and the variant of its rules that is tried."""

@@ -5,7 +5,7 @@ Between rounds the ranks serve whatever else is asked of them, in turn; the rows
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
+from parallelformers_ng.wire.message import parcel
 
 _PIECES_AT_ONCE = 2
 """Where no row waits for its next token: long pieces cost less a token than short ones."""
@@ -34,7 +35,7 @@ class Round:
 
     Attributes:
         batch: number of the batch; rows of an earlier one are forgotten.
-        joins: number of a row → arguments of its `generate`, and the seed of its random stream or None.
+        joins: number of a row → a parcel with its `Call` of `generate`, and the seed of its random stream or None.
         leaves: rows that nobody waits for any more.
         piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
@@ -44,7 +45,7 @@ class Round:
     """
 
     batch: int
-    joins: dict[int, tuple[dict[str, Any], int | None]]
+    joins: dict[int, tuple[bytes, int, int | None]]
     leaves: list[int]
     piece: int
     prefixes: int
@@ -62,7 +63,7 @@ class News:
         ended: rows that are complete.
         failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
             what its processors raise.
-        states: number of a row → new states of the caller's objects, on the rank that chooses for it.
+        states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
         token_bytes: of the keys and values of one token on this rank; 0 where no row runs.
         free_bytes: of the rank's own device; 0 where that is the host.
         uncaptured: why steps became no CUDA graphs that should, "" where they did.
@@ -71,7 +72,7 @@ class News:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     failed: dict[int, Description | None] = field(default_factory=dict)
-    states: dict[int, dict[int, Any]] = field(default_factory=dict)
+    states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     token_bytes: int = 0
     free_bytes: int = 0
     uncaptured: str = ""
@@ -99,8 +100,15 @@ class RankBatch:
             for row in (*self._rows, *self._prompts):
                 row.may_be_kept = False
 
-    def run(self, asked: Round) -> News:
-        """Raises what a forward raises: then no row of the batch can go on."""
+    def run(self, asked: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
+        """Run a round.
+
+        Args:
+            calls: number of a row that joins → arguments of its `generate`, or why they could not be read.
+
+        Raises:
+            Exception: what a forward raises; then no row of the batch can go on.
+        """
         if asked.batch != self._batch:
             self._batch, self._prefixes = asked.batch, Prefixes(asked.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
@@ -108,7 +116,11 @@ class RankBatch:
         self._rows.leave(asked.leaves)
         self._prompts.leave(asked.leaves)
         news, met = News(), set[Row]()
-        for number, (kwargs, seed) in asked.joins.items():
+        for number, (*_, seed) in asked.joins.items():
+            kwargs = calls[number]
+            if isinstance(kwargs, Description):
+                news.failed[number] = kwargs
+                continue
             objects = ObjectState(stateful_arguments(kwargs))
             try:
                 call = prepare(self._model, kwargs)
@@ -136,5 +148,5 @@ class RankBatch:
             elif row.outcome == FAILED:
                 news.failed[row.number] = row.failure
             if changes := row.changes():
-                news.states[row.number] = changes
+                news.states[row.number] = parcel(changes)
         return news

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
-from parallelformers_ng.batching.rounds import News, Round
+import torch
+
 from parallelformers_ng.batching.sharing import SharedCall
-from parallelformers_ng.errors import DivergedError
-
-Send = Callable[[Round], list[News]]
-"""Has the ranks of a model run a round. Returns what each of them says."""
+from parallelformers_ng.errors import DeadlineExpiredError, DivergedError, RequestTimeoutError
+from parallelformers_ng.runtime.cancellation import cancellation_of_thread
+from parallelformers_ng.runtime.failures import Description, rebuild
+from parallelformers_ng.wire.message import unpack
 
 _MOST_FAILURES = 3
 
 
-@dataclass(eq=False)
 class Ticket:
-    """What a queue knows of one call. The fields belong to the queue's lock.
+    """One call in a batch. The thread of the group changes it, the caller's waits for the bell and reads.
+
+    Args:
+        call: what was asked for.
+        parcel: the same for the ranks, `message.parcel` of a `Call`.
+        positions: as in `Round`, as far as this call has a say.
+        arrived: called once the ranks have the parcel.
 
     Attributes:
-        call: what was asked for.
-        send: sends rounds, for all that run meanwhile. It may hold the model, for a queue holds it no longer than the
-            call.
         tokens: chosen so far.
-        states: what has become of the call's processors and criteria since it looked last.
+        states: parcels of what has become of the call's processors and criteria.
+        runs: it has a row.
         ended: no more will come.
-        error: why, where it did not end well.
+        error: why, if it did not end well: an exception, or a rank and its description of one.
+        lost: the group has ended, and the ranks were never asked: another group can be.
         given_up: nobody waits for it any more.
         failures: rounds that failed while it was suspected.
         suspect: until this many tokens have come. A suspect shares rounds with no other, and the second time with no
             other row at all, so that it fails alone if it does.
     """
 
-    call: SharedCall
-    send: Send
-    tokens: list[int] = field(default_factory=list)
-    states: list[dict[int, Any]] = field(default_factory=list)
-    ended: bool = False
-    error: BaseException | None = None
-    given_up: bool = False
-    failures: int = 0
-    suspect: int = 0
-    _again: int = 0  # how many of the tokens have come a second time, where a round failed
+    def __init__(
+        self, call: SharedCall, parcel: tuple[bytes, int], positions: int = 0, arrived: Callable[[], None] | None = None
+    ) -> None:
+        self.call, self.parcel, self.positions, self.arrived = call, parcel, positions, arrived
+        self.tokens: list[int] = []
+        self.states: deque[tuple[bytes, int]] = deque()
+        self.runs = self.ended = self.lost = self.given_up = False
+        self.error: BaseException | tuple[int, Description] | None = None
+        self.failures = self.suspect = 0
+        self._again = 0  # how many of the tokens have come a second time, if a round failed
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    # -- in the thread of the group ------------------------------------------------------------------------------
 
     @property
     def is_suspect(self) -> bool:
@@ -63,8 +73,9 @@ class Ticket:
                 self.tokens.append(token)
             self._again += 1
 
-    def end(self, error: BaseException | None = None) -> None:
-        self.ended, self.error = True, self.error or error
+    def end(self, error: BaseException | tuple[int, Description] | None = None) -> None:
+        self.error = self.error or error
+        self.ended = True
 
     def begin_again(self, error: BaseException, suspected: bool) -> bool:
         """After a round that failed: begin again at the prompt. Returns whether it may; else it has ended.
@@ -79,4 +90,54 @@ class Ticket:
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0
         self._again = 0
+        self.runs = False
         return True
+
+    def ring(self) -> None:
+        """Have the caller look. Any thread may."""
+        self._bell.put(None)
+
+    # -- in the caller's -----------------------------------------------------------------------------------------
+
+    def wait(self, end: float, on_tokens: Callable[[list[int]], object] | None) -> torch.Tensor | None:
+        """Wait for the tokens.
+
+        Args:
+            end: until when, on the clock of `time.monotonic`, in seconds.
+            on_tokens: called with new tokens as they come.
+
+        Returns:
+            Prompt and tokens, int64 `[1, tokens]`; None if the call is `lost`.
+
+        Raises:
+            DeadlineExpiredError, RequestTimeoutError: the time passed, before the ranks were asked or after.
+            RequestCancelledError: another thread has cancelled it.
+            GroupError: what ended its row, or the whole batch.
+        """
+        cancellation = cancellation_of_thread()
+        cancellation.wake = self.ring
+        told, ids = 0, self.call.prompt
+        while True:
+            cancellation.check()
+            ended = self.ended  # first: nothing comes after it
+            while self.states:
+                self.call.restore(unpack(*self.states.popleft()))
+            before, ids, is_last = ids, *self.call.follow(ids, self.tokens[told:])
+            told = ids.shape[1] - self.call.prompt.shape[1]
+            if on_tokens is not None and ids is not before:
+                on_tokens(ids[0, before.shape[1] :].tolist())
+            if is_last:
+                return ids
+            if ended:
+                if self.error is None:
+                    return ids
+                raise rebuild(*self.error) if isinstance(self.error, tuple) else self.error
+            if self.lost:
+                return None
+            try:
+                self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+            except queue.Empty:
+                if not self.runs and not told:
+                    text = "'generate' did not get its turn in the batch before its deadline"
+                    raise DeadlineExpiredError(text) from None
+                raise RequestTimeoutError(f"'generate' ran past its deadline with {told} tokens") from None

@@ -20,7 +20,8 @@ from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
 from parallelformers_ng.sharding.encoding import Encoding, divided
 from parallelformers_ng.sharding.partition import Range, width_of
-from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 _NUMBERS = 1 << 21
 """Numbers of a weight that are in high precision at a time."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 _LINE = 64
 _OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone

@@ -36,7 +36,8 @@ from parallelformers_ng.checkpoint.reading import lies_in_file
 from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory, open_sharded
 from parallelformers_ng.checkpoint.store import ShardStore, names_of_each, place
 from parallelformers_ng.errors import CheckpointError
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
 

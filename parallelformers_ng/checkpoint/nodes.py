@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from parallelformers_ng.sharding.partition import Range
-from parallelformers_ng.sharding.plan import Shard, TensorPlan
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, leaves, release
 from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Place, at
 from parallelformers_ng.sharding.partition import width_of
-from parallelformers_ng.sharding.plan import WHOLE, Shard
+from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
 
 # The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")

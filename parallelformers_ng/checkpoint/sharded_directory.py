@@ -30,7 +30,8 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, write_safetensors
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.encoding import SCALE, Encoding
-from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
 _PLAIN, _QUANTIZED = 1, 2

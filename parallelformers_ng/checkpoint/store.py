@@ -29,9 +29,10 @@ from parallelformers_ng.checkpoint.reading import read, read_copy
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
-from parallelformers_ng.sharding.plan import ShardPlan, TensorPlan, bytes_of
-from parallelformers_ng.sharding.table import human_bytes
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import TensorPlan, bytes_of
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
+from parallelformers_ng.sharding.wording import human_bytes
 
 
 class ShardStore:

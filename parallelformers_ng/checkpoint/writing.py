@@ -20,7 +20,7 @@ import torch
 from parallelformers_ng.checkpoint.files import DTYPE_NAMES
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import CheckpointError, ParallelError
-from parallelformers_ng.sharding.plan import bytes_of
+from parallelformers_ng.sharding.tensor_plan import bytes_of
 
 Entry = tuple[tuple[int, ...], torch.dtype]
 """Shape and data type of a tensor."""

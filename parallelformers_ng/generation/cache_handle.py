@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -14,8 +14,21 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from parallelformers_ng.errors import ParallelError, StaleCacheError
 from parallelformers_ng.generation.caches import SUBCACHES, CacheInfo
 
-if TYPE_CHECKING:
-    from parallelformers_ng.generation.cache_registry import CacheRegistry
+
+class Registry(Protocol):
+    """What a handle is entered in: it knows the workers that hold the cache, and asks them."""
+
+    @property
+    def incarnation(self) -> int | None:
+        """How often the workers were started again; None if they are gone for good."""
+
+    def is_unchanged(self, handle: CacheHandle) -> bool:
+        """Whether every rank still holds the cache as it was when the caller last heard of it."""
+
+    def call(
+        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
+    ) -> Any:
+        """Call a method of a cache, or of one of its subcaches, on every rank."""
 
 
 class CacheHandle(Cache):
@@ -34,17 +47,16 @@ class CacheHandle(Cache):
     """A request that had it failed; the ranks are asked before the next use."""
     inconsistent = False
     """Ranks may hold different lengths of it."""
-    _registry: weakref.ref[CacheRegistry]
+    _registry: weakref.ref[Registry]
 
-    def check(self) -> CacheRegistry:
+    def check(self) -> Registry:
         """The registry that it is entered in.
 
         Raises:
             StaleCacheError: the workers that held the cache are gone, or their parts of it differ.
         """
         registry = self._registry()
-        workers = None if registry is None else registry.workers
-        if registry is None or workers is None or workers.incarnation != self.incarnation:
+        if registry is None or registry.incarnation != self.incarnation:
             raise StaleCacheError(
                 f"this {type(self).__name__} was held by workers that are gone (restarted or stopped);"
                 " run the prompt again"
@@ -157,7 +169,7 @@ class SubcacheHandle(CacheHandle):
         # The whole counts its self-attention; of the cross-attention the workers are asked.
         return replace(info, lengths=[-1] * len(info.lengths), flags={})
 
-    def check(self) -> CacheRegistry:
+    def check(self) -> Registry:
         return self._whole.check()
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +182,7 @@ class SubcacheHandle(CacheHandle):
         return self._remote("__getattribute__", "batch_size")
 
 
-def adopt(cache: Cache | None, registry: CacheRegistry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
+def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
     """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
     that object becomes the handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]

@@ -7,22 +7,32 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import DeadlineExpiredError, NotPortableError, ParallelError, SharedMemoryError
 from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
-from parallelformers_ng.wire.format import Handle
-from parallelformers_ng.wire.interrupts import CriticalSection
-
-if TYPE_CHECKING:
-    from parallelformers_ng.model.replica import Replica
-
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.wire.frame import Handle
 
 _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
 """Errors of requests of which no rank has heard."""
+
+
+class Workers(Protocol):
+    """What has a group of workers, and starts another in the place of one that died."""
+
+    @property
+    def incarnation(self) -> int:
+        """How often the workers were started again."""
+
+    def ready(self, deadline: float | None) -> tuple[WorkerGroup, int]:
+        """The group to send requests to, and its incarnation."""
+
+    def deadline_of(self, timeout: float | None) -> float:
+        """When a call must be done that begins now, on the clock of `time.monotonic`."""
 
 
 class _Entry(weakref.ref[CacheHandle]):
@@ -41,7 +51,7 @@ class CacheRegistry:
         workers: whose caches these are. It does not keep them.
     """
 
-    def __init__(self, workers: Replica) -> None:
+    def __init__(self, workers: Workers) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
         self.unwanted: deque[_Entry | tuple[int, int]] = deque()
@@ -51,9 +61,10 @@ class CacheRegistry:
         """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
 
     @property
-    def workers(self) -> Replica | None:
-        """Whose caches these are; None where they are gone."""
-        return self._workers()
+    def incarnation(self) -> int | None:
+        """How often the workers were started again; None if they are gone for good."""
+        workers = self._workers()
+        return None if workers is None else workers.incarnation
 
     # -- with requests -------------------------------------------------------------------------------------------
 
@@ -97,7 +108,7 @@ class CacheRegistry:
 
     def take_freed(self) -> list[int]:
         """Numbers to free with the request that is about to be sent."""
-        workers, freed = self._workers(), []
+        present, freed = self.incarnation, []
         while self.unwanted:
             item = self.unwanted.popleft()
             if isinstance(item, _Entry):
@@ -105,7 +116,7 @@ class CacheRegistry:
                     del self._entries[item.number]
                 item = item.incarnation, item.number
             incarnation, number = item
-            if workers is not None and incarnation == workers.incarnation:
+            if incarnation == present:
                 freed.append(number)
         return freed
 
@@ -138,21 +149,20 @@ class CacheRegistry:
         handle.check()  # after the group was chosen: of an older one, it is stale
         block = next(self.blocks)
         timeout = deadline - time.monotonic()
-        with CriticalSection():
-            try:
-                result, info = group.call(
-                    "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
-                )
-            except BaseException as error:
-                reads = method in ("copy", "__getattribute__") or method.startswith("get_")
-                handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
-                self.free_after_failure(incarnation, [block])
-                raise
+        try:
+            result, info = group.call(
+                "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
+            )
             handle.info = info
             if isinstance(result, Handle):
                 number, info = result.payload["id"], result.payload["info"]
                 return self._enter(adopt(None, self, incarnation, number, info))
             return result
+        except BaseException as error:  # an interrupt may come as late as here
+            reads = method in ("copy", "__getattribute__") or method.startswith("get_")
+            handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
+            self.free_after_failure(incarnation, [block])
+            raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
         """Whether every rank still holds the cache as it was when the caller last heard of it."""

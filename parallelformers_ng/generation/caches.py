@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from parallelformers_ng.generation.int8_layer import Int8Layer
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
 
 
 @dataclass

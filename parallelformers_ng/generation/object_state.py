@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
 
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that take objects with code of the caller's."""

@@ -13,7 +13,7 @@ from parallelformers_ng.generation.caches import mapped
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, PackedHooks, Placeholder, unpack
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
 
 _ABSENT = object()
 Place = tuple[str, str, int]

@@ -19,7 +19,7 @@ from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import is_within
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
 
 _FORWARD: tuple[Kind, Kind] = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")

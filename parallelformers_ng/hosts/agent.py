@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
-from parallelformers_ng.runtime import forks, startup
+from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.wire.classes import signature
-from parallelformers_ng.wire.format import FileDescriptor, Kind
+from parallelformers_ng.wire.frame import FileDescriptor, Kind
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
+from parallelformers_ng.worker.preload import warm_up
 
 _WATCH_SECONDS = 0.05  # between two looks at whether a rank has aborted
 _GOODBYE_SECONDS = 2.0
@@ -37,11 +37,6 @@ VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name)
 def machine() -> str:
     """What tells this machine, since it was started, from all others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def group_key(key: bytes, token: bytes) -> bytes:
-    """What signs pickles and class names of one group. It follows from what both ends know, and does not cross."""
-    return signature(key, "group", token)
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
@@ -63,7 +58,7 @@ def serve(made: tuple[socket.socket, Session], address: Address, key: bytes, num
     control = SignedChannel(connection, session)
     listener = Listener(connection.getsockname()[0], key)
     try:
-        forks.warm_up()
+        warm_up()
         hello = {
             "name": name or socket.gethostname(),
             "machine": machine(),
@@ -146,8 +141,8 @@ class _Agent:
                 processes,
                 self._arena,
                 target=order["target"],
+                imports=order["imports"],
                 device_names=names,
-                key=group_key(self._key, self._token),
                 backend=order["backend"],
                 timeout=order["timeout"],
                 start_timeout=order["start_timeout"],

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
-from parallelformers_ng.hosts.agent import VERSIONS, group_key, machine, purpose
+from parallelformers_ng.hosts.agent import VERSIONS, machine, purpose
 from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker, on_host
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable
-from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.frame import Kind
 from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signed import Session, SignedChannel
 
@@ -75,14 +75,12 @@ class Hosts:
         launcher: starts the agents.
 
     Attributes:
-        key: signs the group's pickles and class names.
         names, counts: of the hosts, and of the ranks of each, once they are ready.
     """
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._token = secrets.token_bytes(8)
-        self.key = group_key(launcher.key, self._token)
         self._hosts: list[Host] = []
         self._workers: list[RemoteWorker] = []
         self._resets = threading.Semaphore(0)
@@ -118,7 +116,6 @@ class Hosts:
         processes: Processes,
         *,
         device_names: list[str],
-        key: bytes,
         among: tuple[int, int],
         start_timeout: float,
         **order: Any,
@@ -221,7 +218,7 @@ class Hosts:
         ranks = self._calls(
             listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
         )
-        channels = [SignedChannel(*ranks[rank], self.key) for rank in range(world_size)]
+        channels = [SignedChannel(*ranks[rank]) for rank in range(world_size)]
         for host in self._hosts:
             while not self._is_ready(host, deadline):
                 self._check()

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from parallelformers_ng.runtime import forks
+from parallelformers_ng.worker.preload import warm_up
 
 
 def reserved_devices() -> list[str]:
@@ -30,7 +30,7 @@ class Agent:
         begin = time.monotonic()
         if devices:  # Ray has set it to those of this actor, which has none
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        forks.warm_up()  # it imports torch beside this process, not after it
+        warm_up()  # it imports torch beside this process, not after it
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 

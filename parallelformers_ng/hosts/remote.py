@@ -14,7 +14,7 @@ from typing import Any
 from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, WorkerDiedError
 from parallelformers_ng.runtime.spawn import REAP_SECONDS, is_readable
 from parallelformers_ng.runtime.worker_process import EXIT_SECONDS, manner_of_end
-from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.frame import Kind
 from parallelformers_ng.wire.meeting import LOST_SECONDS
 from parallelformers_ng.wire.signed import SignedChannel
 from parallelformers_ng.wire.transport import Channel

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
-from parallelformers_ng.runtime import forks
 from parallelformers_ng.wire.meeting import Address, Listener, call
+from parallelformers_ng.worker.preload import warm_up
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -79,7 +79,7 @@ def serve_unless_caller() -> None:
 
 def _serve() -> NoReturn:
     key, node = _key(), _number("GROUP_RANK")
-    forks.warm_up()
+    warm_up()
     address = _announced()
     groups: list[threading.Thread] = []
     try:

@@ -8,6 +8,7 @@
 
 #include <math.h>
 
+#include "../collectives/_floats.h"
 #include "_team.h"
 #include "_vectors.h"
 

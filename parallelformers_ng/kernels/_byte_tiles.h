@@ -6,6 +6,8 @@
 #ifndef PARALLELFORMERS_NG_BYTE_TILES_H
 #define PARALLELFORMERS_NG_BYTE_TILES_H
 
+#include "_limbs.h"
+#include "_matrix.h"
 #include "_tiles.h"
 
 #if HAS_TILE_INTRINSICS

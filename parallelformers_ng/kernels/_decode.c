@@ -6,7 +6,14 @@
 #include <Python.h>
 #include <stdlib.h>
 
+#include "../collectives/_kernel_api.h"
+#include "_attention.h"
+#include "_layer.h"
+#include "_linear.h"
 #include "_stack.h"
+#include "_team.h"
+#include "_tiles.h"
+#include "_vectors.h"
 
 /* Reads a struct whose last field is a kind. Addresses are the caller's word. */
 static int read_struct(const char *who, PyObject *const *args, size_t count, void *values)

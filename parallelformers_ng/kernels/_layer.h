@@ -10,8 +10,12 @@
 #ifndef PARALLELFORMERS_NG_LAYER_H
 #define PARALLELFORMERS_NG_LAYER_H
 
+#include "../collectives/_floats.h"
 #include "_attention.h"
+#include "_integers.h"
 #include "_linear.h"
+#include "_matrix.h"
+#include "_vectors.h"
 
 /* The weights of each half. A norm at 0 is none. */
 typedef struct {

@@ -12,6 +12,15 @@
 #ifndef PARALLELFORMERS_NG_LIMBS_H
 #define PARALLELFORMERS_NG_LIMBS_H
 
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../collectives/_floats.h"
+#include "_matrix.h"
+#include "_vectors.h"
+
 enum { LIMBS = 3, LIMB_BITS = 22, MOST_LIMBS = 1 << 16, ALIGNED = 64, PAIRS = 2 * CHUNK };
 /* What a block of 64 bytes of Q meets: limbs of its numbers, and what they add to its sums. */
 enum { BLOCK_8 = LIMBS * CHUNK, BLOCK_4 = LIMBS * PAIRS + CHUNK };
@@ -32,7 +41,6 @@ INLINE float limb_step(const int8_t *limbs, size_t in)
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#include <math.h>
 
 #define MULTIPLIES_BYTES __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 

@@ -26,8 +26,12 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "../collectives/_floats.h"
 #include "_integers.h"
+#include "_matrix.h"
+#include "_team.h"
 #include "_tiles.h"
+#include "_vectors.h"
 
 enum { OUTS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
 enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */

@@ -9,7 +9,12 @@
 #define PARALLELFORMERS_NG_STACK_H
 
 #include "../collectives/_kernel_api.h"
+#include "_attention.h"
 #include "_layer.h"
+#include "_linear.h"
+#include "_matrix.h"
+#include "_team.h"
+#include "_vectors.h"
 
 enum { NEXT_BYTES = 128 << 10 }; /* what a short wait leaves time for */
 

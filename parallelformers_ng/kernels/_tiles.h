@@ -10,7 +10,11 @@
 #ifndef PARALLELFORMERS_NG_TILES_H
 #define PARALLELFORMERS_NG_TILES_H
 
-#include "_vectors.h"
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../collectives/_floats.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 11
 #define HAS_TILE_INTRINSICS 1

@@ -23,6 +23,7 @@ from parallelformers_ng.generation.lost_notes import globals_written_by
 from parallelformers_ng.generation.object_state import STATEFUL, stateful_arguments
 from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
+from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.caller_state import RandomStream
 from parallelformers_ng.model.deployment import Deployment
@@ -102,6 +103,7 @@ class Calls:
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
     ) -> Any:
         """As `Dispatcher.call`."""
+        refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.dispatchers[place].call(model, path, method, args, kwargs, how)
 
@@ -114,6 +116,7 @@ class Calls:
             path: of the model, or of the model within it, that generates.
             original: its class's `generate`.
         """
+        refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.generate_at(place, model, path, original, args, kwargs)
 
@@ -135,7 +138,7 @@ class Calls:
             return self._generate_alone(dispatcher, model, path, original, merged, how)
         # Beside others a call has no place in the order in which the caller's generator is drawn from.
         shared = self.shared[place]
-        draw_seed = self._stream.draw_seed if shared.queue.busy or busy else None
+        draw_seed = self._stream.draw_seed if shared.busy or busy else None
         try:
             found = shared.generate(module, merged, how.seed, how.timeout, how.streamer, draw_seed)
         except NotPortableError as error:
@@ -271,7 +274,7 @@ class Calls:
 
     def _waiting(self, place: int) -> tuple[bool, int]:
         """Sorts replicas: those that run first, then by their calls in flight."""
-        return not self.dispatchers[place].replica.group.ready, self._in_flight[place]
+        return not self.dispatchers[place].replica.group.alive, self._in_flight[place]
 
     def _place_of_caches(self, arguments: Any) -> int | None:
         """Which replica has the caches that a call takes, None where it takes none.
@@ -284,8 +287,8 @@ class Calls:
 
         def note(cache: Any) -> Any:
             if isinstance(cache, CacheHandle):
-                holder = cache.check().workers
-                found.update(place for place, each in enumerate(self.dispatchers) if each.replica is holder)
+                holder = cache.check()
+                found.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
             return cache
 
         map_caches(arguments, note)

@@ -26,8 +26,9 @@ from parallelformers_ng.model.groups import attach, build_ranks, compare_code
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.runtime.supervisor import RestartLimit
-from parallelformers_ng.sharding.plan import WHOLE, ShardPlan, TensorPlan
-from parallelformers_ng.wire.format import OUT_OF_MEMORY, why_no_memory
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan
+from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
 
 
 class Deployment:

@@ -10,13 +10,14 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.hosts.launching import elsewhere
-from parallelformers_ng.live_code.changes import Digests
+from parallelformers_ng.live_code.packing import Digests
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_platform, placement, placement_elsewhere
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.wire.format import FileDescriptor
+from parallelformers_ng.wire.frame import FileDescriptor
+from parallelformers_ng.worker.preload import IMPORTS
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
 _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
@@ -54,6 +55,7 @@ def group_makers(
             size,
             kind,
             target=RUNNER,
+            imports=IMPORTS,
             device_ids=None if ids is None else ids[index * size : (index + 1) * size],
             backend=options.backend,
             timeout=options.timeout,

@@ -33,7 +33,6 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.wire.interrupts import CriticalSection
 from parallelformers_ng.worker.call import Answer, Call
 
 
@@ -89,7 +88,7 @@ class Replica:
             As `Supervisor.ready`.
         """
         workers = self.supervisor.current
-        if workers[0].ready:
+        if workers[0].alive:
             return workers
         return self.supervisor.ready(self.deadline_of(None) if deadline is None else deadline)
 
@@ -204,8 +203,7 @@ class Dispatcher:
             call = Call(
                 path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.not_captured is not None
             )
-            # What is noted here, and what the workers have done, must not part.
-            with CriticalSection(), self._stream.of_call(how.seed) as stream:
+            with self._stream.of_call(how.seed) as stream:
                 return self._request(model, call, how, end, hooks, workers, stream)
 
     def _request(

@@ -1,21 +1,26 @@
-"""Calls of `generate` on one model that are decoded together: which may be, and how the ranks are asked."""
+"""Calls of `generate` on one model that are decoded together: which may be, and how many."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.proof import Trial
-from parallelformers_ng.batching.queue import Queue
-from parallelformers_ng.batching.rounds import News, Round
-from parallelformers_ng.batching.sharing import shared_call, tokens_of
+from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
+from parallelformers_ng.batching.ticket import Ticket
+from parallelformers_ng.errors import BatchingError, DeadlineExpiredError
 from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.replica import Dispatcher
 from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.options import BatchingOptions
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.wire.message import parcel
 from parallelformers_ng.worker.call import Call
 
 
@@ -25,12 +30,12 @@ class SharedCalls:
     Args:
         options: the limits.
         trial: says whether any call of the model may.
-        dispatcher: of the replica whose workers decode them.
-        adapters: the model's, None where it has none.
+        dispatcher: dispatcher of the replica whose workers decode them.
+        adapters: the model's, None if it has none.
         steps: whether their steps become CUDA graphs.
 
     Attributes:
-        queue: where they wait.
+        batch: calls that the present group decodes together.
     """
 
     def __init__(
@@ -42,10 +47,17 @@ class SharedCalls:
         steps: RowSteps,
     ) -> None:
         self.trial = trial
-        self.queue = Queue(options, trial)
+        self._options = options
         self._replica, self._edits = dispatcher.replica, dispatcher.edits
-        self._adapters = adapters
-        self._steps = steps
+        self._adapters, self._steps = adapters, steps
+        self._places = threading.Semaphore(options.rows + options.waiting)
+        self._lock = threading.Lock()
+        self.batch = Batch(options, trial, self._replica.group, steps.give_up)
+
+    @property
+    def busy(self) -> bool:
+        """True while calls wait or run."""
+        return self.batch.busy
 
     def generate(
         self,
@@ -59,55 +71,106 @@ class SharedCalls:
         """Have a call share a batch.
 
         Args:
-            arguments: of `generate`, by name.
-            seed, timeout, streamer: of this call.
-            draw_seed: gives a seed to a call that samples without; None where it would be alone anyway.
+            arguments: arguments of `generate`, by name.
+            seed, timeout, streamer: options of this call.
+            draw_seed: gives a seed to a call that samples without; None if it would be alone anyway.
 
         Returns:
             Prompt and tokens, int64 `[1, tokens]`; or why the call has to run alone.
 
         Raises:
-            As `Queue.generate`.
+            BatchingError: it may come to more tokens than are allowed, or too many calls wait already.
+            NotPortableError: an argument cannot be sent; nothing was run.
+            As `Ticket.wait`.
         """
-        self.queue.check(*tokens_of(model, arguments))
-        call = self.trial.why_alone(type(model), model.config) or shared_call(model, arguments, seed, draw_seed)
+        self._check(*tokens_of(model, arguments))
+        call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
+        call = call or shared_call(model, arguments, seed, draw_seed)
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()
         end = self._replica.deadline_of(timeout)
-        send = functools.partial(self._decode_rows, model)
-        if streamer is None:
-            return self.queue.generate(call, send, end)
+        if time.monotonic() >= end:
+            raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
+        with self._place():
+            if streamer is None:
+                return self._wait(model, call, end, None)
 
-        def put(tokens: list[int]) -> None:
-            for token in tokens:
-                streamer.put(torch.tensor([token]))
+            def put(tokens: list[int]) -> None:
+                for token in tokens:
+                    streamer.put(torch.tensor([token]))
 
-        streamer.put(call.prompt)
-        sequence = self.queue.generate(call, send, end, put)
-        streamer.end()
-        return sequence
+            streamer.put(call.prompt)
+            sequence = self._wait(model, call, end, put)
+            streamer.end()
+            return sequence
 
-    def _decode_rows(self, model: Any, asked: Round) -> list[News]:
-        """Have the ranks run a round, with what they do not know yet of the model's settings.
+    def _wait(
+        self, model: Any, call: SharedCall, end: float, on_tokens: Callable[[list[int]], object] | None
+    ) -> torch.Tensor:
+        """Have the call decoded, if need be by workers that took the place of others."""
+        while True:
+            group, incarnation = self._replica.ready(end)
+            sent = Call("", "generate", (), call.kwargs, adapters=call.adapters)
+            arrived = self._edits.put_into(sent, model, incarnation)
+            ticket = Ticket(call, parcel(sent), self._steps.positions(model), arrived)
+            batch = self._batch_of(group)
+            try:
+                batch.add(ticket)
+                sequence = ticket.wait(end, on_tokens)
+            finally:
+                ticket.given_up = True
+                if not ticket.ended:  # its row leaves
+                    batch.look()
+            if sequence is not None:
+                return sequence
+
+    def _batch_of(self, group: WorkerGroup) -> Batch:
+        with self._lock:
+            if self.batch.group is not group:
+                self.batch = Batch(self._options, self.trial, group, self._steps.give_up)
+            return self.batch
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the calls that run or wait."""
+        if not self._places.acquire(blocking=False):
+            calls, rows = self._options.rows + self._options.waiting, self._options.rows
+            raise _refused("waiting", f"{calls} calls have or wait for {rows} rows already; call later, or allow more")
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    def _check(self, prompt: int, tokens: int) -> None:
+        """Refuse a call that may come to more tokens than are allowed.
+
+        Args:
+            prompt: its tokens.
+            tokens: of the prompt and all that may follow.
 
         Raises:
-            torch.OutOfMemoryError: on a device; if steps were recorded, the next round does without, and has more room.
+            BatchingError: it may.
         """
-        group, incarnation = self._replica.ready()
-        call = Call("", "decode_rows", (), {}, adapters=asked.adapters)
-        arrived = self._edits.put_into(call, model, incarnation)
-        asked.positions = self._steps.positions(model)
-        why = ""
-        try:
-            news = group.call_each("decode_rows", [(call, asked)], to_devices=True)
-            arrived()
-            why = news[0].uncaptured
-        except torch.OutOfMemoryError as error:
-            why = str(error).partition("\n")[0]
-            raise
-        finally:
-            if why and asked.positions:
-                self._steps.give_up(why)
-                group.call("forget_steps")
-        return news
+        limits = {
+            "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
+            "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
+            "cache_tokens": ("may come to", tokens, self.batch.room),
+        }
+        for name, (what, count, most) in limits.items():
+            if most is not None and count > most:
+                raise _refused(
+                    name, f"the call {what} {count:,} tokens, and {most:,} are allowed; ask for fewer, or allow more"
+                )
+
+
+def _refused(option: str, message: str) -> BatchingError:
+    """Return the error of a call that a limit refuses.
+
+    Args:
+        option: option of `batching=` that sets the limit.
+        message: what is wrong.
+    """
+    error = BatchingError(f"{message} with batching={{{option!r}: …}}")
+    error.option = option
+    return error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.planner.arrangement import Arrangement
 from parallelformers_ng.planner.search import Search
-from parallelformers_ng.sharding.table import human_bytes
+from parallelformers_ng.sharding.wording import human_bytes
 
 _ANY = 1 << 16
 """More stages than models have parts."""

@@ -21,7 +21,7 @@ from parallelformers_ng.planner.here import as_cluster, probe_here
 from parallelformers_ng.planner.search import Search
 from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.table import human_bytes
+from parallelformers_ng.sharding.wording import human_bytes
 
 HERE = "here"
 

@@ -1,135 +1,132 @@
-"""One request at a time and its answers: what a group and its workers say to each other."""
+"""A request to all ranks, and how the thread of a group has them answer it."""
 
 from __future__ import annotations
 
+import math
+import os
+import queue
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, RequestTimeoutError, WorkerError
+from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, SharedMemoryError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes, Worker
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.decoder import Frame
-from parallelformers_ng.wire.encoder import Encoded, Packed, pack
-from parallelformers_ng.wire.format import Flag, Kind
-from parallelformers_ng.wire.interrupts import InterruptPoint
+from parallelformers_ng.wire.frame import Flag, Frame, Kind, Packed
+from parallelformers_ng.wire.message import Encoded, decode, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
-OnEvent = Callable[[Any], object]
-
-INTERRUPT_SECONDS = 0.5  # between Ctrl-C and its KeyboardInterrupt, while workers leave the request
-STRAGGLER_SECONDS = 10.0  # what they get in all, before the group ends
+STRAGGLER_SECONDS = 10.0
+"""What workers get to leave a request that its caller gave up, before the group ends."""
 
 # Looked up once: in Python 3.11, to read one off an enum takes a call.
 _REQUEST, _RESULT, _DONE, _ERROR = Kind.REQUEST, Kind.RESULT, Kind.DONE, Kind.ERROR
 _ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
+Answers = dict[int, Frame]
+"""Rank → its answer, not decoded yet."""
 
-class FairLock:
-    """A lock that threads get in the order in which they asked for it: `threading.Lock` lets late callers overtake.
 
-    A signal can interrupt the wait, and nothing else where the caller is in a `CriticalSection`. The lock belongs to
-    its next thread from the moment it is passed on, so a thread that was interrupted releases it all the same.
+class Request:
+    """A method that every rank runs. Its caller waits here; the thread of the group puts here what comes.
+
+    Args:
+        method: name of the method, for messages.
+        messages: its arguments: one message for all ranks, or one for each.
+        flags: see `Flag`.
+        deadline: when all answers must be there, on the clock of `time.monotonic`, in seconds; infinite if it is set
+            later.
+
+    Attributes:
+        begun: the thread has taken it up.
+        given_up: its caller waits no more.
     """
 
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._waiting: deque[tuple[threading.Lock, int]] = deque()
-        self._owner: int | None = None
+    def __init__(self, method: str, messages: Sequence[Encoded], flags: int = 0, deadline: float = math.inf) -> None:
+        self.method, self.messages, self.flags = method, messages, flags
+        self.set_deadline(deadline)
+        self.begun = self.given_up = False
+        self._inbox: queue.SimpleQueue[Frame | Answers | GroupError | None] = queue.SimpleQueue()
 
-    @property
-    def is_taken(self) -> bool:
-        """True while any thread has it."""
-        return self._owner is not None
+    def set_deadline(self, deadline: float) -> None:
+        """See above."""
+        self.deadline, self.seconds = deadline, deadline - time.monotonic()
 
-    def is_mine(self) -> bool:
-        """True where the calling thread has the lock."""
-        return self._owner == threading.get_ident()
+    def prepare(self) -> bool:
+        """Called in the thread of the group when its turn has come. Returns False if there is nothing to do."""
+        return True
 
-    def acquire(self, timeout: float) -> bool:
-        """Wait for the lock; a thread that has it already need not wait.
+    def put(self, news: Frame | Answers | GroupError | None) -> None:
+        """Tell the caller: an event; or at last the answers, why there are none, or None if the group is over."""
+        self._inbox.put(news)
+        if self.given_up:
+            self.discard()
 
-        Args:
-            timeout: seconds; may be infinite.
+    def next(self) -> Frame | Answers | GroupError | None:
+        """Wait for what `put` was given. Ctrl-C and what other handlers of signals raise end the wait.
 
-        Returns:
-            False where the time passed first.
+        Raises:
+            queue.Empty: the deadline passed, and the thread had not taken it up.
         """
-        me = threading.get_ident()
-        with self._mutex:
-            if self._owner in (None, me):
-                self._owner = me
-                return True
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append((gate, me))
+        if self.begun or self.deadline == math.inf:
+            return self._inbox.get()  # the thread keeps to the deadline
         try:
-            with InterruptPoint():
-                gate.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-        finally:
-            with self._mutex:
-                if (gate, me) in self._waiting:
-                    self._waiting.remove((gate, me))
-        # A thread may have become the owner at the very moment at which its time was up.
-        return self.is_mine()
+            return self._inbox.get(timeout=min(max(self.deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            if not self.begun:
+                raise
+            return self._inbox.get()
 
-    def release(self) -> None:
-        """Pass the lock on to the thread that has waited longest. Does nothing where it is not the calling thread's."""
-        with self._mutex:
-            if self._owner != threading.get_ident():
+    def discard(self) -> None:
+        """Close the open files in what nobody will take."""
+        while not self._inbox.empty():
+            try:
+                news = self._inbox.get_nowait()
+            except queue.Empty:
                 return
-            if self._waiting:
-                gate, self._owner = self._waiting.popleft()
-                gate.release()
-            else:
-                self._owner = None
+            frames = [news] if isinstance(news, Frame) else news.values() if isinstance(news, dict) else ()
+            for frame in frames:
+                frame.discard()
 
 
 class Exchange:
-    """Sends requests to all workers of a group and collects their answers. Not for two threads at once.
-
-    In the main thread its methods are called in a `CriticalSection`: handlers of signals run in the waits alone, and in
-    the caller's `on_event`. What those raise leaves an exchange that `leave` takes up again.
+    """Sends requests to the workers of a group, one at a time, and collects their answers. It belongs to one thread.
 
     Args:
         processes: the workers, all ready.
-        key: the group's; it signs pickles and class names.
+        wakeup: an eventfd that is written to have the thread look up.
     """
 
-    def __init__(self, processes: Processes, key: bytes) -> None:
-        self._processes = processes
-        self._key = key
+    def __init__(self, processes: Processes, wakeup: int) -> None:
+        self._processes, self._wakeup = processes, wakeup
         self._sequence = 0
         self._needs_reset = False
-        self.patient_until = 0.0  # with workers that are still busy with a request that was interrupted; 0: none is
-        self.in_event = False  # a caller's on_event is running
-        self.unfinished = False  # a request has begun, and some rank has not had it, or not answered it
-        self._packed: list[Packed] = []
-        self._answers: dict[int, Frame] = {}
         self._spins = usable_cpus() > 1
+        self._deadline = math.inf
         self._spin_until = 0.0
+        self._answers: Answers = {}
         # Rank 0's answer is waited for first: by then the others have mostly answered, too, and this process need not
         # wake up, on a core that a rank may be using, for each of them. A rank that raises frees rank 0 from the
         # collectives, and the end of any is seen by its pidfd.
-        self._first, self._rest = select.poll(), select.poll()
+        self._idle, self._first, self._rest = select.poll(), select.poll(), select.poll()
         self._rank_of: dict[int, int] = {}
         self._pidfds: set[int] = set()
-
-    def watch_workers(self) -> None:
-        """Take up the workers, once each has a process."""
-        for worker in self._processes.workers:
-            for fd in (worker.channel.fileno(), worker.pidfd):
-                self._rest.register(fd, select.POLLIN)
-                if worker.rank == 0 or fd == worker.pidfd:
-                    self._first.register(fd, select.POLLIN)
-                self._rank_of[fd] = worker.rank
+        for poll in (self._idle, self._first, self._rest):
+            poll.register(wakeup, select.POLLIN)
+        for worker in processes.workers:
+            channel = worker.channel.fileno()
+            self._rest.register(channel, select.POLLIN)
+            if worker.rank == 0:
+                self._first.register(channel, select.POLLIN)
+            for poll in (self._idle, self._first, self._rest):
+                poll.register(worker.pidfd, select.POLLIN)
+            self._rank_of |= {channel: worker.rank, worker.pidfd: worker.rank}
             self._pidfds.add(worker.pidfd)
 
     @property
@@ -137,162 +134,140 @@ class Exchange:
         """Ranks that have not answered the request."""
         return [worker.rank for worker in self._processes.workers if worker.rank not in self._answers]
 
-    def run(self, messages: Sequence[Encoded], flags: int, deadline: float, on_event: OnEvent | None) -> list[Any]:
-        """Send a request and wait for the answers of all ranks.
-
-        Args:
-            messages: one for all ranks, or one for each.
-            flags: see `Flag`.
-            deadline: on the clock of `time.monotonic`, in seconds.
-            on_event: receives what rank 0 emits. If it raises, the request is cancelled.
-
-        Returns:
-            The value of each rank.
+    def sleep(self) -> None:
+        """Wait until somebody writes to the eventfd.
 
         Raises:
-            SharedMemoryError: the system has no memory for the tensors. Nothing was sent.
-            WorkerError, or what `on_event` raised: the exchange is complete.
-            NotPortableError: an answer cannot be rebuilt here; the exchange is complete.
-            WorkerGoneError, RequestTimeoutError, ProtocolError, ChannelClosedError: the group cannot go on.
+            WorkerGoneError: a worker has ended.
         """
-        flags |= Flag.RESET if self._needs_reset else 0
-        for message in messages:
-            self._packed.append(pack(_REQUEST, self._sequence + 1, message, flags))
-        if self._needs_reset:
-            # All ranks wait for this request, so the collectives can start afresh; its flag has the ranks do so too.
-            self._processes.arena.reset()
-        self._sequence += 1
-        self.unfinished = True
-        failure = self._go_on(deadline, on_event)
-        values, error = self._read()
-        failure = failure or error
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure, error  # the exception refers to this frame, which must not refer to the exception
-        return values
+        self._look_up(self._idle, math.inf)
 
-    def leave(self, deadline: float) -> bool:
-        """After an interrupt: have the workers leave the request, and drop their answers. It can be interrupted again.
+    def run(self, request: Request, when_sent: Callable[[], object]) -> None:
+        """Have all ranks run a request, and put what they say into it.
 
         Args:
-            deadline: on the clock of `time.monotonic`, in seconds. After it, nothing is decided.
-
-        Returns:
-            Whether they have left it.
+            when_sent: called once all ranks have it.
 
         Raises:
-            GroupError: they had time enough, or are gone, or do not keep to the protocol. The group cannot go on.
+            WorkerGoneError, ChannelClosedError, ProtocolError: the group cannot go on.
+            RequestTimeoutError: likewise; `unanswered` says because of whom.
         """
-        patient_until = max(self.patient_until, time.monotonic() + INTERRUPT_SECONDS)  # a late caller polls, too
-        self._processes.arena.request_cancel(self._sequence)
-        failure: GroupError | None = None
+        flags = request.flags | (Flag.RESET if self._needs_reset else 0)
+        packed: list[Packed] = []
+        self._answers = {}
         try:
-            self._go_on(min(deadline, patient_until), None)
-        except RequestTimeoutError:
-            if time.monotonic() < patient_until:
-                return False
-            failure = GroupError(
-                "the worker group was ended: the workers did not leave an interrupted request within"
-                f" {STRAGGLER_SECONDS:g} s; parallelize the model again to use it"
-            )
-        except GroupError as error:
-            failure = error
-        self.discard()
-        self.patient_until = 0.0
-        if failure is not None:
-            raise failure
-        return True
+            packed.extend(pack(_REQUEST, self._sequence + 1, message, flags) for message in request.messages)
+            if self._needs_reset:
+                # All ranks wait for this request, so the collectives can start afresh; its flag has ranks do so too.
+                self._processes.arena.reset()
+            self._sequence += 1
+            for worker in self._processes.workers:
+                self._send(worker, packed[worker.rank % len(packed)], request.deadline)
+            when_sent()
+        except SharedMemoryError as error:  # nothing was sent
+            request.put(error)
+            return
+        finally:
+            for each in packed:
+                each.close()
+        try:
+            self._collect(request)
+        except BaseException:
+            for frame in self._answers.values():
+                frame.discard()
+            raise
+        failed = any(frame.kind is _ERROR for frame in self._answers.values())
+        self._needs_reset = failed and self._processes.arena.aborted  # else all ranks ended it at the same place
+        request.put(self._answers)
 
-    def discard(self) -> None:
-        """Close the request, and what came with answers that were not read. Due after each that is not unfinished."""
-        for packed in self._packed:
-            packed.close()
-        for frame in self._answers.values():
-            frame.discard()
-        self._packed, self._answers = [], {}
+    def _send(self, worker: Worker, packed: Packed, deadline: float) -> None:
+        try:
+            worker.channel.send_packed(packed, deadline)
+        except ChannelClosedError:
+            raise WorkerGoneError(worker.rank) from None
 
-    def _go_on(self, deadline: float, on_event: OnEvent | None) -> BaseException | None:
-        """Do what is left to do of a request until every rank has answered it. Returns what `on_event` raised."""
-        for worker in self._processes.workers:
-            if worker.channel.sent != self._sequence:
-                try:
-                    worker.channel.send_packed(self._packed[worker.rank % len(self._packed)], deadline)
-                except ChannelClosedError:
-                    raise WorkerGoneError(worker.rank) from None
-        self._spin_until = min(time.monotonic() + SPIN_SECONDS, deadline) if self._spins else 0.0
-        failure: BaseException | None = None
+    def _collect(self, request: Request) -> None:
+        self._deadline = request.deadline
+        self._spin_until = min(time.monotonic() + SPIN_SECONDS, request.deadline) if self._spins else 0.0
+        cancelled = False
         for due in self._processes.workers:
             while due.rank not in self._answers:
-                rank, frame = self._next(due, deadline)
+                if request.given_up and not cancelled:
+                    cancelled = True
+                    self._processes.arena.request_cancel(self._sequence)
+                    self._deadline = min(self._deadline, time.monotonic() + STRAGGLER_SECONDS)
+                rank = due.rank if self._spin_for(due) else self._ready()
+                if rank is None:
+                    if self._processes.why_over is not None:  # closed by another thread
+                        self._processes.kill()
+                    continue
+                frame = self._receive(rank)
                 if frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
                 elif frame.kind is Kind.EVENT and rank == 0:
-                    event = frame.decode(self._key)
-                    if on_event is not None and failure is None:
-                        failure = self._deliver(event, on_event)
+                    request.put(frame)
                 else:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
-        failed = any(frame.kind is _ERROR for frame in self._answers.values())
-        self._needs_reset = failed and self._processes.arena.aborted  # else all ranks ended it at the same place
-        self.unfinished = False
-        return failure
 
-    def _next(self, due: Worker, deadline: float) -> tuple[int, Frame]:
-        """Wait for the next frame: while spinning, from `due`; asleep, from any rank. Returns its rank, and it."""
-        rank = due.rank
+    def _spin_for(self, due: Worker) -> bool:
         try:
-            if not due.channel.spin(self._spin_until):
-                rank = self._ready(deadline)
-            frame = self._processes.workers[rank].channel.receive(deadline)
+            return due.channel.spin(self._spin_until)
+        except ChannelClosedError:
+            raise WorkerGoneError(due.rank) from None
+
+    def _receive(self, rank: int) -> Frame:
+        try:
+            frame = self._processes.workers[rank].channel.receive(self._deadline)
         except ChannelClosedError:
             raise WorkerGoneError(rank) from None
         if frame.sequence != self._sequence:
             frame.discard()
             raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
-        return rank, frame
+        return frame
 
-    def _ready(self, deadline: float) -> int:
-        """Sleep until a frame has come. Returns the rank that sent it."""
+    def _ready(self) -> int | None:
+        """Sleep until a frame has come. Returns the rank that sent it; None if the thread was woken up instead."""
         for worker in self._processes.workers:
             if worker.channel.has_more:
                 return worker.rank
+        return self._look_up(self._rest if 0 in self._answers else self._first, self._deadline)
+
+    def _look_up(self, poll: select.poll, deadline: float) -> int | None:
         fds: list[int] = []
         while not fds:
-            fds = wait(self._rest if 0 in self._answers else self._first, deadline, "the deadline passed")
+            fds = wait(poll, deadline, "the deadline passed")
+        if self._wakeup in fds:
+            os.eventfd_read(self._wakeup)
+            fds.remove(self._wakeup)
         for fd in fds:
             if fd in self._pidfds:
                 raise WorkerGoneError(self._rank_of[fd])
-        return self._rank_of[fds[0]]
+        return self._rank_of[fds[0]] if fds else None
 
-    def _deliver(self, event: Any, on_event: OnEvent) -> Exception | None:
-        self.in_event = True
-        try:
-            with InterruptPoint():
-                on_event(event)
-        except Exception as error:  # whatever it is, the ranks must finish before it goes on
-            self._processes.arena.request_cancel(self._sequence)
-            return error
-        finally:
-            self.in_event = False
-        return None
 
-    def _read(self) -> tuple[list[Any], WorkerError | None]:
-        """The values of the answers, and the exception that explains best what was raised, if any was."""
-        values: list[Any] = [None] * len(self._answers)
-        raised: dict[int, Any] = {}
-        for rank, frame in self._answers.items():
+def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
+    """Decode answers.
+
+    Returns:
+        The value of each rank, and the exception that explains best what was raised, if any was.
+
+    Raises:
+        NotPortableError: an answer cannot be rebuilt here.
+    """
+    values: list[Any] = [None] * len(answers)
+    raised: dict[int, Any] = {}
+    try:
+        for rank, frame in answers.items():
             if frame.kind is _RESULT:
-                values[rank] = frame.decode(self._key)
+                values[rank] = decode(frame)
             elif frame.kind is _ERROR:
-                raised[rank] = frame.decode(self._key)
-        if not raised:
-            return values, None
-        errors = {rank: failures.rebuild(rank, description) for rank, description in raised.items()}
-        for rank, error in errors.items():
-            if isinstance(error, torch.AcceleratorError):  # its process fails at everything from now on
-                text = f"the worker group was ended, because the device of rank {rank} failed: {error}"
-                self._processes.end_because(GroupError(text))
-        return values, errors[failures.most_informative(raised)]
+                raised[rank] = decode(frame)
+    finally:
+        for frame in answers.values():
+            frame.discard()
+    if not raised:
+        return values, None
+    errors = {rank: failures.rebuild(rank, description) for rank, description in raised.items()}
+    broken = [error for error in errors.values() if isinstance(error, torch.AcceleratorError)]
+    return values, broken[0] if broken else errors[failures.most_informative(raised)]

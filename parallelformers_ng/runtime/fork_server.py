@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from parallelformers_ng.runtime import worker
+from parallelformers_ng.runtime import titles, worker
 
 NUMBER = struct.Struct("<i")
 """What is reported of a rank: first its process id, or minus the system's error number, then its exit code."""
@@ -35,6 +35,7 @@ def main() -> None:
     *numbers, imports = sys.argv[1:]
     control, lifeline, caller = map(int, numbers)
     worker.end_with_lifeline(lifeline)
+    titles.begin("fork server", caller)
     watched = worker.open_parent(caller), os.pidfd_open(os.getpid())
     worker.set_signals()
     gc.disable()

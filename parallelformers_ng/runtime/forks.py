@@ -1,6 +1,6 @@
 """Ranks that are forked: asked of a process that has imported all they need, which this one starts and keeps.
 
-There is one for each caller's process, started with its first group or by `warm_up`. `fork_server.py` is what it runs.
+There is one for each caller's process, started with its first group or ahead of need. `fork_server.py` is what it runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger("parallelformers_ng")
 SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"
 """The environment variable that, set to 0, has every rank started as a fresh process."""
 
-IMPORTS = "parallelformers_ng.worker.imports"
-"""The module that a server imports before it forks."""
+_LEAST = "torch"
+"""The module that a server imports if nobody asks for more."""
 
 # Read when Python starts or a library is imported, so that a fork has what they were then.
 _READ_AT_START = (
@@ -113,6 +113,7 @@ class ForkServer:
 
     Args:
         inheritance: what its forks have of this process as it is.
+        imports: name of the module that it imports before it forks.
 
     Attributes:
         link: joins it to this process; ranks are asked for over its socket.
@@ -122,13 +123,14 @@ class ForkServer:
         OSError, StartupError: it could not be started.
     """
 
-    def __init__(self, inheritance: object) -> None:
+    def __init__(self, inheritance: object, imports: str) -> None:
         self.inheritance = inheritance
+        self.imports = imports
         self.link = Link("fork-server")
         try:
             # Whether there are devices, an import may ask; it is then told by NVML, after which a fork may use them.
             environment = environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            self._process = Spawned(fork_server.__name__, self.link, environment, IMPORTS)
+            self._process = Spawned(fork_server.__name__, self.link, environment, imports)
         except BaseException:
             self.link.close()
             raise
@@ -165,9 +167,13 @@ _lock = threading.Lock()
 _newest: ForkServer | None = None
 
 
-def running() -> ForkServer | None:
+def running(imports: str | None = None) -> ForkServer | None:
     """The server to ask for ranks, started where there is none whose forks would be like fresh processes; None where
-    ranks have to be started as fresh processes."""
+    ranks have to be started as fresh processes.
+
+    Args:
+        imports: name of the module that the server is to import; by default any server will do.
+    """
     global _newest
     if os.environ.get(SWITCH) == "0":
         return None
@@ -175,24 +181,16 @@ def running() -> ForkServer | None:
         inheritance = _inheritance()
         if _newest is not None and _newest.inheritance == inheritance:
             code = _newest.exit_code()
-            if code is None:
+            if code is None and imports in (None, _newest.imports):
                 return _newest
-            if code > 0:  # another would find the same
+            if code is not None and code > 0:  # another would find the same
                 return None
         try:
-            _newest = ForkServer(inheritance)
+            _newest = ForkServer(inheritance, imports or _LEAST)
         except Exception as error:
             log.debug("the fork server could not be started: %s", error)
             return None
         return _newest
-
-
-def warm_up() -> None:
-    """Start importing what workers need, in a process beside this one, so that the first `parallelize` finds it done.
-
-    Returns at once. Whoever knows that a model is about to be parallelized calls it first, then loads the model.
-    """
-    running()
 
 
 def _end(process: Spawned, link: Link, forks: weakref.WeakSet[Fork]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-import secrets
+import queue
 import select
 import threading
 import time
@@ -13,27 +12,20 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from parallelformers_ng.collectives.connect import why_unserved
-from parallelformers_ng.errors import (
-    ChannelClosedError,
-    DeadlineExpiredError,
-    GroupClosedError,
-    GroupError,
-    PlacementError,
-    ProtocolError,
-    RequestTimeoutError,
-)
+from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, GroupError, PlacementError, ProtocolError
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
-from parallelformers_ng.runtime.exchange import INTERRUPT_SECONDS, STRAGGLER_SECONDS, Exchange, FairLock, OnEvent
+from parallelformers_ng.runtime.exchange import Answers, Request, read
 from parallelformers_ng.runtime.processes import Hosts, Processes
-from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.encoder import Encoded, encode
-from parallelformers_ng.wire.format import Flag
-from parallelformers_ng.wire.interrupts import CriticalSection, InterruptPoint
+from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
+from parallelformers_ng.wire.frame import Flag, Frame
+from parallelformers_ng.wire.message import decode, encode
 
-_GOODBYE_SECONDS = 2.0
+OnEvent = Callable[[Any], object]
 
 
 class WorkerGroup:
@@ -47,6 +39,8 @@ class WorkerGroup:
         world_size: number of workers.
         device: `"cpu"` or `"cuda"`.
         target: `"module:Class"`, importable in a fresh interpreter with this one's `sys.path`.
+        imports: name of the module that the process imports which forks the workers, once for all; by default torch, or
+            what such a process has imported for another group.
         device_ids: CUDA device of each rank; by default 0, 1, 2, ….
         backend: of the collectives; `"auto"` picks by device.
         timeout: seconds that a request may take, unless the call says otherwise.
@@ -75,6 +69,7 @@ class WorkerGroup:
         device: str = "cpu",
         *,
         target: str,
+        imports: str | None = None,
         device_ids: Sequence[int] | None = None,
         backend: str = "auto",
         timeout: float = 600.0,
@@ -90,20 +85,20 @@ class WorkerGroup:
         if reason := why_unserved(backend, device, device_ids):
             raise PlacementError(reason)
         self.user: weakref.ref[Any] | None = None
-        self._requests = FairLock()
         self.hosts = None if hosts is None else hosts()
-        self._key = self.hosts.key if self.hosts else secrets.token_bytes(32)
         arena: Any = self.hosts or startup.create_arena(world_size)
         launch = self.hosts.launch if self.hosts else functools.partial(startup.launch, arena=arena)
         self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
-        weakref.finalize(self, self._processes.end_unless_busy, self._requests)
+        self._loop = RequestLoop(self._processes)
+        self._in_event: set[int] = set()  # threads that run an on_event
+        weakref.finalize(self, self._loop.leave)
         try:
             self._wait: Callable[[], None] | None = launch(
                 self._processes,
                 target=target,
+                imports=imports,
                 device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
-                key=self._key,
                 backend=backend,
                 timeout=timeout,
                 start_timeout=start_timeout,
@@ -113,7 +108,6 @@ class WorkerGroup:
         except BaseException:
             self._processes.end()
             raise
-        self._exchange = Exchange(self._processes, self._key)
         self._deaths = select.epoll()  # many threads may ask at once, which an object of `poll` refuses
         if wait:
             self.wait_until_ready()
@@ -136,7 +130,7 @@ class WorkerGroup:
             except BaseException:
                 self._processes.end()
                 raise
-            self._exchange.watch_workers()
+            self._loop.start()
             for worker in self._processes.workers:
                 self._deaths.register(worker.pidfd, select.EPOLLIN)
             self._wait = None
@@ -157,14 +151,9 @@ class WorkerGroup:
         return not self._is_over and not self._deaths.poll(0)
 
     @property
-    def ready(self) -> bool:
-        """`alive`, and no request was interrupted that workers may still be busy with: `drain` waits for them."""
-        return not self._exchange.patient_until and self.alive
-
-    @property
     def busy(self) -> bool:
-        """True while a request is served."""
-        return self._requests.is_taken
+        """True while requests wait or are served."""
+        return self._loop.busy
 
     @property
     def _is_over(self) -> bool:
@@ -189,7 +178,7 @@ class WorkerGroup:
 
         Args:
             method: a public method of the target.
-            *args: its arguments; anything that `encoder.encode` takes.
+            *args: its arguments; anything that `message.encode` takes.
             timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
             on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
                 cancelled and the exception goes on to the caller.
@@ -207,8 +196,7 @@ class WorkerGroup:
             RequestTimeoutError: the time passed while it ran. The group is of no further use.
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
-        # A method without arguments is asked for by its name alone: there is nothing to take apart and rebuild.
-        request = {"method": method, "args": args, "kwargs": kwargs} if args or kwargs else method
+        request = {"method": method, "args": args, "kwargs": kwargs}
         return self._request(method, [request], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[0]
 
     def call_each(
@@ -241,35 +229,28 @@ class WorkerGroup:
             return
         text = "the worker group was closed; parallelize the model again to use it"
         self._processes.why_over = self._processes.why_over or functools.partial(GroupClosedError, text)
-        if self._requests.is_mine() and self._exchange.in_event:  # the request that is in flight ends the group
-            self._processes.kill()
-            return
-        polite = not self._exchange.patient_until and self._requests.acquire(timeout=0.0)
-        if not polite:
-            self._processes.kill()
-        if polite or self._requests.acquire(timeout=_GOODBYE_SECONDS):
-            try:
-                if polite and not self._processes.ended and self._wait is None:  # while starting they would not hear
-                    self._processes.dismiss(_GOODBYE_SECONDS)
-                self._processes.end()
-            finally:
-                self._requests.release()
+        self._loop.stop(GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
         """Duplicates of the workers' pidfds, readable once the worker has ended. The caller closes them."""
         return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
-    def end_if_dead(self) -> None:
-        """End an idle group of which a worker has died. Where a request is running, it sees so by itself, first."""
-        if not self._requests.acquire(_GOODBYE_SECONDS):
-            self._processes.kill()  # its caller is busy in on_event
-            return
-        try:
-            dead = [worker.rank for worker in self._processes.workers if worker.has_ended()]
-            if dead and not self._is_over:
-                self._processes.end_because(WorkerGoneError(dead[0]))
-        finally:
-            self._requests.release()
+    def wait_until_over(self) -> None:
+        """Wait until a group has ended of which a worker has died."""
+        self._loop.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request whose answers nobody waits for."""
+        self._loop.submit(request)
+
+    def do_later(self, function: Callable[[], object]) -> None:
+        """As `RequestLoop.do_later`."""
+        self._loop.do_later(function)
+
+    def error(self) -> GroupError:
+        """Why the group has ended, as an error for whoever waits."""
+        why = self._processes.why_over
+        return GroupClosedError("the worker group has ended") if why is None else why()
 
     def why_over(self) -> str:
         """Return why the group has ended, "" if it has not."""
@@ -280,18 +261,6 @@ class WorkerGroup:
         except GroupError as error:
             return str(error)
 
-    def drain(self, deadline: float) -> None:
-        """Wait until the workers have left a request that was interrupted. If they do not, the group ends. After
-        `deadline`, on the clock of `time.monotonic`, nothing is decided."""
-        if self._exchange.patient_until:
-            with CriticalSection():
-                try:
-                    mine = self._requests.acquire(deadline - time.monotonic())
-                    if mine and self._exchange.patient_until and not self._is_over:
-                        self._leave_interrupted(deadline)
-                finally:
-                    self._requests.release()
-
     def _request(
         self, method: str, requests: Sequence[Any], flags: int, timeout: float | None, on_event: OnEvent | None
     ) -> list[Any]:
@@ -300,64 +269,54 @@ class WorkerGroup:
         limit = self.timeout if timeout is None else timeout
         if limit <= 0:
             raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {-limit:.3g} s before")
-        deadline = time.monotonic() + limit
-        with InterruptPoint():
-            messages = [encode(request, self._key) for request in requests]
-        if self._exchange.in_event and self._requests.is_mine():
+        if threading.get_ident() in self._in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
-        with CriticalSection():
+        deadline = time.monotonic() + limit
+        request = Request(method, [encode(request) for request in requests], flags, deadline)
+        try:
+            self._loop.submit(request)
+            values, error = read(self._answers(request, on_event))
+        except BaseException as raised:
+            self._loop.give_up(request)
+            if isinstance(raised, ProtocolError):
+                self._end_because(raised)
+            raise
+        if error is not None:
+            if isinstance(error, torch.AcceleratorError):  # its process fails at everything from now on
+                text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
+                self._end_because(GroupError(text))
             try:
-                if not self._requests.acquire(deadline - time.monotonic()) or time.monotonic() >= deadline:
-                    raise DeadlineExpiredError(
-                        f"{method!r} did not get its turn within {limit:.3g} s; other calls keep the workers"
-                    )
-                if self._exchange.patient_until and not self._is_over and not self._leave_interrupted(deadline):
-                    raise DeadlineExpiredError(
-                        f"{method!r} had to wait for the workers to leave a request that was interrupted, and they"
-                        f" did not within {limit:.3g} s"
-                    )
-                if self._is_over:
-                    self._processes.raise_why_over()
-                return self._run(messages, flags, method, limit, deadline, on_event)
+                raise error
             finally:
-                self._requests.release()
+                del error  # the exception refers to this frame, which must not refer to the exception
+        return values
 
-    def _run(
-        self, messages: list[Encoded], flags: int, method: str, limit: float, deadline: float, on_event: OnEvent | None
-    ) -> list[Any]:
-        try:
-            return self._exchange.run(messages, flags, deadline, on_event)
-        except RequestTimeoutError:
-            missing = self._exchange.unanswered
-            text = f"{method!r} ran past its deadline of {limit:.3g} s; no answer from ranks {missing}"
-            self._processes.end_because(GroupError(f"the worker group was ended, because an earlier request {text}"))
-            raise RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout=") from None
-        except (WorkerGoneError, ChannelClosedError, ProtocolError) as error:
-            raise self._processes.end_because(error)() from None
-        finally:
-            if self._exchange.unfinished and not self._is_over:
-                self._abandon()
+    def _end_because(self, cause: GroupError) -> None:
+        self._processes.why_over = self._processes.why_over or functools.partial(type(cause), *cause.args)
+        self._loop.stop()
+
+    def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:
+        """Wait for the answers of all ranks, and pass on meanwhile what rank 0 emits."""
+        while True:
+            try:
+                news = request.next()
+            except queue.Empty:
+                raise expired(request) from None
+            if isinstance(news, Frame):
+                event = decode(news)
+                if on_event is not None:
+                    self._tell(on_event, event)
+            elif isinstance(news, dict):
+                return news
+            elif news is None:
+                self._processes.raise_why_over()
             else:
-                self._exchange.discard()
+                raise news
 
-    def _abandon(self) -> None:
-        """After Ctrl-C: have the workers leave the request. Who takes longer is waited for by the next request."""
-        begun = time.monotonic()
-        self._exchange.patient_until = begun + STRAGGLER_SECONDS
-        left = False
+    def _tell(self, on_event: OnEvent, event: Any) -> None:
+        thread = threading.get_ident()
+        self._in_event.add(thread)
         try:
-            left = self._leave_interrupted(begun + INTERRUPT_SECONDS)
+            on_event(event)
         finally:
-            if not left:
-                # Where no request comes, they must not be busy with this one for ever.
-                watch = threading.Timer(STRAGGLER_SECONDS, self.drain, [math.inf])
-                watch.daemon = True
-                watch.start()
-
-    def _leave_interrupted(self, deadline: float) -> bool:
-        """Whether the workers have left the interrupted request, or the group has ended because they had not."""
-        try:
-            return self._exchange.leave(deadline)
-        except GroupError as error:
-            self._processes.end_because(error)
-            return True
+            self._in_event.discard(thread)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from parallelformers_ng.errors import (
     ChannelClosedError,
@@ -18,7 +18,7 @@ from parallelformers_ng.errors import (
     WrongProcessError,
 )
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.format import Kind
+from parallelformers_ng.wire.frame import Kind
 from parallelformers_ng.wire.transport import Channel
 
 Why = Callable[[], GroupError]
@@ -68,13 +68,10 @@ class Hosts(Steering, Protocol):
     """What starts and steers ranks that are not started by this process.
 
     Attributes:
-        key: signs the group's pickles and class names.
         names, counts: of the hosts, and of the ranks of each, once these are ready.
         are_here: whether all ranks are on one host, and it is this machine.
         launch: as `startup.launch`, without an arena.
     """
-
-    key: bytes
 
     @property
     def names(self) -> list[str]: ...
@@ -184,17 +181,6 @@ class Processes:
             worker.reap()
         with self._descriptors:
             self.close()
-
-    def end_unless_busy(self, requests: Any) -> None:
-        """End every worker, unless a daemon thread has a request in flight at interpreter exit. That thread must not
-        wake up to an error; the workers end by themselves, with this process.
-
-        Args:
-            requests: the lock of who has one in flight.
-        """
-        self.ended = True
-        if requests.acquire(timeout=0.0):
-            self.end()
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without touching the workers."""

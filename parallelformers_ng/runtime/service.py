@@ -20,15 +20,13 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.connect import chosen_backend, connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
-from parallelformers_ng.runtime import failures
+from parallelformers_ng.runtime import failures, titles
 from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
-from parallelformers_ng.wire.decoder import Frame
-from parallelformers_ng.wire.encoder import Encoded, pack
-from parallelformers_ng.wire.format import Flag, Kind
+from parallelformers_ng.wire.frame import Flag, Frame, Kind
+from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
-_NOTHING = Encoded(b"", [], [], 0)
 _REQUEST, _DONE = Kind.REQUEST, Kind.DONE  # looked up once: in Python 3.11, to read it off an enum takes a call
 
 
@@ -79,7 +77,7 @@ class Service:
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(Kind.RESULT, frame.sequence, value, place="result")
                 else:
-                    self.channel.send_packed(pack(_DONE, frame.sequence, _NOTHING))
+                    self.channel.send_packed(pack(_DONE, frame.sequence, NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 is_consequence = self.communicator.why_void() is not None
                 if not self.communicator.all_ended(frame.sequence):
@@ -101,9 +99,7 @@ class Service:
         raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
 
     def _run(self, frame: Frame) -> Any:
-        request = frame.decode(self.channel.key, self.device if frame.flags & Flag.TO_DEVICE else None)
-        if type(request) is str:
-            request = {"method": request, "args": (), "kwargs": {}}
+        request = decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None)
         method = request["method"]
         if method.startswith("_"):
             raise GroupError(f"the method {method!r} is private to the worker; call a public one")
@@ -146,7 +142,8 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         boot["arena"].close()
 
         channel.send(Kind.EVENT, 0, f"building {name}")
-        caller = _channel_to_caller(span, boot["key"]) if span else channel
+        caller = _channel_to_caller(span) if span else channel
+        titles.show(f"rank {rank} of {world_size}")
         emit = Emitter(caller, rank)
         target = cls(rank, world_size, device, communicator, emit)
     except Exception as error:  # whatever stops a worker from starting is for the caller to see
@@ -165,7 +162,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     return Service(caller, target, communicator, rank, emit, boot["spins"], device)
 
 
-def _channel_to_caller(span: Mapping[str, Any], key: bytes) -> Channel:
+def _channel_to_caller(span: Mapping[str, Any]) -> Channel:
     """To a caller on another host: the process that started this one has connected them."""
     file, *keys = span["caller"]
-    return SignedChannel(socket.socket(fileno=file.fd), Session(*keys), key, blocking=True)
+    return SignedChannel(socket.socket(fileno=file.fd), Session(*keys), blocking=True)

@@ -27,7 +27,7 @@ from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
 from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_end
-from parallelformers_ng.wire.format import OUT_OF_MEMORY, FileDescriptor, Kind, why_no_memory
+from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, Kind, why_no_memory
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
@@ -52,8 +52,8 @@ def launch(
     arena: Arena,
     *,
     target: str,
+    imports: str | None,
     device_names: list[str],
-    key: bytes,
     backend: str,
     timeout: float,
     start_timeout: float,
@@ -67,8 +67,8 @@ def launch(
         processes: receives the workers.
         arena: their shared memory.
         target: `"module:Class"`.
+        imports: name of the module that the process imports which forks the workers, see `forks.running`.
         device_names: torch device of each rank.
-        key: signs pickles between this group and its parent, and nobody else's.
         backend: of the collectives.
         timeout: of the collectives, in seconds.
         start_timeout: seconds until all must be ready.
@@ -88,7 +88,7 @@ def launch(
     first, ranks = among
     threads = threads or max(1, cores.usable_cpus() // ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
-    server, environment = forks.running(), environment_of_worker(threads)
+    server, environment = forks.running(imports), environment_of_worker(threads)
     before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
     for index in range(world_size):
@@ -96,7 +96,6 @@ def launch(
         processes.workers.append(workers[-1])  # one by one: it ends those that are there where the next one fails
     standard_error = _standard_error()
     common: dict[str, Any] = {
-        "key": key,
         "target": target,
         "world_size": world_size,
         "backend": backend,
@@ -124,7 +123,6 @@ def launch(
             worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
-        worker.channel.key = key
     if standard_error != 2:
         os.close(standard_error)
     return functools.partial(await_ready, workers, server, deadline, start_timeout)

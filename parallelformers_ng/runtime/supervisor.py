@@ -44,8 +44,8 @@ class Supervisor:
         limit: when to give up.
 
     Attributes:
-        current: the group, alive or not, and its incarnation: how often the group was replaced. Where that group is not
-            `ready`, the method of this name says which to use.
+        current: the group, alive or not, and its incarnation: how often the group was replaced. If that group is not
+            alive, `ready` says which to use.
     """
 
     def __init__(self, group: WorkerGroup, revive: Revive | None = None, limit: RestartLimit | None = None) -> None:
@@ -87,7 +87,6 @@ class Supervisor:
         """
         group = self.group
         group.check_process()
-        group.drain(deadline)
         if self._revive is None or group.alive:
             return self.current
         with self._changed:
@@ -120,7 +119,7 @@ class Supervisor:
         """
         assert self._revive is not None, "without it there is no supervising thread"
         ended, incarnation = self.current
-        ended.end_if_dead()
+        ended.wait_until_over()
         why = ended.why_over()
         while not self._stopped and self._may_restart():
             began = time.monotonic()

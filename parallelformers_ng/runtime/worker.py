@@ -19,12 +19,15 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from parallelformers_ng.runtime import titles
+
 PARENT_GONE = 113  # exit code of a worker whose parent ended
 
 
 def main() -> None:
     """Start the worker and serve until the parent says goodbye or is gone."""
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
+    titles.begin("worker", parent)
     run(control, lifeline, [open_parent(parent)])
 
 
@@ -106,7 +109,6 @@ def _work(control: int) -> int:
     channel = Channel(socket.socket(fileno=control), blocking=True)
     try:
         _, _, boot = channel.recv()
-        channel.key = boot["key"]
         worker = service.start(channel, boot)
         if worker is None:
             return 1

@@ -21,10 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.calls import reads_parameters
-from parallelformers_ng.sharding.layers import ParallelLayer
-from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerPlan, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantizing import is_stored_quantized, refuse_high_precision
 from parallelformers_ng.sharding.stored import StoredInParts
+from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard, TensorPlan
 from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
 
 _COUNTS: dict[str, tuple[str, ...]] = {

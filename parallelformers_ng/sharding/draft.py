@@ -10,10 +10,10 @@ from torch import nn
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.live_code.stock import foreign_modules
-from parallelformers_ng.sharding.layers import ParallelLayer
+from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
-from parallelformers_ng.sharding.plan import WHOLE, ZERO, LayerPlan, Shard
-from parallelformers_ng.sharding.policy import Part, Unit
+from parallelformers_ng.sharding.policy_words import Part, Unit
+from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard
 
 
 class Draft:

@@ -9,15 +9,12 @@ torchao makes of the whole one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parallelformers_ng.sharding.partition import Range
-
-if TYPE_CHECKING:
-    from parallelformers_ng.sharding.plan import TensorPlan
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 SCALE = "_scale"
 """What the name of a weight's scales ends with; its small numbers have the name of the weight."""

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,3 +52,33 @@ def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn
     which transformers knows which outputs it records."""
     name = layer.__name__ if issubclass(layer, PreTrainedModel) else f"{kind.__name__}{layer.__name__}"
     return type(name, (kind, layer), {"__module__": layer.__module__})
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the injector does to one module.
+
+    Attributes:
+        path: its dotted path.
+        cls: the parallel layer that it becomes; None where only attributes change, as of a layer cut by its outputs.
+        attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
+    """
+
+    path: str
+    cls: type[ParallelLayer] | None
+    attributes: tuple[dict[str, Any], ...]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether its inputs differ from rank to rank."""
+        return self.cls is not None and self.cls.takes_part
+
+    @property
+    def gives_part(self) -> bool:
+        """Whether its outputs do."""
+        return self.cls is None or self.cls.gives_part
+
+    @property
+    def kind(self) -> str:
+        """How it is cut, for people."""
+        return "column" if self.cls is None else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", self.cls.__name__).lower()

@@ -22,7 +22,8 @@ from parallelformers_ng.sharding.calls import CONVOLUTIONS
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, width_of
-from parallelformers_ng.sharding.policy import Part, Rule, Unit
+from parallelformers_ng.sharding.policy import Rule
+from parallelformers_ng.sharding.policy_words import Part, Unit
 
 
 @dataclass(frozen=True)

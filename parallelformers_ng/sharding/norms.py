@@ -14,7 +14,8 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, group_runs
-from parallelformers_ng.sharding.policy import Rule, Unit
+from parallelformers_ng.sharding.policy import Rule
+from parallelformers_ng.sharding.policy_words import Unit
 
 
 class RMSNormParallel(ParallelLayer):

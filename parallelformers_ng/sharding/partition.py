@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise, starmap
 
 from parallelformers_ng.errors import PolicyError
-from parallelformers_ng.sharding.policy import Unit
+from parallelformers_ng.sharding.policy_words import Unit
 
 _TOO_MUCH = 1.15
 """A rank that holds more than this many even shares gets less of what is not counted in heads."""

@@ -12,9 +12,11 @@ from itertools import chain
 from torch import nn
 
 from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.layers import LayerPlan
 from parallelformers_ng.sharding.placed import Placed, Stack, Stop
-from parallelformers_ng.sharding.plan import LayerPlan, Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.stages import find_stages, tensors_of, units
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 

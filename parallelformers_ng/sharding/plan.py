@@ -6,126 +6,20 @@ gathering, the memory report and the injector read it, and none of them computes
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any, get_args
 
 from parallelformers_ng.sharding.encoding import Encoding
-from parallelformers_ng.sharding.partition import Range, width_of
-from parallelformers_ng.sharding.table import human_bytes, pattern_of, table
-
-if TYPE_CHECKING:
-    from parallelformers_ng.offload.tiers import Tiers
-    from parallelformers_ng.sharding.layers import ParallelLayer
-    from parallelformers_ng.sharding.policy import Selection
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's part of one tensor.
-
-    Attributes:
-        dim: the dimension that is cut, or None where the rank holds the whole tensor.
-        ranges: the ranges held along `dim`, in the order in which they are laid side by side. They may repeat.
-        zero: the rank holds zeros of that shape instead of the values: a bias that another rank adds, the output rows
-            of a rank without heads.
-    """
-
-    dim: int | None = None
-    ranges: tuple[Range, ...] = ()
-    zero: bool = False
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        if self.dim is None:
-            return whole
-        return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
-        if self.zero:
-            return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
-        if self.dim is None:
-            return tensor
-        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        if len(pieces) == 1:
-            return pieces[0]
-        if not pieces:
-            return tensor.narrow(self.dim, 0, 0)
-        return torch.cat(pieces, dim=self.dim)
-
+from parallelformers_ng.sharding.layers import LayerPlan
+from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.table import tensor_table
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
+from parallelformers_ng.sharding.tiers import Place, Tiers
+from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 
 _TOO_MUCH = 0.1
 """Above this share of bytes that every rank holds whole, the plan warns."""
-WHOLE = Shard()
-ZERO = Shard(zero=True)
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """What becomes of one parameter or buffer.
-
-    Attributes:
-        name: its dotted name in the model.
-        shape: shape of the whole tensor.
-        dtype: data type on the ranks, after the cast that was asked for.
-        shards: one `Shard` per rank.
-        storage: name under which its bytes are held; tied tensors that are cut alike share one.
-        is_buffer: a buffer rather than a parameter.
-        rule: the policy rule that cut it, for people; "" where it stays whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shards: tuple[Shard, ...]
-    storage: str
-    is_buffer: bool = False
-    rule: str = ""
-
-    @property
-    def is_replicated(self) -> bool:
-        return all(shard == WHOLE for shard in self.shards)
-
-    def bytes_on(self, rank: int) -> int:
-        return bytes_of(self.shards[rank].shape(self.shape), self.dtype)
-
-    @property
-    def bytes_whole(self) -> int:
-        return bytes_of(self.shape, self.dtype)
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What the injector does to one module.
-
-    Attributes:
-        path: its dotted path.
-        cls: the parallel layer that it becomes; None where only attributes change, as of a layer cut by its outputs.
-        attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
-    """
-
-    path: str
-    cls: type[ParallelLayer] | None
-    attributes: tuple[dict[str, Any], ...]
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether its inputs differ from rank to rank."""
-        return self.cls is not None and self.cls.takes_part
-
-    @property
-    def gives_part(self) -> bool:
-        """Whether its outputs do."""
-        return self.cls is None or self.cls.gives_part
-
-    @property
-    def kind(self) -> str:
-        """How it is cut, for people."""
-        return "column" if self.cls is None else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", self.cls.__name__).lower()
 
 
 @dataclass
@@ -226,9 +120,17 @@ class ShardPlan:
         stored = list(self.held.stored())
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
-    def bytes_on_device(self, rank: int) -> int:
-        """Bytes of those that a rank has on its device all the time."""
-        return self.bytes_per_rank[rank] if self.tiers is None else self.tiers.bytes_in("device", self, rank)
+    def bytes_in(self, place: Place, rank: int) -> int:
+        """Bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
+        tiers, total = self.tiers, self.bytes_per_rank[rank]
+        if tiers is None:
+            return total if place == "device" else 0
+        return sum(tensor.bytes_on(rank) for tensor in self.held.stored() if tiers.place(tensor.name, rank) == place)
+
+    def bytes_moved(self, rank: int) -> int:
+        """Bytes that come to a rank each time that all layers run, a token of a decoder."""
+        held, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
+        return sum(held[name].bytes_on(rank) for _, names in moved for name in names)
 
     @property
     def replicated(self) -> dict[str, int]:
@@ -305,16 +207,45 @@ class ShardPlan:
         }
 
     def table(self) -> str:
-        """The plan for people."""
-        return table(self)
+        """The plan for people: what there is in all, and one line for each kind of tensor."""
+        per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
+        lines = [
+            f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})",
+            f"whole: {human_bytes(self.bytes_whole)}  {per_rank}",
+            f"cut: {self.cut_share:.1%} of the cuttable bytes, {1 - self.whole_share:.1%} of all"
+            f"  replicated: {human_bytes(sum(self.replicated.values()))}",
+            f"strategy: {self.strategy}, {self.why}" if self.why else "",
+            *self._tiers_in_words(),
+            f"keys and values: {self.cache}" if self.cache else "",
+            *self._quantization_in_words(),
+            f"warning: {self.warning}" if self.warning else "",
+            self.why_uncut,
+        ]
+        return "\n".join([*filter(None, lines), tensor_table(self.held.stored())])
+
+    def _tiers_in_words(self) -> Iterator[str]:
+        """Lines about where the weights of each rank lie; none if all of them are on the devices."""
+        for rank in range(self.world_size) if self.tiers else ():
+            device, ram, disk = (human_bytes(self.bytes_in(place, rank)) for place in get_args(Place))
+            moved = human_bytes(self.bytes_moved(rank))
+            yield f"rank {rank}: {device} on its device, {ram} in RAM, {disk} on disk; {moved} moved for each token"
+
+    def _quantization_in_words(self) -> Iterator[str]:
+        """Lines about what is quantized, what of the cuttable is not, and why if it was to be."""
+        if not self.quantized and not self.misfits:
+            return
+        kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()})) or "quantized"
+        size = sum(self.bytes_held(tensor.name) for tensor in self.stored() if tensor.name in self.quantized)
+        patterns: dict[str, int] = {}
+        for name, count in self.high_precision.items():
+            patterns[pattern_of(name)] = patterns.get(pattern_of(name), 0) + count
+        left = ", ".join(f"{pattern} ({human_bytes(count)})" for pattern, count in patterns.items())
+        yield f"{kinds}: {human_bytes(size)}  in high precision: {left or 'none'}"
+        reasons = {pattern_of(name): why for name, why in self.misfits.items()}
+        yield from (f"not quantized: {pattern}, for {why}" for pattern, why in reasons.items())
 
     def __str__(self) -> str:
         return self.table()
 
     def __repr__(self) -> str:
         return f"ShardPlan({self.model_class}, world_size={self.world_size}, {self.policy!r}, source={self.source!r})"
-
-
-def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
-    return math.prod(shape) * dtype.itemsize

@@ -11,56 +11,20 @@ a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.0805
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar
 
 from torch import nn
 
-from parallelformers_ng.errors import PolicyError, did_you_mean
-
-if TYPE_CHECKING:
-    from parallelformers_ng.sharding.draft import Draft
-    from parallelformers_ng.sharding.partition import HeadShare
-
-Unit = Literal["", "query", "key", "column"]
-"""What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module
-with a `Heads` rule and "column" elsewhere."""
-
-
-class _Word:
-    """Says which arguments a word takes where it is given others."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        if args or kwargs:  # a copy is made without, and filled afterwards
-            signature = inspect.signature(cls)
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                strange = (name for name in kwargs if name not in signature.parameters)
-                hint = did_you_mean(next(strange, ""), set(signature.parameters) - set(kwargs))
-                takes = ", ".join(signature.parameters) or "nothing"
-                raise PolicyError(f"{cls.__name__}: {error}{hint}; it takes {takes}") from None
-        return super().__new__(cls)
+from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.partition import HeadShare
+from parallelformers_ng.sharding.policy_words import Word
 
 
 @dataclass(frozen=True)
-class Part(_Word):
-    """One of several projections packed in one layer whose heads differ in width: the pieces of a state-space mixer.
-
-    Args:
-        unit: "query" or "key": which heads it is made of.
-        width: columns of one of them, as a number or as the attribute that holds it, on the module with the `Heads`
-            rule.
-    """
-
-    unit: Unit
-    width: int | str
-
-
-@dataclass(frozen=True)
-class Rule(_Word):
+class Rule(Word):
     """What becomes of the layer that a policy names. A rule is declared beside the parallel layer that it makes."""
 
     def mistake(self) -> str:

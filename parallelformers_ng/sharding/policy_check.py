@@ -14,7 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.sharding import rules
 from parallelformers_ng.sharding.heads import Heads
-from parallelformers_ng.sharding.policy import Part, Policy, Rule
+from parallelformers_ng.sharding.policy import Policy, Rule
+from parallelformers_ng.sharding.policy_words import Part
 from parallelformers_ng.sharding.tensors import dotted
 
 _ATTRIBUTES = {

@@ -15,10 +15,10 @@ from parallelformers_ng.errors import ParallelError, UnsupportedModelError, did_
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.experts import takes_experts_one_by_one
-from parallelformers_ng.sharding.plan import TensorPlan
-from parallelformers_ng.sharding.table import pattern_of
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.vocabulary import vocabulary_modules
+from parallelformers_ng.sharding.wording import pattern_of
 
 
 def choose_encodings(

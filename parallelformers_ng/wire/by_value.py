@@ -1,7 +1,4 @@
-"""Pickles for objects that callers hand to their own workers, with tensors and handles left outside as references.
-
-Nothing here reads bytes that were not signed with the group's key; the decoder checks that first.
-"""
+"""Pickles of objects that callers hand to their own workers: what cannot be imported there goes by value."""
 
 from __future__ import annotations
 
@@ -35,17 +32,20 @@ def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
     return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
 
-class ReferencePickler(cloudpickle.Pickler):
-    """Classes of `__main__` and notebooks go by value; tensors go beside the pickle, not through it.
-
-    Args:
-        reference: the JSON form of a reference to an object that goes beside the pickle, None for one that goes
-            through it.
-    """
+class ByValuePickler(cloudpickle.Pickler):
+    """Classes and functions of `__main__`, of notebooks and of modules that are registered for it go by value."""
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
         {torch.Generator: _reduce_generator, types.CodeType: _reduce_code_with_file}
     )
+
+
+class ReferencePickler(ByValuePickler):
+    """Leaves some objects outside.
+
+    Args:
+        reference: reference to an object that stays outside the pickle; None for one that goes into it.
+    """
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:
         super().__init__(buffer, protocol=5)
@@ -53,7 +53,12 @@ class ReferencePickler(cloudpickle.Pickler):
 
 
 class ReferenceUnpickler(pickle.Unpickler):
-    """The counterpart; `resolve` turns the JSON form of a reference back into its value."""
+    """The counterpart.
+
+    Args:
+        data: the pickle.
+        resolve: turns a reference back into its object.
+    """
 
     def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data))

@@ -19,8 +19,7 @@ import time
 from dataclasses import dataclass
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.classes import signature
-from parallelformers_ng.wire.signed import Session
+from parallelformers_ng.wire.signed import Session, signature
 from parallelformers_ng.wire.transport import wait
 
 LOST_SECONDS = 4

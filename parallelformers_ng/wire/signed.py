@@ -8,7 +8,7 @@ Both signatures count what went before, in this direction, under keys that hold 
 record that was changed, repeated, left out, cut short, or sent back to its sender ends the connection. Records are not
 encrypted.
 
-The body is a frame as on one host (`format.py`), followed by what its files hold, and their sizes: a descriptor does
+The body is a frame as on one host (`frame.py`), followed by what its files hold, and their sizes: a descriptor does
 not cross, its file's bytes do.
 """
 
@@ -24,18 +24,18 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from parallelformers_ng.errors import ProtocolError
-from parallelformers_ng.wire.decoder import Frame, read_fixed_part
-from parallelformers_ng.wire.encoder import Packed
-from parallelformers_ng.wire.format import FIXED_PART, MAX_HEADER_BYTES, MAX_TENSOR_BYTES, Flag
+from parallelformers_ng.wire.frame import FIXED_PART, MAX_BYTES, FixedPart, Flag, Frame, Packed, own_copy
 from parallelformers_ng.wire.transport import Channel
 
 SIZE = struct.Struct("<Q")
 SIGNATURE_BYTES = 32
 HEAD_BYTES = SIZE.size + SIGNATURE_BYTES
-_LARGEST = MAX_HEADER_BYTES + MAX_TENSOR_BYTES
+
+
+def signature(key: bytes, purpose: str, data: bytes) -> bytes:
+    """HMAC-SHA256 of `data`, bound to its `purpose`, so that what is signed for one is nothing to another."""
+    return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,16 @@ class SignedChannel(Channel):
     Args:
         connection: a TCP socket whose other end knows the session's keys.
         session: see above.
-        key, blocking: as in `Channel`.
+        blocking: as in `Channel`.
     """
 
-    def __init__(
-        self, connection: socket.socket, session: Session, key: bytes | None = None, blocking: bool = False
-    ) -> None:
-        super().__init__(connection, key, blocking)
+    def __init__(self, connection: socket.socket, session: Session, blocking: bool = False) -> None:
+        super().__init__(connection, blocking)
         self._sending, self._receiving = Signer(session.sending), Signer(session.receiving)
         self._due = -1  # bytes of the record whose size was checked and that was not taken yet
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        if self._unsent is None:  # else it was signed, and sent in part
-            self._unsent = self._record(packed)
-        super().send_packed(packed, deadline)
+        self._send(self._record(packed), [], deadline)
 
     def receive(self, deadline: float = math.inf) -> Frame:
         if self._due < 0:
@@ -99,7 +95,7 @@ class SignedChannel(Channel):
             self._receiving.check(head[SIZE.size :], head[: SIZE.size])
             self._begin += HEAD_BYTES
             (self._due,) = SIZE.unpack(head[: SIZE.size])
-        if not FIXED_PART.size <= self._due <= _LARGEST:
+        if not FIXED_PART.size <= self._due <= MAX_BYTES:
             raise ProtocolError(f"a record announces {self._due} bytes, beyond the limits")
         self._fill(self._due + SIGNATURE_BYTES, deadline)
         end = self._begin + self._due
@@ -134,22 +130,20 @@ def _frame(body: memoryview) -> Frame:
     if sizes_at < FIXED_PART.size:
         raise ProtocolError(f"a record announces {count} files, and has {len(body)} bytes")
     sizes = [size for (size,) in SIZE.iter_unpack(body[sizes_at:])]
-    kind, flags, sequence, header_size, tensor_size, _ = read_fixed_part(bytes(body[: FIXED_PART.size]), 0, count)
-    header_end = FIXED_PART.size + header_size
-    begin = header_end + (0 if flags & Flag.MEMFD else tensor_size)
-    if begin + sum(sizes) != sizes_at or (flags & Flag.MEMFD and tensor_size > sizes[-1]):
+    fixed = FixedPart.read(bytes(body[: FIXED_PART.size]), 0, count)
+    shared = bool(fixed.flags & Flag.MEMFD)
+    begin = FIXED_PART.size + (0 if shared else fixed.size)
+    if begin + sum(sizes) != sizes_at or (shared and fixed.size > sizes[-1]):
         raise ProtocolError(f"a record of {len(body)} bytes announces others")
-    tensors = body[header_end:begin]
+    content = body[FIXED_PART.size : begin]
     files: list[memoryview] = []
     for size in sizes:
         files.append(body[begin : begin + size])
         begin += size
-    if flags & Flag.MEMFD:
-        tensors = files.pop()[:tensor_size]
-    blob = torch.empty(tensor_size, dtype=torch.uint8, device="cpu")  # aligned, and the receiver's own
-    memoryview(blob.numpy())[:] = tensors
-    header = bytes(body[FIXED_PART.size : header_end])
-    return Frame(kind, flags, sequence, header, blob, _as_descriptors(files))
+    if shared:
+        content = files.pop()[: fixed.size]
+    own = own_copy(content, fixed.outside)
+    return Frame(fixed.kind, fixed.flags, fixed.sequence, own, fixed.outside, _as_descriptors(files))
 
 
 def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:

@@ -10,13 +10,19 @@ import socket
 import time
 from typing import Any
 
-import torch
-
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.decoder import Frame, read_fixed_part
-from parallelformers_ng.wire.encoder import Packed, encode, pack
-from parallelformers_ng.wire.format import FIXED_PART, MAX_DESCRIPTORS, Flag, Kind, map_memfd
-from parallelformers_ng.wire.interrupts import InterruptPoint
+from parallelformers_ng.wire.frame import (
+    FIXED_PART,
+    MAX_DESCRIPTORS,
+    FixedPart,
+    Flag,
+    Frame,
+    Kind,
+    Packed,
+    map_memfd,
+    own_copy,
+)
+from parallelformers_ng.wire.message import decode, encode, pack
 
 SPIN_SECONDS = 300e-6
 """How long a process polls for what is about to come before it sleeps. To wake up takes a core 50 µs, and then it is as
@@ -35,22 +41,15 @@ class Channel:
 
     Args:
         connection: one end of an AF_UNIX stream pair.
-        key: signs and checks pickles and class names; None until both sides have one.
         blocking: all waits are without a deadline, which saves system calls.
 
-    An exception out of a wait, be it of the deadline or of a signal's handler, loses nothing: the next `receive` takes
-    the frame whose first part had come, and `send_packed` with the same frame sends the rest of it.
-
-    Attributes:
-        sent: the sequence number of the last frame that was sent whole.
+    If a wait ends at its deadline, nothing that came is lost: the next `receive` takes the frame whose first part had
+    come.
     """
 
-    def __init__(self, connection: socket.socket, key: bytes | None = None, blocking: bool = False) -> None:
+    def __init__(self, connection: socket.socket, blocking: bool = False) -> None:
         connection.setblocking(blocking)
         self.connection = connection
-        self.key = key
-        self.sent = -1
-        self._unsent: bytes | memoryview | None = None  # of a frame that was sent in part
         self._ahead = bytearray(_READ_AHEAD_BYTES)
         self._free = memoryview(self._ahead)
         self._begin = self._end = 0  # of what was read ahead and is not taken yet
@@ -93,7 +92,7 @@ class Channel:
         Args:
             kind: what the frame is for.
             sequence: the request it belongs to.
-            obj: any value that the codec takes.
+            obj: any value that `encode` takes.
             deadline: on the clock of `time.monotonic`, in seconds.
             place: see `encode`.
 
@@ -102,16 +101,17 @@ class Channel:
             ChannelClosedError: the other end is gone.
             RequestTimeoutError: the other end did not read until the deadline.
         """
-        packed = pack(kind, sequence, encode(obj, self.key, place))
+        packed = pack(kind, sequence, encode(obj, place))
         try:
             self.send_packed(packed, deadline)
         finally:
             packed.close()
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        """Send a frame, or what an interruption has left of it. Raises what `send` raises, except for the errors of
-        encoding."""
-        rest, fds = (packed.data, packed.fds) if self._unsent is None else (self._unsent, [])
+        """Send a frame. Raises what `send` raises, except for the errors of encoding."""
+        self._send(packed.data, packed.fds, deadline)
+
+    def _send(self, rest: bytes | memoryview, fds: list[int], deadline: float) -> None:
         while rest:
             try:
                 if fds:
@@ -127,14 +127,11 @@ class Channel:
                 raise ChannelClosedError(f"a message could not be sent: {error.strerror}") from error
             else:
                 rest, fds = memoryview(rest)[count:], []
-                self._unsent = rest
-        self._unsent = None
-        self.sent = packed.sequence
 
     def recv(self, deadline: float = math.inf) -> tuple[Kind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
         frame = self.receive(deadline)
-        return frame.kind, frame.sequence, frame.decode(self.key)
+        return frame.kind, frame.sequence, decode(frame)
 
     def receive(self, deadline: float = math.inf) -> Frame:
         """Receive one frame, undecoded.
@@ -146,34 +143,26 @@ class Channel:
         """
         try:
             self._fill(FIXED_PART.size, deadline)
-            kind, flags, sequence, header_size, tensor_size, count = read_fixed_part(
-                self._ahead, self._begin, len(self._fds)
-            )
-            header_end = FIXED_PART.size + header_size
-            size = header_end + (0 if flags & Flag.MEMFD else tensor_size)
+            fixed = FixedPart.read(self._ahead, self._begin, len(self._fds))
+            shared = bool(fixed.flags & Flag.MEMFD)
+            size = FIXED_PART.size + (0 if shared else fixed.size)
             self._fill(size, deadline)
             # Whole. From here on nothing waits.
-            frame = self._free[self._begin : self._begin + size]
-            if flags & Flag.MEMFD:
-                blob = map_memfd(self._fds[count - 1], tensor_size)
-            elif tensor_size:
-                # torch's memory is aligned, on which some kernels rely; the caller's default device may be another.
-                blob = torch.empty(tensor_size, dtype=torch.uint8, device="cpu")
-                memoryview(blob.numpy())[:] = frame[header_end:]
+            if shared:
+                body = map_memfd(self._fds[fixed.descriptors - 1], fixed.size)
             else:
-                blob = _NO_TENSORS
-            if len(self._fds) > count and self._end == self._begin + size:
-                raise ProtocolError(f"{len(self._fds) - count} more file descriptors came than a frame announces")
+                body = own_copy(self._free[self._begin + FIXED_PART.size : self._begin + size], fixed.outside)
+            if len(self._fds) > fixed.descriptors and self._end == self._begin + size:
+                more = len(self._fds) - fixed.descriptors
+                raise ProtocolError(f"{more} more file descriptors came than a frame announces")
         except ProtocolError:
             self._close_descriptors()
             raise
         self._begin += size
-        fds, self._fds = self._fds[:count], self._fds[count:]
-        if flags & Flag.MEMFD:
+        fds, self._fds = self._fds[: fixed.descriptors], self._fds[fixed.descriptors :]
+        if shared:
             os.close(fds.pop())
-        return Frame(
-            kind, flags, sequence, bytes(frame[FIXED_PART.size : header_end]) if header_size else b"", blob, fds
-        )
+        return Frame(fixed.kind, fixed.flags, fixed.sequence, body, fixed.outside, fds)
 
     def _fill(self, size: int, deadline: float) -> None:
         """Read ahead until there are `size` bytes or more."""
@@ -224,11 +213,8 @@ class Channel:
         self._fds = []
 
 
-_NO_TENSORS = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
-    """Wait for what a poll watches, open to interrupts. Returns the descriptors that are ready; none after an hour
+    """Wait for what a poll watches. Returns the descriptors that are ready; none after an hour
     without any.
 
     Args:
@@ -241,5 +227,4 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)
-    with InterruptPoint():
-        return [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]
+    return [fd for fd, _ in poll.poll(None if rest == math.inf else min(rest, _LONGEST_POLL) * 1000)]

@@ -21,7 +21,7 @@ from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
 from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
@@ -35,7 +35,10 @@ from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
-from parallelformers_ng.live_code.changes import AppliedChanges, CodeChanges, Digests, differences
+from parallelformers_ng.live_code.changes import AppliedChanges, differences
+from parallelformers_ng.live_code.packing import CodeChanges, Digests
+from parallelformers_ng.runtime import titles
+from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 from parallelformers_ng.sharding.attributes import set_config
@@ -43,7 +46,8 @@ from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import check_is_whole
-from parallelformers_ng.wire.format import Handle
+from parallelformers_ng.wire.frame import Handle
+from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
@@ -107,6 +111,7 @@ class ModelRunner(RankWeights):
         keep_caches(self.plan.cache)
         self.alike = devices_alike(self.communicator, self.device)
         self.model = model
+        titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
         return installation.layers_agree
 
@@ -115,6 +120,7 @@ class ModelRunner(RankWeights):
         held = self.model is not None
         self.kept.drop(self.model)
         self._clear()
+        titles.show(f"rank {self.rank} of {self.communicator.world_size}")
         self.code.undo()
         serve_stock_code(True)
         if held:
@@ -167,18 +173,23 @@ class ModelRunner(RankWeights):
             self._latest_hooks = None
         return answer
 
-    def decode_rows(self, call: Call, asked: Round) -> News:
-        """Run a round of the calls that are decoded together.
-
-        Args:
-            call: what the ranks do not know yet of the model's settings.
-        """
-        self._prepare(call)
+    def decode_rows(self, asked: Round) -> News:
+        """Run a round of the calls that are decoded together."""
+        self._prepare(Call("", "generate", (), {}, adapters=asked.adapters))
+        calls: dict[int, dict[str, Any] | Description] = {}
+        for number, (data, outside, _) in asked.joins.items():
+            try:
+                call: Call = unpack(data, outside, self.device)
+            except NotPortableError as error:
+                calls[number] = describe(error)
+                continue
+            self._prepare(call)
+            calls[number] = call.kwargs
         if self.kept.batch is None:
             steps = functools.partial(self._captured_steps, "rows")
             self.kept.batch = RankBatch(self.model, self.communicator, steps)
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
-            return self.kept.batch.run(asked)
+            return self.kept.batch.run(asked, calls)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
@@ -309,5 +320,5 @@ class ModelRunner(RankWeights):
 
     def memory(self, what: str, name: str) -> Any:
         """What a method of `RankMemory` says of this rank's device, which the caller calls so."""
-        memory = RankMemory(self.device, name, self.plan.bytes_on_device(self.rank) if self.plan else 0)
+        memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
         return getattr(memory, what)()

@@ -19,11 +19,12 @@ from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
 from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, MovedLayer, Moves
-from parallelformers_ng.offload.tiers import Place, Tiers
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
-from parallelformers_ng.sharding.plan import Shard, ShardPlan, TensorPlan
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
-from parallelformers_ng.wire.format import FileDescriptor
+from parallelformers_ng.sharding.tiers import Place, Tiers
+from parallelformers_ng.wire.frame import FileDescriptor
 
 
 class RankWeights:

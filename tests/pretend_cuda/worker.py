@@ -7,7 +7,6 @@ import inspect
 import os
 import textwrap
 from collections import Counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.side_by_side import PartOfProduct
-from parallelformers_ng.live_code.changes import Digests
-from parallelformers_ng.wire import encoder
+from parallelformers_ng.live_code.packing import Digests
+from parallelformers_ng.wire import message
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
@@ -51,18 +50,7 @@ def _no_room(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nThe rest is advice.")
 
 
-def _send_as_tensors() -> None:
-    """A tensor of a GPU has no class of its own, and the messages know torch's."""
-    encoder._METHODS[DeviceTensor] = encoder.Encoder._tensor
-    outside = encoder.Encoder._outside
-
-    def outside_too(self: encoder.Encoder, obj: Any) -> Any:
-        return self.node(obj) if type(obj) is DeviceTensor else outside(self, obj)
-
-    encoder.Encoder._outside = outside_too  # type: ignore[method-assign]
-
-
-_send_as_tensors()
+message.TENSOR_CLASSES.add(DeviceTensor)  # a tensor of a GPU has no class of its own
 
 
 class PretendedRunner(ModelRunner):
@@ -79,8 +67,8 @@ class PretendedRunner(ModelRunner):
         _check()
         return answer
 
-    def decode_rows(self, call: Call, asked: Round) -> News:
-        news = super().decode_rows(call, asked)
+    def decode_rows(self, asked: Round) -> News:
+        news = super().decode_rows(asked)
         _check()
         return news
 

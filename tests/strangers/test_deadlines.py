@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from parallelformers_ng import deadline, parallelize
 from parallelformers_ng.errors import DeadlineExpiredError
 from parallelformers_ng.model.parallelized import deployment_of
+from tests.held_group import held
 from tests.strangers.agreement import NEW_TOKENS, assert_agree, prompt
 from tests.zoo.decoders import decoder
 
@@ -42,19 +42,6 @@ def test_an_expired_call_is_not_sent(groups, name: str, batching: bool) -> None:
     cut.deparallelize()
 
 
-class Slow:
-    """A streamer that keeps the workers busy."""
-
-    def __init__(self) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.begun.set()
-        self.may_end.wait(30)
-
-    def end(self) -> None: ...
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "crop": lambda cache: cache.crop(5),
     "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
@@ -64,22 +51,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_cache_whose_change_did_not_get_its_turn_is_as_it_was(groups, name: str) -> None:
     change = CHANGES[name]
-    whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=False)
+    group = groups(2)
+    whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=group, batching=False)
     ids, last = prompt(10).repeat(2, 1), prompt(2, seed=3).reshape(2, 1)
     ids[1] = prompt(10, seed=2)
     with torch.no_grad():
         plain = whole(ids, use_cache=True, past_key_values=DynamicCache()).past_key_values
     cache = cut(ids, use_cache=True).past_key_values
-    slow = Slow()
-    busy = threading.Thread(target=lambda: cut.generate(prompt(), **NEW_TOKENS, streamer=slow))
-    busy.start()
-    assert slow.begun.wait(30)
-    try:
-        with deadline(0.2), pytest.raises(DeadlineExpiredError):
-            change(cache)
-    finally:
-        slow.may_end.set()
-        busy.join()
+    with held(group), deadline(0.2), pytest.raises(DeadlineExpiredError):
+        change(cache)
     with torch.no_grad():
         want = whole(last, past_key_values=plain).logits
     assert torch.allclose(cut(last, past_key_values=cache).logits, want, atol=1e-4)

@@ -1,69 +1,17 @@
-"""Which layers of a model each rank keeps on its device, which in RAM, and which on disk."""
+"""Assigns each layer of a model to the devices, to RAM or to disk, by a budget."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
 from torch import nn
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.offload.budgets import Budget
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.table import human_bytes
 from parallelformers_ng.sharding.tensors import is_within
-
-Place = Literal["device", "cpu", "disk"]
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Where the weights of each layer lie. What is in no layer (embeddings, the head, buffers) is on the devices.
-
-    Attributes:
-        layers: path of each layer that may lie elsewhere → the names of what ranks hold of its parameters, in the
-            model's order.
-        places: for each rank, where each layer lies of which it holds anything.
-        is_cuda: see `Budget`.
-        folder: where the files go.
-    """
-
-    layers: dict[str, list[str]]
-    places: list[dict[str, Place]]
-    is_cuda: bool
-    folder: str | None
-
-    def place(self, name: str, rank: int) -> Place:
-        """Where a rank has a stored tensor."""
-        path = self._layer_of.get(name)
-        return "device" if path is None else self.places[rank].get(path, "device")
-
-    def moved(self, rank: int) -> Iterator[tuple[str, list[str]]]:
-        """The layers that come before they run and are let go afterwards: path, stored names."""
-        for path, place in self.places[rank].items():
-            if place == "disk" or (place == "cpu" and self.is_cuda):
-                yield path, self.layers[path]
-
-    def bytes_in(self, place: Place, plan: ShardPlan, rank: int) -> int:
-        """Of a rank's weights."""
-        return sum(tensor.bytes_on(rank) for tensor in plan.held.stored() if self.place(tensor.name, rank) == place)
-
-    def bytes_moved(self, plan: ShardPlan, rank: int) -> int:
-        """Each time that all layers run, a token of a decoder."""
-        return sum(_bytes(plan.held, names, rank) for _, names in self.moved(rank))
-
-    def lines(self, plan: ShardPlan) -> Iterator[str]:
-        """For people."""
-        for rank in range(plan.world_size):
-            device, ram, disk = (human_bytes(self.bytes_in(place, plan, rank)) for place in ("device", "cpu", "disk"))
-            moved = human_bytes(self.bytes_moved(plan, rank))
-            yield f"rank {rank}: {device} on its device, {ram} in RAM, {disk} on disk; {moved} moved for each token"
-
-    @functools.cached_property
-    def _layer_of(self) -> dict[str, str]:
-        return {name: path for path, names in self.layers.items() for name in names}
+from parallelformers_ng.sharding.tiers import Place, Tiers
+from parallelformers_ng.sharding.wording import human_bytes
 
 
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:

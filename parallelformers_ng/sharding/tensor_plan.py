@@ -1,0 +1,87 @@
+"""What becomes of one tensor: which slices of it each rank holds, and their bytes. Pure data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from parallelformers_ng.sharding.partition import Range, width_of
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of one tensor.
+
+    Attributes:
+        dim: the dimension that is cut, or None where the rank holds the whole tensor.
+        ranges: the ranges held along `dim`, in the order in which they are laid side by side. They may repeat.
+        zero: the rank holds zeros of that shape instead of the values: a bias that another rank adds, the output rows
+            of a rank without heads.
+    """
+
+    dim: int | None = None
+    ranges: tuple[Range, ...] = ()
+    zero: bool = False
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        if self.dim is None:
+            return whole
+        return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
+        if self.zero:
+            return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
+        if self.dim is None:
+            return tensor
+        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return tensor.narrow(self.dim, 0, 0)
+        return torch.cat(pieces, dim=self.dim)
+
+
+WHOLE = Shard()
+ZERO = Shard(zero=True)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of one parameter or buffer.
+
+    Attributes:
+        name: its dotted name in the model.
+        shape: shape of the whole tensor.
+        dtype: data type on the ranks, after the cast that was asked for.
+        shards: one `Shard` per rank.
+        storage: name under which its bytes are held; tied tensors that are cut alike share one.
+        is_buffer: a buffer rather than a parameter.
+        rule: the policy rule that cut it, for people; "" where it stays whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+    storage: str
+    is_buffer: bool = False
+    rule: str = ""
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(shard == WHOLE for shard in self.shards)
+
+    def bytes_on(self, rank: int) -> int:
+        return bytes_of(self.shards[rank].shape(self.shape), self.dtype)
+
+    @property
+    def bytes_whole(self) -> int:
+        return bytes_of(self.shape, self.dtype)
+
+
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize

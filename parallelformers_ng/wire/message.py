@@ -1,0 +1,330 @@
+"""Python values as messages: a pickle, with the bytes of tensors and open files outside of it.
+
+Who reads a message trusts who wrote it: the two ends are a process and its own fork, on a socket pair without a name.
+Between hosts `signed.py` checks a signature before a message is read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallelformers_ng.errors import NotPortableError, ProtocolError
+from parallelformers_ng.wire.by_value import ByValuePickler
+from parallelformers_ng.wire.frame import (
+    ALIGNMENT,
+    FIXED_PART,
+    INLINE_BYTES,
+    MAGIC,
+    MAX_DESCRIPTORS,
+    MAX_OUTSIDE,
+    VERSION,
+    FileDescriptor,
+    Flag,
+    Frame,
+    Kind,
+    Packed,
+    own_copy,
+    write_memfd,
+)
+
+TENSOR_CLASSES: set[type] = {torch.Tensor}
+"""Classes whose bytes are all there is to a tensor."""
+_DTYPE_OF_NAME = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_OF_NAME.items()}
+_SIZE = struct.Struct("<q")
+_FILE = -1  # in the place of a size
+_LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
+_NAMED = frozenset({type, types.FunctionType})
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A message in parts.
+
+    Attributes:
+        pickle: the value, without what lies outside.
+        outside: bytes of tensors, and None for each open file, in the order in which the pickle names them.
+        fds: descriptors to pass along; the maker of the message still owns them.
+    """
+
+    pickle: memoryview
+    outside: list[memoryview | None]
+    fds: list[int]
+
+
+NOTHING = Encoded(memoryview(b""), [], [])
+"""No message at all."""
+
+
+def encode(value: Any, place: str = "") -> Encoded:
+    """Pickle a value.
+
+    Args:
+        value: the value.
+        place: what error messages call it; by default, a dict is called by its keys.
+
+    Raises:
+        NotPortableError: a part of the value cannot be pickled. The message names its place.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(value)
+    except NotPortableError:
+        raise
+    except Exception as error:  # reducers are foreign code and raise anything
+        raise _not_portable(value, place, error) from error
+    if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
+        raise NotPortableError(
+            f"a message with {len(pickler.fds)} file descriptors and {len(pickler.outside)} tensors is too large"
+        )
+    return Encoded(buffer.getbuffer(), pickler.outside, pickler.fds)
+
+
+def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
+    """Lay a message out as a frame.
+
+    Raises:
+        SharedMemoryError: the system has no memory left for it.
+    """
+    parts, end = _layout(encoded)
+    fds, memfd, body = encoded.fds, None, b""
+    if end > INLINE_BYTES:
+        memfd = write_memfd(parts, end)
+        fds, flags = [*fds, memfd], flags | Flag.MEMFD
+    elif end:
+        body = _joined(parts, end)
+    fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, end, len(encoded.outside), len(fds))
+    return Packed(fixed + body, fds, memfd)
+
+
+def parcel(value: Any) -> tuple[bytes, int]:
+    """Encode a value that goes within another message, and is decoded apart from it by `unpack`.
+
+    Raises:
+        NotPortableError: as `encode`; also if open files are in it.
+    """
+    encoded = encode(value)
+    if encoded.fds:
+        raise NotPortableError("open files cannot be sent with this call")
+    return _joined(*_layout(encoded)), len(encoded.outside)
+
+
+def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
+    """Decode what `parcel` made. Raises what `decode` raises."""
+    return decode(Frame(Kind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
+
+
+def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
+    """Where each part of a message lies, and the bytes of all."""
+    if not encoded.pickle:
+        return [], 0
+    sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
+    parts, end = [(0, memoryview(sizes))], len(sizes)
+    for index, part in enumerate((encoded.pickle, *encoded.outside)):
+        _SIZE.pack_into(sizes, index * _SIZE.size, _FILE if part is None else len(part))
+        if part is not None:
+            begin = _aligned(end) if index else end
+            parts.append((begin, part))
+            end = begin + len(part)
+    return parts, end
+
+
+def _joined(parts: list[tuple[int, memoryview]], size: int) -> bytes:
+    if len(parts) == 2:  # nothing lies outside the pickle
+        return b"".join(part for _, part in parts)
+    laid = bytearray(size)
+    for begin, part in parts:
+        laid[begin : begin + len(part)] = part
+    return bytes(laid)
+
+
+def decode(frame: Frame, device: torch.device | None = None) -> Any:
+    """Read the message of a frame.
+
+    Args:
+        frame: its descriptors belong to the value afterwards; if this fails, they are closed.
+        device: where the tensors go, in whatever object they are; they get there in one copy. None leaves them here.
+
+    Returns:
+        The value. Its tensors are views of the frame's memory.
+
+    Raises:
+        ProtocolError: the frame holds other sizes than it announces.
+        NotPortableError: an object could not be rebuilt in this process.
+    """
+    fds, frame.fds = frame.fds, []
+    given = iter(fds)
+    try:
+        pickled, parts, begin = _parts_of(frame)
+        outside: Iterator[Any] = iter(())
+        if parts:
+            blob = torch.frombuffer(frame.body, dtype=torch.uint8, offset=begin) if begin < len(frame.body) else _EMPTY
+            if device is not None and device.type != "cpu":
+                blob = blob.to(device)
+            outside = _outside(blob, parts, given)
+        value = pickle.loads(pickled, buffers=outside)
+        if next(outside, None) is not None or next(given, None) is not None:
+            raise ProtocolError("a message does not use all that came with it")
+        return value
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)):
+            raise
+        if isinstance(error, Exception):  # to rebuild an object runs its code
+            raise NotPortableError(
+                f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
+            ) from error
+        raise
+
+
+def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
+    """The pickle; for each object outside of it, how far it lies from the first one, and its size, -1 for a file; and
+    where the first one begins."""
+    count = 1 + frame.outside
+    head = count * _SIZE.size
+    if len(frame.body) < head:
+        raise ProtocolError(f"a message of {len(frame.body)} bytes announces {frame.outside} objects")
+    size, *sizes = struct.unpack_from(f"<{count}q", frame.body)
+    if size < 0 or min(sizes, default=0) < _FILE:
+        raise ProtocolError(f"a message with a part of {min(size, *sizes)} bytes")
+    begin = end = head + size
+    parts: list[tuple[int, int]] = []
+    for each in sizes:
+        offset = _aligned(end)
+        if not parts:
+            begin = offset
+        parts.append((offset - begin, each))
+        end = end if each == _FILE else offset + each
+    if end != len(frame.body):
+        raise ProtocolError(f"a message of {len(frame.body)} bytes announces {end}")
+    return frame.body[head : head + size], parts, begin
+
+
+def _outside(blob: torch.Tensor, parts: list[tuple[int, int]], fds: Iterator[int]) -> Iterator[Any]:
+    """What the pickle takes for each object outside of it: uint8 `[bytes]`, or a descriptor."""
+    for offset, size in parts:
+        if size != _FILE:
+            yield blob[offset : offset + size]
+        elif (fd := next(fds, None)) is None:
+            raise ProtocolError("fewer file descriptors came than a message names")
+        else:
+            yield fd
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of bytes that came outside a pickle."""
+    return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
+
+
+class _Pickler(ByValuePickler):
+    """Puts the bytes of tensors, and open files, outside of the pickle.
+
+    Attributes:
+        outside, fds: as in `Encoded`.
+    """
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=5, buffer_callback=self._take)
+        self.outside: list[memoryview | None] = []
+        self.fds: list[int] = []
+        self._mine: dict[int, tuple[pickle.PickleBuffer, int | None]] = {}  # by id, unique while its object lives
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in TENSOR_CLASSES and obj.layout is torch.strided and obj.device.type != "meta":
+            name = _NAME_OF_DTYPE[obj.dtype]
+            if not obj.is_quantized:
+                return _tensor, (self._beside(_flat_bytes(obj)), name, tuple(obj.shape))
+        if kind is FileDescriptor:
+            return FileDescriptor, (self._beside(bytearray(1), obj.fd),)
+        if kind in _NAMED and _is_of_library(obj):
+            return NotImplemented  # goes by name, without the search that cloudpickle makes
+        return super().reducer_override(obj)
+
+    def _beside(self, data: Any, fd: int | None = None) -> pickle.PickleBuffer:
+        buffer = pickle.PickleBuffer(data)
+        self._mine[id(buffer)] = buffer, fd
+        return buffer
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Called by pickle for every buffer. Returns whether it is to go into the pickle, as those of numpy are."""
+        if id(buffer) not in self._mine:
+            return True
+        fd = self._mine[id(buffer)][1]
+        if fd is None:
+            self.outside.append(buffer.raw())
+        else:
+            self.outside.append(None)
+            self.fds.append(fd)
+        return False
+
+
+def _is_of_library(obj: Any) -> bool:
+    """Whether a class or function is what a library has under its name."""
+    name: str = obj.__module__ or ""
+    return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
+
+
+def _flat_bytes(tensor: torch.Tensor) -> Any:
+    """The values of a tensor on CPU, contiguous, as an array of bytes."""
+    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
+    """The error for a value that cannot be pickled: it names the innermost part that cannot."""
+    if isinstance(error.__cause__ or error, RecursionError):  # which cloudpickle chains
+        return NotPortableError(f"{place or 'the value'} is nested too deep")
+    is_top = not place and type(value) is dict
+    for _ in range(16):
+        for step, part in _steps(value):
+            if not _is_portable(part):
+                place, value = step.strip("[]'") if is_top else place + step, part
+                is_top = False
+                break
+        else:
+            break
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return NotPortableError(
+        f"{place or 'the value'} (a {kind}) cannot be sent to the workers by value: {error}; leave out what cannot be"
+        " pickled, or create it inside the worker"
+    )
+
+
+def _is_portable(value: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception:  # the very failure that is being located
+        return False
+    return True
+
+
+def _steps(value: Any) -> list[tuple[str, Any]]:
+    """The parts of a value, and how each is reached."""
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if callable(value):
+        return []
+    return [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]

@@ -1,0 +1,36 @@
+"""A part of `make quality`: C headers include each other in no circle, and include what they use at their top."""
+
+from __future__ import annotations
+
+import re
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+_COMMENTS = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_INCLUDE = re.compile(r'#\s*include\s*"([^"]+)"')
+
+
+def mistakes(folder: Path) -> list[str]:
+    """What is wrong with the C files beneath a folder, a line each. Includes of system headers are not looked at."""
+    lines: list[str] = []
+    graph: dict[Path, list[Path]] = {}
+    for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.c")]):
+        included = graph[path.resolve()] = []
+        code_before = ""
+        for line in filter(None, map(str.strip, _COMMENTS.sub("", path.read_text()).splitlines())):
+            if found := _INCLUDE.match(line):
+                included.append((path.parent / found[1]).resolve())
+                if code_before:  # on which the header may depend, though it includes nothing that has it
+                    lines.append(f'{path.relative_to(folder)}: #include "{found[1]}" stands below {code_before!r}')
+            elif not line.startswith("#"):
+                code_before = code_before or line
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        lines.append(f"a circle: {' <- '.join(path.name for path in error.args[1])}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(mistakes(Path("parallelformers_ng"))) or 0)

@@ -1,0 +1,48 @@
+"""An error in the bookkeeping of a batch reaches all who wait, and neither the group nor later calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.batching.batch import Batch
+from parallelformers_ng.errors import BatchingError
+from tests.strangers.agreement import NEW_TOKENS, assert_agree_in_a_batch, prompt
+from tests.zoo.decoders import decoder
+
+WAIT = {"timeout": 20.0}
+
+
+@pytest.mark.parametrize("method", ["next_round", "take", "_measure"])
+def test_an_error_of_the_batch_ends_all_calls_at_once(groups, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=True)
+    original: Any = getattr(Batch, method)
+
+    def fail(batch: Batch, *args: Any) -> Any:
+        if batch.busy:
+            raise KeyError("a bug")
+        return original(batch, *args)
+
+    monkeypatch.setattr(Batch, method, fail)
+    errors: list[Any] = []
+
+    def call(seed: int) -> None:
+        with pytest.raises(BatchingError, match="KeyError: 'a bug'") as caught:
+            cut.generate(prompt(5, seed), **NEW_TOKENS, **WAIT)
+        errors.append(caught.value)
+
+    begun = time.monotonic()
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 3
+    assert time.monotonic() - begun < WAIT["timeout"] / 2
+    monkeypatch.undo()
+    assert_agree_in_a_batch(cut, whole, [prompt(5), prompt(7, seed=2)])
+    cut.deparallelize()
