@@ -42,7 +42,7 @@ def llama(groups) -> Iterator[Any]:
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     yield parallelize(model, workers=groups(2))
     model.deparallelize()
-    assert set(vars(model)) == attributes
+    assert vars(model).keys() - {"deparallelize"} == attributes  # which does nothing from now on
     assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
 
 
