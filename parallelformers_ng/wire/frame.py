@@ -101,7 +101,6 @@ class Handle:
 class Packed:
     """A frame ready to be sent, to one receiver or to many. Close it afterwards."""
 
-    sequence: int
     data: bytes
     fds: list[int]
     memfd: int | None = None

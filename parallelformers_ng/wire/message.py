@@ -108,7 +108,7 @@ def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
     elif end:
         body = _joined(parts, end)
     fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, end, len(encoded.outside), len(fds))
-    return Packed(sequence, fixed + body, fds, memfd)
+    return Packed(fixed + body, fds, memfd)
 
 
 def parcel(value: Any) -> tuple[bytes, int]:

@@ -86,9 +86,7 @@ class SignedChannel(Channel):
         self._due = -1  # bytes of the record whose size was checked and that was not taken yet
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        if self._unsent is None:  # else it was signed, and sent in part
-            self._unsent = self._record(packed)
-        super().send_packed(packed, deadline)
+        self._send(self._record(packed), [], deadline)
 
     def receive(self, deadline: float = math.inf) -> Frame:
         if self._due < 0:

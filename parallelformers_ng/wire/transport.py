@@ -43,18 +43,13 @@ class Channel:
         connection: one end of an AF_UNIX stream pair.
         blocking: all waits are without a deadline, which saves system calls.
 
-    An exception out of a wait, be it of the deadline or of a signal's handler, loses nothing: the next `receive` takes
-    the frame whose first part had come, and `send_packed` with the same frame sends the rest of it.
-
-    Attributes:
-        sent: the sequence number of the last frame that was sent whole.
+    If a wait ends at its deadline, nothing that came is lost: the next `receive` takes the frame whose first part had
+    come.
     """
 
     def __init__(self, connection: socket.socket, blocking: bool = False) -> None:
         connection.setblocking(blocking)
         self.connection = connection
-        self.sent = -1
-        self._unsent: bytes | memoryview | None = None  # of a frame that was sent in part
         self._ahead = bytearray(_READ_AHEAD_BYTES)
         self._free = memoryview(self._ahead)
         self._begin = self._end = 0  # of what was read ahead and is not taken yet
@@ -113,9 +108,10 @@ class Channel:
             packed.close()
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        """Send a frame, or what an interruption has left of it. Raises what `send` raises, except for the errors of
-        encoding."""
-        rest, fds = (packed.data, packed.fds) if self._unsent is None else (self._unsent, [])
+        """Send a frame. Raises what `send` raises, except for the errors of encoding."""
+        self._send(packed.data, packed.fds, deadline)
+
+    def _send(self, rest: bytes | memoryview, fds: list[int], deadline: float) -> None:
         while rest:
             try:
                 if fds:
@@ -131,9 +127,6 @@ class Channel:
                 raise ChannelClosedError(f"a message could not be sent: {error.strerror}") from error
             else:
                 rest, fds = memoryview(rest)[count:], []
-                self._unsent = rest
-        self._unsent = None
-        self.sent = packed.sequence
 
     def recv(self, deadline: float = math.inf) -> tuple[Kind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
@@ -221,7 +214,7 @@ class Channel:
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
-    """Wait for what a poll watches, open to interrupts. Returns the descriptors that are ready; none after an hour
+    """Wait for what a poll watches. Returns the descriptors that are ready; none after an hour
     without any.
 
     Args:
