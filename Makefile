@@ -29,7 +29,7 @@ CUDA := .venv-cuda
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-all quality format bench gpu zoo ecosystem ecosystem-lock images docs clean cuda-build
+.PHONY: help setup demo train-demo test test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs clean cuda-build
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,10 @@ test: setup ## run the tests but the slow ones, two files at a time (PYTEST_ARGS
 
 test-all: setup ## run all tests: also servers, scripts that are killed, installations
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+page: setup ## the server's page in Chromium, which it installs if it may (Debian)
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
+	@$(PY) -m pytest tests/test_serving_page.py $(PYTEST_ARGS)
 
 quality: setup ## lint, formatting, types, the order of imports and of C headers
 	@$(PY) -m ruff check .

@@ -54,6 +54,7 @@ SUITES = {
     "cycles": (chaos_processes.cycles, 100, "parallelize and deparallelize, with workers of their own each time"),
     "starts": (chaos_processes.starts, 50, "8 groups of 2 ranks started at once, over gloo"),
     "http": (chaos_http.hostile, 10_000, "hostile requests to a server, from 8 clients beside 2 honest ones"),
+    "sound": (chaos_http.hostile_sound, 1000, "hostile sound files and forms to a server that transcribes"),
     "clients": (chaos_http.clients, 200, "clients of a server go at random moments"),
     "nodes": (chaos_hosts.nodes, 20, "a Ray node is killed in the middle of a request (where Ray is installed)"),
     "served": (chaos_http.kills, 20, "a worker of a server is killed under load; then SIGTERM with 8 in flight"),

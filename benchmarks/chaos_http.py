@@ -24,8 +24,10 @@ import httpx
 import psutil
 
 from benchmarks.chaos_figures import Figure
+from benchmarks.chaos_http_media import picture_request, sound_request
 from benchmarks.chaos_http_requests import request
 from tests.serving import save_served_model
+from tests.serving_media import save_llava, save_whisper, sound_file, tone
 
 SECONDS = 120.0  # until an answer is missed
 ALLOWED = {"closed", "503", *map(str, range(400, 500))}
@@ -33,7 +35,13 @@ HONEST = {"prompt": "An honest question", "max_tokens": 8, "temperature": 0}
 
 
 class Served:
-    """A server of the tiny model, as a process of its own."""
+    """A server of a tiny model, as a process of its own.
+
+    Attributes:
+        calm: honest requests that are timed before the hostile ones.
+    """
+
+    calm = 1000
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process = process
@@ -44,7 +52,7 @@ class Served:
             trust_env=False,
             limits=httpx.Limits(max_connections=None),
         )
-        self.wanted = self.ask(HONEST)
+        self.wanted = self.ask_honestly()
 
     def ask(self, body: dict[str, Any]) -> str:
         """The text of a completion; the name of what went wrong where there is none."""
@@ -54,6 +62,10 @@ class Served:
             return f"error: lost, {type(error).__name__}"
         found = answer.json()
         return found["choices"][0]["text"] if answer.status_code == 200 else f"error: {found['error']['code']}"
+
+    def ask_honestly(self) -> str:
+        """The text of the answer to an honest request."""
+        return self.ask(HONEST)
 
     @property
     def family(self) -> list[psutil.Process]:
@@ -85,13 +97,25 @@ class Served:
         return time.monotonic() - begun
 
 
+class Transcriber(Served):
+    """A server of a tiny Whisper, which answers one request after another."""
+
+    calm = 50
+
+    def ask_honestly(self) -> str:
+        form: dict[str, Any] = {"files": {"file": sound_file(tone(0.5), subtype="PCM_16")}, "data": {"language": "en"}}
+        return str(self.client.post("/v1/audio/transcriptions", **form).json()["text"])
+
+
 @contextlib.contextmanager
-def served(*flags: str) -> Iterator[Served]:
-    """Start a server, and end it."""
+def served(
+    *flags: str, save: Callable[[Path], Path] = save_served_model, kind: type[Served] = Served
+) -> Iterator[Served]:
+    """Start a server of a model that is saved first, and end it."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
-        save_served_model(Path(folder))
+        save(Path(folder))
         command = [sys.executable, "-m", "parallelformers_ng", "serve", folder, "--num-gpus", "2", "--device", "cpu"]
         command += ["--port", str(port), "--served-model-name", "tiny", *flags]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -103,7 +127,7 @@ def served(*flags: str) -> Iterator[Served]:
                 threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True).start()
                 with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
                     _until(lambda: _is_ready(client))
-                yield Served(process, port)
+                yield kind(process, port)
             finally:
                 process.terminate()
 
@@ -123,23 +147,39 @@ def _until(condition: Callable[[], object]) -> None:
 
 
 def hostile(count: int, seed: int) -> list[Figure]:
+    """Requests that mean no good, pictures among them, to a model that reads pictures."""
+    return _hostile(count, seed, any_request, "--max-tokens", "4", save=save_llava)
+
+
+def hostile_sound(count: int, seed: int) -> list[Figure]:
+    """Forms that mean no good, to a model that reads sound."""
+    limit = ("--max-audio-seconds", "2")  # a random model's timestamps hardly go on: longer sound would take minutes
+    return _hostile(count, seed, sound_request, *limit, save=save_whisper, kind=Transcriber)
+
+
+def any_request(source: random.Random) -> bytes:
+    """A hostile request of any kind."""
+    return source.choices((request, picture_request, sound_request), (8, 2, 1))[0](source)
+
+
+def _hostile(count: int, seed: int, make: Callable[[random.Random], bytes], *flags: str, **what: Any) -> list[Figure]:
     """Requests that mean no good, from 8 clients, while 2 honest ones ask on.
 
     The former are a process of their own, which takes the processor last: they would be on another machine.
     """
     context = multiprocessing.get_context("spawn")
     with (
-        served("--client-timeout", "5", "--max-tokens", "4") as server,
+        served("--client-timeout", "5", *flags, **what) as server,
         ProcessPoolExecutor(1, context, _run_when_idle) as clients,
         ThreadPoolExecutor(2) as pool,
     ):
-        calm = [pool.submit(_honest, server, lambda number: number < 1000) for _ in range(2)]
+        calm = [pool.submit(_honest, server, lambda number: number < server.calm) for _ in range(2)]
         calm_times = [each for future in calm for each in future.result()[0]]
-        clients.submit(send_from_many, server.port, f"{seed} first", max(50, count // 20)).result()
+        clients.submit(send_from_many, server.port, f"{seed} first", max(50, count // 20), make).result()
         workers, before = [process.pid for process in server.workers], server.megabytes  # what is made once is made
         over = threading.Event()
         honest = [pool.submit(_honest, server, lambda _: not over.is_set()) for _ in range(2)]
-        outcomes = clients.submit(send_from_many, server.port, str(seed), count).result()
+        outcomes = clients.submit(send_from_many, server.port, str(seed), count, make).result()
         over.set()
         times = [each for future in honest for each in future.result()[0]]
         wrong = sum(future.result()[1] for future in honest)
@@ -230,7 +270,7 @@ def _honest(server: Served, go_on: Callable[[int], bool]) -> tuple[list[float], 
     times, wrong = list[float](), 0
     while go_on(len(times)):
         begun = time.monotonic()
-        wrong += server.ask(HONEST) != server.wanted
+        wrong += server.ask_honestly() != server.wanted
         times.append(time.monotonic() - begun)
     return times, wrong
 
@@ -239,19 +279,21 @@ def _p99(times: list[float]) -> float:
     return sorted(times)[int(len(times) * 0.99)]
 
 
-def send_from_many(port: int, seed: str, count: int) -> Counter[str]:
+def send_from_many(port: int, seed: str, count: int, make: Callable[[random.Random], bytes]) -> Counter[str]:
     """`send_hostile`, from 8 clients at once."""
     with ThreadPoolExecutor(8) as pool:
         sent = [
-            pool.submit(send_hostile, port, random.Random(f"{seed} {number}"), share)
+            pool.submit(send_hostile, port, random.Random(f"{seed} {number}"), share, make)
             for number, share in enumerate(_shares(count, 8))
         ]
         return sum((future.result() for future in sent), Counter())
 
 
-def send_hostile(port: int, source: random.Random, count: int) -> Counter[str]:
+def send_hostile(
+    port: int, source: random.Random, count: int, make: Callable[[random.Random], bytes] = request
+) -> Counter[str]:
     """Send hostile requests, one after another. Returns how often each status came, or "closed", or "hung"."""
-    return Counter(_send(port, request(source), source.random() < 0.1) for _ in range(count))
+    return Counter(_send(port, make(source), source.random() < 0.1) for _ in range(count))
 
 
 def _send(port: int, sent: bytes, goes: bool) -> str:

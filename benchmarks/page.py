@@ -1,4 +1,4 @@
-"""The picture of the server's page, taken in Chromium while it serves the demo's model.
+"""The picture of the server's page, taken in Chromium while it serves SmolLM2-135M.
 
 python -m benchmarks.page
 """
@@ -11,29 +11,31 @@ from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
-from transformers import AutoTokenizer
 
 from parallelformers_ng import parallelize
+from tests.real_weights import smollm2
 from tests.serving import serving
 
-ROOT = Path(__file__).parent.parent
-MODEL = "examples/demo_model"
+PICTURE = Path(__file__).parent.parent / "docs/page.png"
+MESSAGES = ("What is the capital of France?", "Give me three short tips for a visit, as a list.")
 
 
 def main() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / MODEL)
-    model = parallelize(ROOT / MODEL, 2, workers={"device": "cpu"}, batching=True)
-    with serving(model, tokenizer, model=MODEL) as running, sync_playwright() as started:
+    model, tokenizer = smollm2()
+    parallelize(model, 2, workers={"device": "cpu"}, batching=True)
+    with serving(model, tokenizer, model="SmolLM2-135M-Instruct") as running, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1180, "height": 800})
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.goto(running.url)
-        page.get_by_label("Prompt").fill("And it came to pass in those days, that")
-        for _ in range(2):  # so that the second has a history
-            page.keyboard.press("Control+Enter")
-            page.locator("#outcome", has_text="tokens in").wait_for(timeout=120_000)
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Tokens at most").fill("160")
+        for number, message in enumerate(MESSAGES, start=1):
+            page.get_by_label("Your message").fill(message)
+            page.keyboard.press("Enter")
+            page.locator(".turn.assistant button").nth(number - 1).wait_for(timeout=120_000)
         page.wait_for_timeout(1500)
         picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
-        picture.quantize(64).save(ROOT / "docs/page.png", optimize=True)
+        picture.quantize(64).save(PICTURE, optimize=True)
         browser.close()
     model.deparallelize()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from parallelformers_ng.serving import generation, grammar, guard, requests, response_requests, score_requests
+from parallelformers_ng.serving import generation, grammar, guard, pictures, requests, response_requests, score_requests
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
 from parallelformers_ng.serving.options import ServeOptions
 
@@ -81,6 +81,7 @@ def limits() -> str:
         ("bytes of all headers", f"{guard.MOST_HEADER_BYTES:,}"),
         ("messages of a chat", f"{requests.MOST_MESSAGES:,}"),
         ("tokens of `logit_bias`", f"{requests.MOST_BIASES:,}"),
+        ("long side of a picture to its short one", f"{pictures.MOST_RATIO:,}"),
         ("characters of a stop string", f"{generation.STOP_LENGTH:,}"),
         ("characters of a grammar or schema", f"{grammar.MOST_CHARACTERS:,}"),
         ("symbols of a grammar, ten for a property", f"{grammar.MOST_SYMBOLS:,}"),

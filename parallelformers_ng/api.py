@@ -27,7 +27,8 @@ from parallelformers_ng.errors import (
     UnsupportedModelError,
 )
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
-from parallelformers_ng.model.around import surround, with_adapter, within
+from parallelformers_ng.live_code.stock import tensor_of_own_class
+from parallelformers_ng.model.around import surround, with_peft_adapters, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.live_code import LiveCode
@@ -65,6 +66,7 @@ def parallelize(
     model_class: type[PreTrainedModel] | None = None,
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     workers: WorkerOptions | Mapping[str, Any] | WorkerGroup | None = None,
     fit: FitOptions | Mapping[str, Any] | None = None,
     quantize: Any = None,
@@ -92,6 +94,8 @@ def parallelize(
         dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`. "auto", as None: as
             `from_pretrained` chooses, or as the model is.
         custom_policies: a Policy class or a list of them; they come before the written ones.
+        adapters: for a path: directories, or names on the hub, of peft's adapters by the names that they get in the
+            model, as by `load_adapter`; the first is active.
         workers: where the workers run and how long they are waited for: `WorkerOptions`, or a dict of the same words
             (`{"device": "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and
             goes on running when its parallelization ends; `num_gpus` is then the group's.
@@ -156,8 +160,13 @@ def parallelize(
     steps, unlike_asked = static_steps("eager" if as_it_is else decode, kind, world_size)
     if unlike_asked:
         log.warning("generate runs without CUDA graphs: %s", unlike_asked)
-    base = base_of_adapter(model) if isinstance(model, (str, os.PathLike)) else None
-    adapter, (model, around) = model, within(base or model)
+    is_path = isinstance(model, (str, os.PathLike))
+    directories = {name: os.fspath(directory) for name, directory in (adapters or {}).items()}
+    if directories and not is_path:
+        raise ParallelError(f"adapters is for loading a path; put them into the {type(model).__name__} with peft")
+    if is_path and (base := base_of_adapter(model)) is not None:
+        directories, model = {"default": os.fspath(model), **directories}, base
+    model, around = within(model)
     bits = read_quantize(quantize)
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
@@ -176,8 +185,8 @@ def parallelize(
             loaded = open_source(source, model, target, dequantize)
         elif (plain := open_given(loaded, target, dequantize)) is not None:
             given = Given(loaded, plain)
-        if base is not None:
-            loaded, around = within(with_adapter(loaded, os.fspath(adapter)))
+        if directories:
+            loaded, around = within(with_peft_adapters(loaded, directories))
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
@@ -333,6 +342,12 @@ def check_model(model: nn.Module) -> None:
         hint = "; pass what its merge_and_unload() returns" if hasattr(model, "merge_and_unload") else ""
         raise UnsupportedModelError(
             f"parallelize takes a transformers PreTrainedModel, not {cls.__module__}.{cls.__name__}{hint}"
+        )
+    name, kind = tensor_of_own_class(model)
+    if name:
+        raise UnsupportedModelError(
+            f"{name} is a {kind}, whose code says what functions of torch do with it, and the ranks hold plain tensors;"
+            " pass the model with plain parameters"
         )
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise UnsupportedModelError(

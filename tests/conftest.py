@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +122,20 @@ def two_ranks() -> Iterator[RankGroup]:
     group = RankGroup(2)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_whole() -> Any:
+    """The tiny model that servers of tests have, in this process."""
+    from tests.serving import tiny_model, tiny_tokenizer
+
+    return tiny_model(tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def http(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
+    """A client of a server that has the tiny model on two ranks."""
+    from tests.serving import serving_on, tiny_tokenizer
+
+    with serving_on(groups(2), tiny_tokenizer()) as running, running.client() as client:
+        yield client

@@ -14,8 +14,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.runtime.group import WorkerGroup
-from tests.serving import END, ScriptedModel, serving, serving_on, tiny_model, tiny_tokenizer
+from tests.serving import END, ScriptedModel, serving, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -27,17 +26,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OPEN = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
-
-
-@pytest.fixture(scope="module")
-def whole() -> Any:
-    return tiny_model(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def http(groups: Callable[[int], WorkerGroup]) -> Iterator[httpx.Client]:
-    with serving_on(groups(2), TOKENIZER) as running, running.client() as found:
-        yield found
 
 
 def asked(http: httpx.Client, route: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +98,7 @@ def test_answers_are_kept_to_their_constraint(http, route, name):
         assert choice["finish_reason"] == "stop"
 
 
-def test_constraints_among_16_rows_leave_the_others_alone(http, whole):
+def test_constraints_among_16_rows_leave_the_others_alone(http, tiny_whole):
     """Every other row has a constraint; the rows without one have the tokens of one process."""
 
     def ask(number: int) -> str:
@@ -125,7 +113,7 @@ def test_constraints_among_16_rows_leave_the_others_alone(http, whole):
             assert list(CONSTRAINTS.values())[number // 2][1](answer), answer
         else:
             ids = torch.tensor([TOKENIZER(f"Number {number}")["input_ids"]])
-            tokens = whole.generate(ids, do_sample=False, max_new_tokens=60)[0, ids.shape[1] :]
+            tokens = tiny_whole.generate(ids, do_sample=False, max_new_tokens=60)[0, ids.shape[1] :]
             assert answer == TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
@@ -137,9 +125,9 @@ def greedy(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", [3, 11])
-def test_a_stop_token_ends_the_answer_and_is_part_of_it(http, whole, place):
+def test_a_stop_token_ends_the_answer_and_is_part_of_it(http, tiny_whole, place):
     ids = torch.tensor([TOKENIZER("Hello")["input_ids"]])
-    tokens = whole.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
+    tokens = tiny_whole.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
     token = tokens[place]
     first = tokens.index(token)
     found = greedy(http, stop_token_ids=[token])
@@ -147,7 +135,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(http, whole, place):
     assert found["text"] == TOKENIZER.decode(tokens[: first + 1], skip_special_tokens=True)
     later = greedy(http, stop_token_ids=[token], min_tokens=first + 1)
     settings = {"eos_token_id": [TOKENIZER.eos_token_id, token], "min_new_tokens": first + 1}
-    want = whole.generate(ids, do_sample=False, max_new_tokens=40, **settings)[0, ids.shape[1] :].tolist()
+    want = tiny_whole.generate(ids, do_sample=False, max_new_tokens=40, **settings)[0, ids.shape[1] :].tolist()
     assert later["text"] == TOKENIZER.decode(want, skip_special_tokens=True)
     assert later["completion_tokens"] == len(want) > first + 1
 

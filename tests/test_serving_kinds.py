@@ -29,8 +29,9 @@ def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) 
         ("BertLMHeadModel", "text"),
         ("T5ForConditionalGeneration", "text"),
         ("Gemma3ForCausalLM", "text"),
-        ("LlavaForConditionalGeneration", "text alone: pictures and sound in requests are refused"),
-        ("Qwen2AudioForConditionalGeneration", "text alone: pictures and sound in requests are refused"),
+        ("LlavaForConditionalGeneration", "text, with pictures in chats"),
+        ("Qwen2AudioForConditionalGeneration", "text; sound in requests is refused"),
+        ("WhisperForConditionalGeneration", "text of sound"),
         ("BertModel", "embeddings pooled by mean"),
         ("T5EncoderModel", "embeddings pooled by mean"),
         ("LlamaModel", "embeddings pooled by mean"),
@@ -44,7 +45,7 @@ def test_what_a_model_is_served_as(name, kind, tmp_path):
     "name",
     [
         "BertForSequenceClassification", "LlamaForSequenceClassification", "BertForTokenClassification",
-        "BertForMaskedLM", "WhisperForConditionalGeneration", "Wav2Vec2Model", "ViTModel", "CLIPModel", "BartModel",
+        "BertForMaskedLM", "Speech2TextForConditionalGeneration", "Wav2Vec2Model", "ViTModel", "CLIPModel", "BartModel",
         "T5Model", "MusicgenForConditionalGeneration", "SpeechT5ForTextToSpeech",
     ],
 )  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import (
@@ -20,8 +18,7 @@ from transformers import (
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.batching.penalties import Penalties, penalized
-from parallelformers_ng.runtime.group import WorkerGroup
-from tests.serving import serving, serving_on, tiny_model, tiny_tokenizer
+from tests.serving import serving, tiny_model, tiny_tokenizer
 from tests.zoo.build import build
 
 TOKENIZER = tiny_tokenizer()
@@ -91,26 +88,17 @@ def test_an_answer_without_tokens_has_no_penalties():
     assert torch.equal(Penalties(3, 1.0, 1.0)(torch.tensor([[1, 2, 3]]), scores), scores)
 
 
-@pytest.fixture(scope="module")
-def whole() -> Any:
-    return tiny_model(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def http(groups: Callable[[int], WorkerGroup]) -> Iterator[httpx.Client]:
-    with serving_on(groups(2), TOKENIZER) as running, running.client() as found:
-        yield found
-
-
-def expected(whole: Any, prompt: str, fields: dict[str, Any]) -> str:
+def expected(tiny_whole: Any, prompt: str, fields: dict[str, Any]) -> str:
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     processors = reference(ids.shape[1], fields)
-    tokens = whole.generate(ids, do_sample=False, max_new_tokens=40, logits_processor=processors)[0, ids.shape[1] :]
+    tokens = tiny_whole.generate(ids, do_sample=False, max_new_tokens=40, logits_processor=processors)[
+        0, ids.shape[1] :
+    ]
     text: str = TOKENIZER.decode(tokens, skip_special_tokens=True)
     return text
 
 
-def test_rows_with_penalties_and_rows_without_are_those_of_one_process(http, whole):
+def test_rows_with_penalties_and_rows_without_are_those_of_one_process(http, tiny_whole):
     def ask(number: int, **more: Any) -> Any:
         fields = FIELDS[number // 2] if number % 2 else {}
         body = {"prompt": f"Number {number}", "max_tokens": 40, "temperature": 0, **fields, **more}
@@ -121,10 +109,12 @@ def test_rows_with_penalties_and_rows_without_are_those_of_one_process(http, who
     with ThreadPoolExecutor(16) as pool:
         together = [each["text"] for each in pool.map(ask, range(16))]
         sampled = list(pool.map(lambda number: ask(number, temperature=1.5, seed=3), range(16)))
-    wanted = [expected(whole, f"Number {number}", FIELDS[number // 2] if number % 2 else {}) for number in range(16)]
+    wanted = [
+        expected(tiny_whole, f"Number {number}", FIELDS[number // 2] if number % 2 else {}) for number in range(16)
+    ]
     assert together == wanted
     assert sampled == [ask(number, temperature=1.5, seed=3) for number in range(16)]
-    plain = [expected(whole, f"Number {number}", {}) for number in range(16)]
+    plain = [expected(tiny_whole, f"Number {number}", {}) for number in range(16)]
     assert sum(mine != other for mine, other in zip(together, plain, strict=True)) >= 6, "the penalties act"
 
 

@@ -206,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"input": []}, "may have 1 to"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "the model reads text"),
     ({"input": [{"role": "user"}]}, "input.0 has no content"),
     ({"input": [{"role": "user", "content": [5]}]}, "part of type None"),
     ({"input": [{"content": "x"}]}, "role"),

@@ -16,11 +16,12 @@ from parallelformers_ng.live_code.reach import reach
 from parallelformers_ng.live_code.stock import foreign_class, names_of_class
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.units import and_above, sees_part
 
 
 class CodeCheck:
-    """What has to be known of a model to check its plan again.
+    """Checks a plan against code that has changed since the plan was made.
 
     Args:
         model: the model, before it is parallelized.
@@ -47,6 +48,8 @@ class CodeCheck:
             elif path in above:
                 self._outside.add(type(module))
         self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
+        cut = (model.get_submodule(layer.path) for layer in plan.layers if layer.cls is not StoredInParts)
+        self._cut = {type(module) for module in cut if module._parameters}
 
     def objection(self, moved: Collection[str]) -> str:
         """Say why the plan does not hold for the code as it is now; "" if it does.
@@ -59,6 +62,9 @@ class CodeCheck:
         for cls in self._outside - self._inside:
             if foreign_class(cls) and self._layers & names_of_class(cls) and _reaches(cls, moved):
                 return f"{cls.__name__} reads layers that are cut"
+        for cls in self._cut:  # no proof is enough: see `CutUnit.not_stock`
+            if foreign_class(cls) and _reaches(cls, moved):
+                return f"{cls.__name__} is cut"
         changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]
         return self._not_proven() if changed else ""
 

@@ -1,4 +1,4 @@
-"""What a program has changed of a model since its class built it, so that a small copy can be given the same code."""
+"""Changes that a program has made to a model since its class built it, put on a small copy as well."""
 
 from __future__ import annotations
 

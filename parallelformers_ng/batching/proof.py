@@ -30,8 +30,11 @@ _TOLERANCE = 1e-3
 more than this, and rounding is less, also of states that models keep in float32 whatever their type."""
 
 
+_UNKNOWN = "it is not known yet whether the model's calls may share a batch"
+
+
 class Trial:
-    """Finds out, once, whether calls of a model may share a batch.
+    """Finds out, once for each state of its code, whether calls of a model may share a batch.
 
     Args:
         at_once: the first call waits for it. Else calls run one after another until it is known.
@@ -48,26 +51,37 @@ class Trial:
         self._lock = threading.Lock()
         self._has_begun = False
         self.in_pieces = False
-        self._why_alone = "it is not known yet whether the model's calls may share a batch"
+        self._why_alone = _UNKNOWN
+        self._code = 0
 
-    def why_alone(self, cls: Any, config: Any) -> str:
-        """Say why a call of a model of this class and configuration runs alone; "" if it may share a batch."""
+    def why_alone(self, cls: Any, config: Any, code: int = 0) -> str:
+        """Say why a call of a model of this class and configuration runs alone; "" if it may share a batch.
+
+        Args:
+            code: how often the code that the model runs has changed.
+        """
         self.is_due = True
         with self._lock:
+            if code != self._code:
+                self._code, self._has_begun, self._why_alone, self.in_pieces = code, False, _UNKNOWN, False
             begins, self._has_begun = not self._has_begun, True
             if begins and self._at_once:
-                self._try(cls, config)  # others wait for the lock
+                self._try(cls, config, code)  # others wait for the lock
         if begins and not self._at_once:
-            threading.Thread(target=self._try, args=(cls, config), name="batching proof", daemon=True).start()
+            threading.Thread(target=self._try, args=(cls, config, code), name="batching proof", daemon=True).start()
         return self._why_alone
 
-    def _try(self, cls: Any, config: Any) -> None:
+    def _try(self, cls: Any, config: Any, code: int) -> None:
+        in_pieces = False
         try:
-            self._why_alone, self.in_pieces = prove(cls, config, self._edits)
+            why, in_pieces = prove(cls, config, self._edits)
         except Exception as error:  # a model's code, run on a small copy of it, may raise anything
-            self._why_alone = f"the proof ended with {type(error).__name__}: {error}"
-        if self._why_alone:
-            log.info("calls of %s are decoded one after another: %s", cls.__name__, self._why_alone)
+            why = f"the proof ended with {type(error).__name__}: {error}"
+        if code != self._code:
+            return
+        self._why_alone, self.in_pieces = why, in_pieces
+        if why:
+            log.info("calls of %s are decoded one after another: %s", cls.__name__, why)
 
 
 def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, bool]:
@@ -93,7 +107,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.
         in_pieces: see `Trial`.
-        lengths: of the calls, tokens before and after.
+        lengths: tokens of each call, before and after.
     """
     model.set_experts_implementation("eager")  # as on the ranks; other kernels take not all widths of a small copy
     words = model.config.get_text_config().vocab_size

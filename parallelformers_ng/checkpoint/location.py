@@ -28,8 +28,8 @@ from parallelformers_ng.options import WorkerOptions
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
 _ARGUMENTS = (
-    "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "workers", "decode", "seed", "prove",
-    "verbose", "progress", "quantize",
+    "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "adapters", "workers", "decode", "seed",
+    "prove", "verbose", "progress", "quantize",
 )  # fmt: skip
 """Those of `parallelize`."""
 _CUT_HERE = "the model is cut here, over num_gpus ranks"

@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.hooks.pickling import is_of_library
 from parallelformers_ng.hooks.registry import check
-from parallelformers_ng.live_code.changes import CodeChanges, by_value
+from parallelformers_ng.live_code.packing import CodeChanges, by_value
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantized import quantize_modules
 from parallelformers_ng.sharding.tensors import get_tensor

@@ -1,26 +1,20 @@
-"""Code that differs between the caller and a rank: found by digests, sent by value, put in its place there."""
+"""Code that differs between the caller and a rank: found by digests, and put in its place there."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import io
 import operator
-import pickle
 import sys
-import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.utils.generic import GeneralInterface
 
-from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.live_code.content import digest, original
+from parallelformers_ng.live_code.packing import CodeChanges, Digests, Unpickler
 from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, value_in
 
 ABSENT = b""
@@ -28,28 +22,6 @@ ABSENT = b""
 _NOTHING = object()
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
 """Where transformers 5.17 notes the classes of the models that a process has built, which are others in a rank."""
-Digests = dict[str, bytes]
-
-
-@dataclass(frozen=True)
-class CodeChanges:
-    """Values for places of code, as they travel to the ranks.
-
-    Attributes:
-        data: a pickle of place → value.
-        restored: places that hold again what a rank imports by itself.
-        of_step: whether a forward pass reaches one of them.
-        by_value: modules whose code came to the ranks by value, where no import finds it.
-    """
-
-    data: bytes
-    restored: tuple[str, ...]
-    of_step: bool
-    by_value: frozenset[str] = frozenset()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """With this it travels as a pickle, which is signed: `data` is code."""
-        vars(self).update(state)
 
 
 def attentions_of(model: nn.Module) -> set[str]:
@@ -94,32 +66,6 @@ def is_filled_in(slot: Slot, here: bytes) -> bool:
     return imported or (here == ABSENT and isinstance(slot.value, (bool, int, str)))
 
 
-def pack(
-    slots: Mapping[str, Slot], restored: Iterable[str] = (), modules: Collection[str] = frozenset()
-) -> CodeChanges:
-    """Take values of places to the wire.
-
-    Args:
-        slots: the places and their values.
-        restored: places that hold again what a rank imports by itself.
-        modules: names of the modules whose code travels by value.
-
-    Raises:
-        NotPortableError: one cannot cross; the message names its place.
-    """
-    values = {place: slot.value for place, slot in slots.items()}
-    try:
-        with by_value(modules):
-            data = _pickled(values)
-    except Exception as error:  # reducers are foreign code and raise anything
-        place = next((place for place, value in values.items() if not _is_portable(place, value)), "")
-        raise NotPortableError(
-            f"{place.replace(':', '.')} was changed by this program, and the change cannot be sent to the workers:"
-            f" {error}. Have it hold nothing that cannot be copied (a lock, an open file)"
-        ) from error
-    return CodeChanges(data, tuple(restored), any(slot.of_step for slot in slots.values()), frozenset(modules))
-
-
 class AppliedChanges:
     """The changes that a rank has made to code that it imported."""
 
@@ -136,7 +82,7 @@ class AppliedChanges:
         """
         for place in changes.restored:
             self._restore(place)
-        values = pickle.loads(changes.data)
+        values = Unpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         scopes = scopes_of(classes, values.values()) if changes.by_value else {}
         mine = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
@@ -154,6 +100,10 @@ class AppliedChanges:
         """Have all places hold what they held before."""
         for place in [*self._before]:
             self._restore(place)
+
+    def _imported(self, place: str) -> Any:
+        """Give the value that this rank imported at a place, also if it holds another now."""
+        return self._before[place][2] if place in self._before else _look_up(place)
 
     def _restore(self, place: str) -> None:
         self.of_step.discard(place)
@@ -190,22 +140,8 @@ def is_by_value(name: str) -> bool:
     return spec is None or (file is not None and spec.origin != file)
 
 
-@contextlib.contextmanager
-def by_value(names: Iterable[str]) -> Iterator[None]:
-    """Within it, what these modules define is pickled by value."""
-    known = cloudpickle.list_registry_pickle_by_value()
-    modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
 def _found_on_path(name: str) -> Any:
-    """What an import of a module by name would find, had it not been loaded."""
+    """Find what an import of a module by name would read if the module were not loaded."""
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     for finder in sys.meta_path:
@@ -224,7 +160,7 @@ def _look_up(place: str) -> Any:
 
 
 def _holder_of(place: str) -> tuple[Any, str]:
-    """What holds the value of a place in this process, and under which key."""
+    """Find the class, globals or registry of a place in this process, and the key of its value there."""
     name, _, path = place.partition(":")
     try:
         module = importlib.import_module(name)
@@ -261,31 +197,3 @@ def _put_by_value(
     for scope in scopes.get(module, ()):
         if key in scope:
             scope[key] = value
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Takes the functions of some places by value, also if they are called as the place is: one that
-    `functools.wraps` has named after what it replaces."""
-
-    def __init__(self, buffer: io.BytesIO, places: Collection[str]) -> None:
-        super().__init__(buffer, protocol=5)
-        self._places = places
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.FunctionType) and f"{obj.__module__}:{obj.__qualname__}" in self._places:
-            return self._dynamic_function_reduce(obj)
-        return super().reducer_override(obj)
-
-
-def _pickled(values: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, values.keys()).dump(dict(values))
-    return buffer.getvalue()
-
-
-def _is_portable(place: str, value: Any) -> bool:
-    try:
-        _pickled({place: value})
-    except Exception:  # see `pack`
-        return False
-    return True

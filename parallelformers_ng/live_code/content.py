@@ -27,7 +27,7 @@ def digest(value: Any) -> bytes:
 
 
 def original(value: Any) -> Any:
-    """What a rank has wrapped to compute it faster; any other value as it is."""
+    """Unwrap a function that a rank has wrapped to compute it faster; give any other value as it is."""
     while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
         if not value.__globals__.get("__name__", "").startswith("parallelformers_ng."):
             break

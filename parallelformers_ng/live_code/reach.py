@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import GeneralInterface
@@ -35,6 +36,8 @@ _NOT_COMPUTING = tuple(
     )
 )  # fmt: skip
 """Modules of transformers that load, write, describe or train, and are not followed."""
+_LAYERS_OF_TORCH = "torch.nn.modules."
+_CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
 
 
@@ -46,7 +49,7 @@ class Slot:
         place: its name, `module:Class.attribute`, `module:global` or `module:registry[key]`.
         holder: the class, the globals of the module or the registry that holds the value.
         key: the name under which `holder` has it.
-        value: what it held when it was looked at.
+        value: its value when it was looked at.
         of_step: whether a forward pass reaches it; else only `generate` and other methods do.
     """
 
@@ -63,7 +66,8 @@ def reach(
     """List the places of the code that methods of these classes can reach.
 
     A method is reached if code that is reached names it, whatever the object. Globals are followed within transformers
-    and the packages of the classes and functions themselves, not into torch.
+    and the packages of the classes and functions themselves. Into torch they are not; of its layers, the functions that
+    they name are listed.
 
     Args:
         classes: classes of a model's modules.
@@ -74,7 +78,7 @@ def reach(
         Place → slot, those of a forward pass first.
     """
     walk = _Walk([*classes], [*functions], attentions)
-    walk.follow(STEP, of_step=True)
+    walk.follow(STEP | {"__init__"}, of_step=True)  # that of caches, which name their layers there
     own = {base for cls in walk.classes for base in cls.__mro__ if base not in _GENERAL}
     public = {name for base in own for name in vars(base) if not name.startswith("_")}
     walk.follow(public | {"generate"}, of_step=False)
@@ -83,7 +87,7 @@ def reach(
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
     """The globals in which the code that `reach` follows looks names up: name of the module → dictionaries. Code that
-    came by value has some of its own, which no import finds."""
+    came by value has globals of its own, which no import finds."""
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
     return {name: [*scopes.values()] for name, scopes in walk.scopes.items()}
@@ -136,7 +140,8 @@ class _Walk:
             self._known_classes.add(base)
             for name, value in vars(base).items():
                 is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
-                if name in _NOT_FOLLOWED or not (is_setting or any(True for _ in functions_in(value))):
+                skipped = name in _NOT_FOLLOWED and not (name == "__init__" and base.__module__ == _CACHES)
+                if skipped or not (is_setting or any(True for _ in functions_in(value))):
                     continue
                 self._methods.setdefault(name, []).append(base)
                 if name in self._named:
@@ -148,16 +153,19 @@ class _Walk:
             self._waiting.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
 
     def _read(self, function: types.FunctionType) -> None:
-        if package_of(function) in LIBRARIES - self._packages:
-            return
         scope = function.__globals__
         module = scope.get("__name__", "")
+        if module.startswith(_LAYERS_OF_TORCH):
+            return self._read_layer(function)
+        if package_of(function) in LIBRARIES - self._packages:
+            return
         if module.startswith(_NOT_COMPUTING):
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names = names_in(function.__code__)
         for name in names:
             self._name(name)
+            self._read_method_of_tensors(name)
             if name not in scope or name.startswith("__"):
                 continue
             value = scope[name]
@@ -171,6 +179,19 @@ class _Walk:
                 self._read_registry(f"{module}:{name}", value)
             else:
                 self._waiting.append((None, name, value))
+
+    def _read_method_of_tensors(self, name: str) -> None:
+        """Note a method that a program has put on all tensors."""
+        method = vars(torch.Tensor).get(name)
+        if isinstance(method, types.FunctionType) and package_of(method) != "torch":
+            self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
+            self._waiting.append((None, name, method))
+
+    def _read_layer(self, function: types.FunctionType) -> None:
+        """Note what a layer of torch names of `torch.nn.functional`."""
+        functional = function.__globals__.get("F")
+        if isinstance(functional, types.ModuleType):
+            self._read_module(functional, names_in(function.__code__))
 
     def _read_module(
         self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()
@@ -192,6 +213,8 @@ class _Walk:
             return
         self._known.add(id(registry))
         for key, value in entries_of(registry):
+            if isinstance(value, type) and value.__module__ == _CACHES:
+                self._add(value)
             if isinstance(key, str) and callable(value) and not isinstance(value, type):
                 self._note(f"{place}[{key}]", registry, key, value)
                 if isinstance(registry, GeneralInterface) and (self._attentions is None or key in self._attentions):
@@ -202,7 +225,7 @@ class _Walk:
 
 
 def value_in(holder: Any, key: str, default: Any = None) -> Any:
-    """What a class, the globals of a module or a registry holds under a name, not what it inherits."""
+    """Read the value that a class, the globals of a module or a registry itself has under a name."""
     if isinstance(holder, type):
         return vars(holder).get(key, default)
     if isinstance(holder, GeneralInterface):

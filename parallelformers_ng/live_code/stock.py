@@ -115,6 +115,17 @@ def foreign_layer(module: nn.Module) -> str:
     return ""
 
 
+def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
+    """The first parameter or buffer whose class is the program's and says itself what functions of torch do with it:
+    its name and class; two empty words if there is none."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for base in type(tensor).__mro__:
+            own = {"__torch_function__", "__torch_dispatch__"} & vars(base).keys()
+            if own and package_of(base) not in LIBRARIES:
+                return name, type(tensor).__name__
+    return "", ""
+
+
 def names_of(module: nn.Module) -> set[str]:
     """The names in the code of the program's that a module runs."""
     functions = functions_in(vars(module).get("forward"))
@@ -167,7 +178,7 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _foreign_on_module(module: nn.Module) -> str:
-    """What a module itself has in the place of stock code, in words."""
+    """Say which stock code a module itself replaces, in words; "" if none."""
     name = next(iter(functions_of(module)), "")
     return "its forward was replaced" if name == "forward" else f"its {name} is the program's" if name else ""
 

@@ -7,9 +7,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
 
-from parallelformers_ng.live_code.reach import Slot
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_of
 
 
 class CodeWatch:
@@ -21,20 +25,39 @@ class CodeWatch:
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        classes: dict[int, dict[str, Any]] = {}
         for slot in slots:
             table = _table_of(slot.holder)
+            if slot.key in STEP and isinstance(slot.holder, type):
+                classes[id(table)] = table
             if slot.key in table:
                 groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
         self._tables = [table for table, _ in groups.values()]
         self._getters = [_getter(values) for _, values in groups.values()]
         self._values = [getter(table) for getter, table in zip(self._getters, self._tables, strict=True)]
+        self._classes = [*classes.values(), _table_of(torch.Tensor)]
+        self._sizes = [*map(len, self._classes)]
 
     def holds(self) -> bool:
-        """Whether all places hold what they held: the same objects, or equal numbers."""
+        """Whether all places hold what they held, the same objects or equal numbers, and no class of modules has got a
+        place more or lost one."""
         try:
-            return [*map(operator.call, self._getters, self._tables)] == self._values
+            same = [*map(operator.call, self._getters, self._tables)] == self._values
+            return same and [*map(len, self._classes)] == self._sizes
         except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
             return False
+
+
+def refuse_modes() -> None:
+    """Raise ParallelError within a mode of the program's that changes what functions of torch do in this process."""
+    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if package_of(type(mode)) not in LIBRARIES:
+            raise ParallelError(
+                f"the call is made within {type(mode).__name__}, which changes functions of torch in this process, not"
+                " in the workers. Leave it before the call, or call deparallelize() first"
+            )
 
 
 def _table_of(holder: Any) -> dict[str, Any]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from parallelformers_ng.checkpoint.lazy import values
-from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
 from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of
@@ -39,19 +40,39 @@ def within(model: Any) -> tuple[Any, list[nn.Module]]:
     return model.get_base_model(), [model, model.base_model]
 
 
-def with_adapter(model: Any, directory: str) -> Any:
-    """peft's model around one, with the adapter that a directory holds.
+def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
+    """Return peft's model around one, with adapters in it; the first of them is active.
+
+    Args:
+        model: the model.
+        directories: directory, or name on the hub, of each adapter by its name.
 
     Raises:
         ParallelError: peft is not installed.
+        CheckpointError: an adapter is none of this model's, or is damaged.
     """
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ParallelError(
-            f"{directory} holds an adapter, and what reads it is not installed: pip install peft"
+            f"{', '.join(directories.values())} holds an adapter, and what reads it is not installed: pip install peft"
         ) from error
-    return PeftModel.from_pretrained(model, directory, low_cpu_mem_usage=True)
+    around: Any = None
+    for name, directory in directories.items():
+        try:
+            if around is None:
+                around = PeftModel.from_pretrained(model, directory, name, low_cpu_mem_usage=True)
+            loaded = around.load_adapter(directory, name, low_cpu_mem_usage=True)
+        except (ValueError, OSError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the adapter {name!r} of {directory} cannot be put into {type(model).__name__}: {error}"
+            ) from error
+        if wrong := (*loaded.missing_keys, *loaded.unexpected_keys):
+            raise CheckpointError(
+                f"the adapter {name!r} of {directory} is not one of this {type(model).__name__}: {len(wrong)} of its"
+                f" tensors are missing or have no place, the first is {wrong[0]}"
+            )
+    return around
 
 
 def surround(around: list[nn.Module], model: nn.Module) -> None:

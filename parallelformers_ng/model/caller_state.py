@@ -120,6 +120,19 @@ class Edits:
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
 
+    def code_count(self, only_step: bool = False) -> int:
+        """Look for changes of the code; how often there were any.
+
+        Args:
+            only_step: look at the code of a forward pass alone.
+
+        Raises:
+            ParallelError, NotPortableError: as `LiveCode.update`.
+        """
+        if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
+            self._code.update()
+        return self._code.count
+
     def put_into(self, call: Call, model: nn.Module, incarnation: int) -> Callable[[], None]:
         """Add to a call what the workers of this incarnation do not know yet.
 
@@ -132,11 +145,8 @@ class Edits:
         known_incarnation, known, time, code_count = self._known
         if known_incarnation != incarnation:
             known, time, code_count = self._built, 0, 0
-        code = self._code
-        if not (code.step.holds() and (call.method == "__call__" or code.rest.holds())):
-            code.update()
-        if code_count != (codes := code.count):
-            call.code = code.changes
+        if code_count != (codes := self.code_count(call.method == "__call__")):
+            call.code = self._code.changes
         configs, count = self._configurations(model), self._count
         if time == count and code_count == codes and known.still_holds(configs):
             return _nothing

@@ -23,6 +23,7 @@ from parallelformers_ng.generation.lost_notes import globals_written_by
 from parallelformers_ng.generation.object_state import STATEFUL, stateful_arguments
 from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
+from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapters import Adapters
 from parallelformers_ng.model.caller_state import RandomStream
 from parallelformers_ng.model.deployment import Deployment
@@ -102,6 +103,7 @@ class Calls:
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
     ) -> Any:
         """As `Dispatcher.call`."""
+        refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.dispatchers[place].call(model, path, method, args, kwargs, how)
 
@@ -114,6 +116,7 @@ class Calls:
             path: of the model, or of the model within it, that generates.
             original: its class's `generate`.
         """
+        refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.generate_at(place, model, path, original, args, kwargs)
 

@@ -10,7 +10,7 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.hosts.launching import elsewhere
-from parallelformers_ng.live_code.changes import Digests
+from parallelformers_ng.live_code.packing import Digests
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup

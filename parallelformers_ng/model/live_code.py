@@ -1,4 +1,4 @@
-"""Keeps the code on the ranks as it is in the caller's process, where a program may change it at any time."""
+"""Keeps the code on the ranks as it is in the caller's process, which may change it at any time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import nn
 from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.changes import (
-    CodeChanges,
-    Digests,
     attentions_of,
     classes_of,
     digests_of,
     is_by_value,
     is_filled_in,
     module_of,
-    pack,
 )
 from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, reach
+from parallelformers_ng.live_code.stock import is_stock
 from parallelformers_ng.live_code.watch import CodeWatch
 
 _FOLLOWED = ("torch", "transformers")
@@ -35,9 +34,8 @@ class LiveCode:
         check: says why the plan does not hold for changed code.
 
     Attributes:
-        check: as given.
         by_value: modules whose code travels by value.
-        changes: what ranks that have what `compare` sent have to change; None if nothing has changed since.
+        changes: changes since `compare`, for ranks that have what it sent; None if there are none.
         count: how often the code has changed since.
         step, rest: watches of the code of a forward pass, and of what only `generate` and other methods reach.
     """
@@ -73,7 +71,9 @@ class LiveCode:
         unlike = {place: found for place, found in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**here, **unlike}
         self._sent = set(unlike)
-        return pack({place: self._slots[place] for place in unlike}, (), self.by_value) if unlike else None
+        if not unlike:
+            return None
+        return pack({place: self._slots[place] for place in unlike}, self._on_ranks, modules=self.by_value)
 
     def update(self) -> None:
         """Look at the code anew after a change.
@@ -93,8 +93,11 @@ class LiveCode:
             for place in before.keys() | current.keys()
             if place not in before or place not in current or before[place].value is not current[place].value
         }
+        if not moved:
+            return self._watch()
         if why := self.check.objection(moved):
-            names = ", ".join(sorted(place.partition(":")[2] for place in moved & before.keys())[:3])
+            known = moved & before.keys()
+            names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
             raise ParallelError(
                 f"{names} was changed after the model was parallelized, and the model cannot be cut as it is with the"
                 f" new code: {why}. Call deparallelize(), then parallelize() again"
@@ -105,8 +108,8 @@ class LiveCode:
             for place, slot in current.items()
             if now[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
         }
-        restored = [place for place in self._sent if place in now and now[place] == self._on_ranks.get(place)]
-        self.changes = pack(values, restored, self.by_value)
+        restored = self._sent - values.keys()
+        self.changes = pack(values, self._on_ranks, restored, self.by_value)
         self._sent |= set(values)
         self._slots = current
         self.count += 1
@@ -119,7 +122,8 @@ class LiveCode:
             return False
         if module_of(slot.place) in self.by_value:
             return slot.place in before and before[slot.place].value is slot.value and slot.place not in self._sent
-        return module_of(slot.place).partition(".")[0] in _FOLLOWED
+        is_plain = isinstance(slot.value, (bool, int, float, str, property))
+        return module_of(slot.place).partition(".")[0] in _FOLLOWED and not is_plain and is_stock(slot)
 
     def _watch(self) -> None:
         self.step = CodeWatch(slot for slot in self._slots.values() if slot.of_step)
@@ -132,3 +136,9 @@ class LiveCode:
         """Whether ranks can import nothing of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
+
+
+def _in_short(place: str) -> str:
+    """A place as messages name it: `Class.attribute`, or `module.global`."""
+    module, _, name = place.partition(":")
+    return name if "." in name or "[" in name else f"{module}.{name}"

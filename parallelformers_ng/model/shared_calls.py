@@ -30,12 +30,12 @@ class SharedCalls:
     Args:
         options: the limits.
         trial: says whether any call of the model may.
-        dispatcher: of the replica whose workers decode them.
+        dispatcher: dispatcher of the replica whose workers decode them.
         adapters: the model's, None if it has none.
         steps: whether their steps become CUDA graphs.
 
     Attributes:
-        batch: the calls that the present group decodes together.
+        batch: calls that the present group decodes together.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class SharedCalls:
         """Have a call share a batch.
 
         Args:
-            arguments: of `generate`, by name.
-            seed, timeout, streamer: of this call.
+            arguments: arguments of `generate`, by name.
+            seed, timeout, streamer: options of this call.
             draw_seed: gives a seed to a call that samples without; None if it would be alone anyway.
 
         Returns:
@@ -84,7 +84,8 @@ class SharedCalls:
             As `Ticket.wait`.
         """
         self._check(*tokens_of(model, arguments))
-        call = self.trial.why_alone(type(model), model.config) or shared_call(model, arguments, seed, draw_seed)
+        call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
+        call = call or shared_call(model, arguments, seed, draw_seed)
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class _StandIn(type):
-    """The type of the classes made here: what is done with such a class is done with the class that it stands for."""
+    """The type of the classes made here: an operation on such a class is done on the class that it stands for."""
 
     _whole_class: type[nn.Module]
 

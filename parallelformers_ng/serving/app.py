@@ -7,20 +7,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from parallelformers_ng.serving import errors
+from parallelformers_ng.serving.api_page import api_page
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Embeddings
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.errors import ApiError, bad_request
+from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind
 from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.models import Models
 from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import (
     ChatRequest,
@@ -33,13 +36,18 @@ from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
 from parallelformers_ng.serving.scores import Scores
 from parallelformers_ng.serving.status import Status
+from parallelformers_ng.serving.transcription import Transcription
 
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+_POLICY = (
+    "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none'; base-uri 'none';"
+    " form-action 'self'"
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> Guard:
@@ -47,7 +55,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     Args:
         model: a parallelized model, with `batching` where its calls are to share batches.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, or the processor that has it if the model reads pictures or sound.
         options: the limits, and what clients call it.
         kind: what it is served as; by default text, or embeddings pooled by the normalized mean.
 
@@ -58,13 +66,17 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     rows = options.rows * (options.replicas if options.launcher == "local" else 1)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
     metrics = Metrics(options.name, rows, options.cache_tokens or rows * positions)
-    engine = Engine(model, options, metrics)
-    chat = Chat(tokenizer, template, engine.longest)
-    generation, status = Generation(engine, chat, options), Status(engine, chat, options)
-    kind = kind or Kind(None if engine.generates else Pooling())
+    kind = kind or Kind(None if model.can_generate() else Pooling())
+    processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
+    tokenizer = getattr(processor, "tokenizer", tokenizer)
+    engine = Engine(model, options, metrics, kind.writes_text)
+    pictures = None if processor is None or kind.transcribes else Pictures(processor, options)
+    chat = Chat(tokenizer, template, engine.longest, processor if pictures else None)
+    generation, status = Generation(engine, chat, options, pictures), Status(engine, chat, options)
+    transcription = Transcription(engine, processor if kind.transcribes else None, options)
     embeddings = Embeddings(engine, chat, options, kind.pooling)
     scores = Scores(engine, chat, options, kind.activation)
-    # The documents of the API that FastAPI makes would be fetched from elsewhere.
+    # FastAPI's own page at /docs would fetch scripts from elsewhere; `api_page` makes one.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     errors.install(app)
     if options.cors:
@@ -76,73 +88,80 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
             expose_headers=["X-Request-Id"],
         )
 
-    def check_name(name: str | None) -> None:
-        if name not in (None, "", options.name):
-            raise ApiError(404, f"there is no model {name!r} here; it is {options.name!r}", "model", "model_not_found")
+    served = Models(options, status.began, engine.positions)
+
+    def check_name(request: Any) -> None:
+        request.model = served.named(request.model)
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
-        check_name(request.model)
+        """Continue one prompt or several."""
+        check_name(request)
         return await generation.complete(request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
-        check_name(request.model)
+        """Answer the last message of a chat."""
+        check_name(request)
         return await generation.converse(request)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:
-        check_name(request.model)
+        """Answer in the shape of OpenAI's Responses API; nothing is stored."""
+        check_name(request)
         return await generation.respond(request)
 
     @app.post("/v1/embeddings")
     async def embed(request: EmbeddingRequest) -> dict[str, Any]:
-        check_name(request.model)
+        """Return vectors of texts."""
+        check_name(request)
         return await embeddings.embed(request)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def score(request: ScoreRequest) -> dict[str, Any]:
-        check_name(request.model)
+        """Score pairs of texts."""
+        check_name(request)
         return await scores.score(request)
 
     @app.post("/v1/rerank")
     @app.post("/v2/rerank")
     @app.post("/rerank")
     async def rerank(request: RerankRequest) -> dict[str, Any]:
-        check_name(request.model)
+        """Return documents in the order of their scores with a query."""
+        check_name(request)
         return await scores.rerank(request)
+
+    @app.post("/v1/audio/transcriptions")
+    async def transcribe(request: Request) -> Response:
+        """Return the text of sound: a form with `file`, `language`, `prompt`, `response_format`, `temperature`."""
+        return await transcription.answer(request, served)
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
-        check_name(request.model)
+        """Return the text of tokens."""
+        check_name(request)
         engine.check_prompt(request.tokens, engine.positions)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens)}
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        check_name(request.model)
+        """Return the tokens of a prompt, or of the prompt that messages become."""
+        check_name(request)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either a prompt or messages")
         ids = await generation.tokenize(request)
         return {"count": len(ids), "max_model_len": engine.positions, "tokens": ids}
 
-    card = {
-        "id": options.name,
-        "object": "model",
-        "created": status.began,
-        "owned_by": "parallelformers_ng",
-        "max_model_len": engine.positions,
-    }
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        """List the models."""
+        return {"object": "list", "data": [*served.cards.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model_named(name: str) -> dict[str, Any]:
-        check_name(name)
-        return card
+        """Describe a model."""
+        return served.cards[served.named(name)]
 
     for path, handler in (
         ("/health", status.health),
@@ -153,15 +172,14 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     ):
         app.add_api_route(path, handler, response_model=None)
     for path, (name, media_type) in _PAGE.items():
-        app.add_api_route(path, _asset(name, media_type), include_in_schema=False, response_model=None)
-    return Guard(app, options, metrics)
+        content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
+        app.add_api_route(path, _asset(content, media_type), include_in_schema=False)
+    app.add_api_route("/docs", _asset(api_page(app), "text/html"), include_in_schema=False)
+    return Guard(app, options, metrics, reads_media=processor is not None)
 
 
-def _asset(name: str, kind: str) -> Any:
-    content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
-
+def _asset(content: bytes | str, media_type: str) -> Any:
     async def serve() -> Response:
-        headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-        return Response(content, media_type=kind, headers=headers)
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
     return serve

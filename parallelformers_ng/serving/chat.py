@@ -9,7 +9,7 @@ from typing import Any
 
 from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar
 from parallelformers_ng.serving.errors import bad_request
-from parallelformers_ng.serving.requests import Message
+from parallelformers_ng.serving.requests import Message, Part
 from parallelformers_ng.serving.structured import Constraint
 from parallelformers_ng.serving.tool_choice import ToolChoice
 from parallelformers_ng.serving.tool_prompts import plain_messages
@@ -23,11 +23,13 @@ class Chat:
         tokenizer: of transformers.
         template: a chat template in the place of its own.
         most: tokens that a prompt may have.
+        processor: the model's, if it reads pictures; its chat template counts.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None, most: int = 1 << 31) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None, most: int = 1 << 31, processor: Any = None) -> None:
         self.tokenizer = tokenizer
-        self._template = template
+        self._reads_pictures = processor is not None
+        self._template = template or getattr(processor, "chat_template", None)
         self._most = most
         self._longest = max(map(len, tokenizer.get_vocab()))
 
@@ -39,6 +41,27 @@ class Chat:
     @functools.cached_property
     def _form(self) -> dict[str, Any] | BareForm | None:
         return response_template(self.tokenizer, self._template)
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template reads text as parts of a message alone, and would leave out a string."""
+        mark = "parallelformers"
+
+        def shows(content: Any) -> bool:
+            try:
+                return mark in self._apply([{"role": "user", "content": content}])
+            except Exception:  # the template is code of the model's
+                return False
+
+        return not shows(mark) and shows([{"type": "text", "text": mark}])
+
+    def begins_with_special(self, text: str) -> bool:
+        """Return whether special tokens come before the text of a chat, as a processor puts them there.
+
+        Tokenizers leave them to the template; processors add them unless the text begins with one.
+        """
+        begin = self.tokenizer.bos_token
+        return self._reads_pictures and not (begin is not None and text.startswith(begin))
 
     def ids(self, text: str, special: bool = True) -> list[int]:
         """Return the tokens of a text.
@@ -52,17 +75,21 @@ class Chat:
 
     def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
         """Return the tokens of a text, and what else the tokenizer has the model read; see `ids`."""
-        if len(text) > self._most * self._longest:  # without the seconds that it takes to count them
-            raise bad_request(
-                f"the prompt has {len(text)} characters, which are more than {self._most} tokens",
-                "prompt",
-                "context_length_exceeded",
-            )
+        self.check_length(text)
         try:
             encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
         except (ValueError, TypeError) as error:  # half a character, as JSON can write it
             raise bad_request(f"the text cannot be made tokens: {error}", "prompt") from None
         return encoding
+
+    def check_length(self, text: str) -> None:
+        """Raise an error if a text has more tokens than a prompt may have, without the seconds to count them."""
+        if len(text) > self._most * self._longest:
+            raise bad_request(
+                f"the prompt has {len(text)} characters, which are more than {self._most} tokens",
+                "prompt",
+                "context_length_exceeded",
+            )
 
     def prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
@@ -80,22 +107,23 @@ class Chat:
                 "messages",
             )
         try:
-            read = [_plain(message) for message in messages]
+            read = [_plain(message, self._reads_pictures) for message in messages]
             if self._form is None:
                 read, tools = plain_messages(read, tools), []
-            text: str = self.tokenizer.apply_chat_template(
-                read,
-                tools=tools or None,
-                chat_template=self._template,
-                tokenize=False,
-                **({"add_generation_prompt": True} if arguments is None else arguments),
-            )
+            if self._takes_parts:
+                read = [_in_parts(message) for message in read]
+            return self._apply(read, tools=tools or None, **(arguments or {"add_generation_prompt": True}))
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
         except Exception as error:  # the template is code of the model's, and judges the messages
             if hasattr(error, "param"):
                 raise
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
+
+    def _apply(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, chat_template=self._template, tokenize=False, **arguments
+        )
         return text
 
     @property
@@ -122,14 +150,14 @@ class Chat:
         return None
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates read it: text as one string, arguments of calls as objects."""
+def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
+    """A message as templates read it: one string, or parts if it has pictures; arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
+    if message.pictures and message.role != "user":
+        raise bad_request(f"a message of role {message.role!r} has a picture; messages of the user may", "messages")
     if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text" or part.text is None:
-                raise bad_request(f"a message has a part of type {part.type!r}; the model reads text", "messages")
-        plain["content"] = "".join(part.text or "" for part in message.content)
+        parts = [_plain_part(part, reads_pictures) for part in message.content]
+        plain["content"] = parts if message.pictures else "".join(part["text"] for part in parts)
     elif message.content is None:
         plain["content"] = ""
     for call in plain.get("tool_calls", ()):
@@ -140,3 +168,18 @@ def _plain(message: Message) -> dict[str, Any]:
             except ValueError:
                 raise bad_request("the arguments of a tool call are no JSON", "messages") from None
     return plain
+
+
+def _plain_part(part: Part, reads_pictures: bool) -> dict[str, Any]:
+    if part.type == "text" and part.text is not None:
+        return {"type": "text", "text": part.text}
+    if part.type == "image_url" and part.image_url is not None and reads_pictures:
+        return {"type": "image"}
+    what = "text and pictures (image_url)" if reads_pictures else "text"
+    raise bad_request(f"a message has a part of type {part.type!r}; the model reads {what}", "messages")
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a part."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

@@ -20,6 +20,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.options import ServeOptions
 
 _CANCEL_SECONDS = 60.0  # that ranks have to leave a call; workers that have not are started again
@@ -51,6 +52,8 @@ class Asked:
         min_tokens: tokens that come before it may end.
         places: places of its request; None if none are counted.
         penalties: penalties on tokens; they come before `processors`.
+        model: name of the model or adapter that answers.
+        inputs: further inputs of the model, of pictures; with them the call runs alone.
     """
 
     ids: list[int]
@@ -62,6 +65,8 @@ class Asked:
     min_tokens: int = 0
     places: Places | None = None
     penalties: Penalties | None = None
+    model: str | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Engine:
         model: it should have `batching`, or calls run one after another.
         options: the limits.
         metrics: are told of calls, tokens and times.
+        writes_text: whether it continues text.
 
     Attributes:
         vocabulary: how many tokens the model knows.
@@ -88,17 +94,18 @@ class Engine:
         ends: the tokens that end an answer.
     """
 
-    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:
         self.model = model
         self.options = options
         self.metrics = metrics
         text_config = model.config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
-        self.generates: bool = model.can_generate()
+        self.generates = writes_text
         self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
         ends = model.generation_config.eos_token_id if self.generates else None
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
+        self._adapters = peft_names(options)
         self._ping: asyncio.Future[Any] | None = None
         self._coming = 0  # answers that have a place, and have not begun
 
@@ -173,6 +180,8 @@ class Engine:
             "generation_config": config,
             "seed": asked.seed,
             "timeout": self.options.timeout + _CANCEL_SECONDS,
+            **self._adapter(asked.model),
+            **asked.inputs,
         }
         recorder = None if asked.alternatives is None else Recorder(asked.alternatives)
         processors = [each for each in (asked.penalties, recorder, *asked.processors) if each is not None]
@@ -200,17 +209,23 @@ class Engine:
             finally:
                 call.cancel()
 
-    async def read(self, ids: list[int], alternatives: int) -> list[Likelihood]:
+    def _adapter(self, name: str | None) -> dict[str, Any]:
+        """Return the argument that has a call run with the adapter of a model; none if there are no adapters."""
+        return {"adapter_names": [self._adapters[name or self.options.name]]} if self._adapters else {}
+
+    async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
         """How likely each token of a prompt was, from the second on."""
         most = _LOGITS_BYTES // (4 * self.vocabulary)
         if len(ids) > most:
             raise bad_request(
                 f"with echo and logprobs a prompt may have {most} tokens, and this has {len(ids)}", "prompt"
             )
-        return await asyncio.to_thread(self._read, ids, alternatives)
+        return await asyncio.to_thread(self._read, ids, alternatives, model)
 
-    def _read(self, ids: list[int], alternatives: int) -> list[Likelihood]:
-        places = self.model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    def _read(self, ids: list[int], alternatives: int, model: str | None) -> list[Likelihood]:
+        places = (
+            self.model(input_ids=torch.tensor([ids]), **self._adapter(model)).logits[0, :-1].float().log_softmax(-1)
+        )
         return [
             Likelihood(token, float(place[token]), likeliest(place, alternatives))
             for token, place in zip(ids[1:], places, strict=True)

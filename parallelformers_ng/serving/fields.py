@@ -55,7 +55,7 @@ def _like(value: Any) -> tuple[type, ...]:
 
 _LATER = "leave it out"
 _NOT_STORED = "nothing is stored; send the conversation as input"
-_NO_MEDIA = "the model reads text alone"
+_OF_PROCESSOR = "pictures are read as the model's processor is set"
 REFUSED = {
     # of OpenAI
     "audio": Refused(_TEXT[:1], "the model answers with text"),
@@ -78,6 +78,8 @@ REFUSED = {
     "prompt": Refused((RESPONSES,), "send instructions and input"),
     "truncation": Refused((RESPONSES,), "shorten the input yourself", ("disabled",)),
     # of vLLM
+    "media_io_kwargs": Refused(_TEMPLATES, _OF_PROCESSOR, ({},)),
+    "mm_processor_kwargs": Refused((*_ALL[:2], *_VECTORS, TOKENIZE), _OF_PROCESSOR, ({},)),
     "enable_response_messages": Refused((RESPONSES,), "ask /tokenize", (False,)),
     "previous_input_messages": Refused((RESPONSES,), _NOT_STORED),
     "previous_response": Refused((RESPONSES,), _NOT_STORED),
@@ -129,8 +131,6 @@ IGNORED = {
     # of vLLM
     "guided_decoding_backend": Ignored(_TEXT, "it names a library; llguidance keeps to the same grammar"),
     "length_penalty": Ignored(_TEXT, "it acts in beam search, which is refused"),
-    "media_io_kwargs": Ignored(_TEMPLATES, _NO_MEDIA),
-    "mm_processor_kwargs": Ignored((*_ALL[:2], *_VECTORS, TOKENIZE), _NO_MEDIA),
     "request_id": Ignored(_ALL, "the server names its answers itself"),
     "return_mm_kwargs": Ignored(_TEXT, "vLLM has it for other routes"),
     "return_token_offsets": Ignored(_TEXT, "vLLM has it for other routes"),

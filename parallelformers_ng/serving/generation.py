@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -16,7 +16,14 @@ from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
 from parallelformers_ng.serving.errors import api_error, bad_request
 from parallelformers_ng.serving.options import ServeOptions
-from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from parallelformers_ng.serving.pictures import Pictures
+from parallelformers_ng.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Request,
+    TokenizeRequest,
+)
 from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
@@ -26,10 +33,11 @@ from parallelformers_ng.serving.structured import Constraint
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model reads it, and as text, where an answer is read by what it continues."""
+    """A prompt as the model reads it, as text, where an answer is read by what it continues, and its pictures."""
 
     ids: list[int]
     text: str = ""
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 class Generation:
@@ -39,12 +47,14 @@ class Generation:
         engine: the model.
         chat: its tokenizer.
         options: the limits.
+        pictures: makes inputs of pictures; None if the model reads text alone.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
+    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pictures: Pictures | None = None) -> None:
         self._engine = engine
         self._chat = chat
         self._options = options
+        self._pictures = pictures
         self._schemas = Schemas(chat.tokenizer, engine.vocabulary, engine.ends)
 
     async def complete(self, request: CompletionRequest) -> Response:
@@ -62,21 +72,27 @@ class Generation:
             )
             for prompt in request.prompts
         ]
-        shape = CompletionShape(self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts])
+        shape = CompletionShape(
+            request.model or self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts]
+        )
         if request.echo and request.logprobs is not None:
             for prompt in prompts:
                 self._engine.check_prompt(prompt.ids)
-                shape.before.append(await self._engine.read(prompt.ids, request.logprobs))
+                shape.before.append(await self._engine.read(prompt.ids, request.logprobs, request.model))
         return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
-        return await self._converse(request, ChatShape(self._options.name, self._chat.tokenizer, request))
+        return await self._converse(request, ChatShape(self._name(request), self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
         """`/v1/responses`."""
         chat = request.chat()
-        return await self._converse(chat, ResponseShape(self._options.name, self._chat.tokenizer, chat, request))
+        return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
+
+    def _name(self, request: Request) -> str:
+        """Return the name of the model that answers."""
+        return request.model or self._options.name
 
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
@@ -86,9 +102,21 @@ class Generation:
     async def _converse_at(self, request: ChatRequest, shape: Shape, places: Places) -> Response:
         choice = request.tool_choice_read
         text = await asyncio.to_thread(self._chat.prompt, request.messages, choice.tools, request.template_arguments)
-        prompt = Prompt(await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens), text)
+        prompt = await self._prompt(request, text)
         forced = self._chat.forced_calls(choice) if choice.forced else None
         return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
+
+    async def _prompt(self, request: ChatRequest | TokenizeRequest, text: str) -> Prompt:
+        """Return the tokens of a chat, and what its pictures become."""
+        special = request.add_special_tokens
+        special = self._chat.begins_with_special(text) if special is None else special
+        pictures = [address for message in request.messages or () for address in message.pictures]
+        if not pictures or self._pictures is None:  # without, the chat has refused pictures
+            return Prompt(await asyncio.to_thread(self._chat.ids, text, special), text)
+        self._chat.check_length(text)
+        inputs = await self._pictures.inputs(text, pictures, special)
+        ids = inputs.pop("input_ids")
+        return Prompt(ids[0].tolist(), text, inputs)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """`/tokenize`: the tokens that a prompt or a chat would be."""
@@ -97,12 +125,12 @@ class Generation:
             return await asyncio.to_thread(self._chat.ids, request.prompt or "", special)
         tools = [tool.model_dump() for tool in request.tools or ()]
         text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
-        return await asyncio.to_thread(self._chat.ids, text, request.add_special_tokens is True)
+        return (await self._prompt(request, text)).ids
 
     def _check(self, request: GenerationRequest, prompts: int) -> None:
         limits = self._options
         if not self._engine.generates:
-            raise bad_request("the model generates no text; it serves /v1/embeddings", "model")
+            raise bad_request("the model answers no such requests; GET / says what it is served as", "model")
         for name, value, most in (
             ("n", (request.n or 1) * prompts, limits.max_choices),
             ("stop", len(request.stops), limits.max_stops),
@@ -175,6 +203,8 @@ class Generation:
                         request.min_tokens,
                         places,
                         penalties,
+                        request.model,
+                        prompt.inputs,
                     )
                 )
         return asked

@@ -66,6 +66,7 @@ class Guard:
         app: the application.
         options: key and limits.
         metrics: count what is refused, fails or is cancelled.
+        reads_media: whether requests may have pictures or sound.
 
     Attributes:
         draining: whether new requests are refused, as the server is about to end.
@@ -73,9 +74,10 @@ class Guard:
         metrics: see above.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics, reads_media: bool = False) -> None:
         self._app = app
         self._options = options
+        self._max_body_bytes = options.media_bytes if reads_media else options.max_body_bytes or 1 << 20
         self.metrics = metrics
         self.draining = False
         self.in_flight = 0
@@ -184,7 +186,7 @@ class Guard:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body of a request, None where the client has gone."""
-        limit, parts, size = self._options.max_body_bytes, [], 0
+        limit, parts, size = self._max_body_bytes, [], 0
         announced = _header(scope, b"content-length")
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(limit)
@@ -212,7 +214,7 @@ class Guard:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes")
+    return ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -19,11 +19,13 @@ _TEXT = (
     auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+_TRANSCRIBERS = ("WhisperForConditionalGeneration",)
 _ENCODERS = (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,)
 _CLASSIFIERS = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,)
 _BASES = (auto.MODEL_MAPPING_NAMES,)
-_OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "vq_config", "image_token_id", "image_token_index")
-"""Attributes of a configuration that say that the model reads pictures or sound."""
+_PICTURES = ("vision_config", "vq_config", "image_token_id", "image_token_index")
+_SOUND = ("audio_config", "speech_config")
+"""Attributes of a configuration that say that the model reads pictures, or sound."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,33 @@ class Kind:
     Attributes:
         pooling: pooling of its embeddings; None if it gives none.
         activation: what makes scores of a classifier's logits; None if it is none.
-        reads_more: whether the model also reads pictures or sound, which the server refuses.
+        reads_pictures: whether chats may have pictures.
+        reads_sound: whether the model also reads sound, which the server refuses in chats.
+        transcribes: whether it makes text of sound, and of nothing else.
         model_class: class to load; None for the class that its configuration names.
     """
 
     pooling: Pooling | None = None
     activation: Any = None
-    reads_more: bool = False
+    reads_pictures: bool = False
+    reads_sound: bool = False
+    transcribes: bool = False
     model_class: Any = None
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model is served as one that continues text."""
+        return self.pooling is None and self.activation is None and not self.transcribes
 
     def __str__(self) -> str:
         if self.pooling is not None:
             return f"embeddings pooled by {', '.join(self.pooling.modes)}"
         if self.activation is not None:
             return "scores of pairs of texts"
-        return "text alone: pictures and sound in requests are refused" if self.reads_more else "text"
+        if self.transcribes:
+            return "text of sound"
+        what = "text, with pictures in chats" if self.reads_pictures else "text"
+        return f"{what}; sound in requests is refused" if self.reads_sound else what
 
 
 def is_gguf(name: str) -> bool:
@@ -74,11 +88,14 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
     assert config is not None
     cls = class_of(config, source.location)
     reads_text = cls.main_input_name == "input_ids"
-    reads_more = any(getattr(config, each, None) is not None for each in _OTHER_INPUTS)
+    pictures, sound = (any(getattr(config, each, None) is not None for each in of) for of in (_PICTURES, _SOUND))
+    reads_more = pictures or sound
     if cls.can_generate() and reads_text and _names(cls, _TEXT):
         if not reads_more and not config.is_encoder_decoder and _has_modules(name, revision):
             return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
-        return Kind(reads_more=reads_more)
+        return Kind(reads_pictures=pictures, reads_sound=sound)
+    if cls.__name__ in _TRANSCRIBERS:
+        return Kind(transcribes=True)
     if reads_text and not reads_more:
         if _names(cls, _ENCODERS) or (_names(cls, _BASES) and not config.is_encoder_decoder):
             return Kind(read_pooling(name, revision))
@@ -93,8 +110,8 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
             return Kind(activation=activation_of(config))
     raise UnsupportedModelError(
         f"{name} is a {cls.__name__}, which is not served: the server takes models that continue text"
-        " (…ForCausalLM, …ForConditionalGeneration of text), encoders of text without a head, for embeddings, and"
-        " classifiers of texts with one label, for scores"
+        " (…ForCausalLM, …ForConditionalGeneration of text), encoders of text without a head, for embeddings,"
+        " classifiers of texts with one label, for scores, and Whisper, for text of sound"
     )
 
 

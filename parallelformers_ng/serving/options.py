@@ -51,6 +51,9 @@ class ServeOptions:
         list[str], "with ray, in the place of replicas: Serve's settings, min_replicas=1 max_replicas=4"
     ] = field(default_factory=list)
     served_model_name: Annotated[str | None, "name of the model in requests and answers; by default the model's"] = None
+    lora_modules: Annotated[
+        list[str], "adapters of PEFT's, each a model of its own in requests: sql=adapters/sql chat=adapters/chat"
+    ] = field(default_factory=list)
     chat_template: Annotated[str | None, "a file with a chat template, in the place of the tokenizer's own"] = None
 
     host: Annotated[str, "address to listen on; 0.0.0.0 is every address of the machine"] = "127.0.0.1"
@@ -80,7 +83,13 @@ class ServeOptions:
     max_stops: Annotated[int, "stop strings of one request"] = 16
     max_top_logprobs: Annotated[int, "alternatives to each token"] = 20
     max_inputs: Annotated[int, "texts of one request for embeddings"] = 256
-    max_body_bytes: Annotated[int, "bytes of a request's body"] = 1 << 20
+    max_body_bytes: Annotated[
+        int | None, "bytes of a request's body; by default 1 MiB, and 16 MiB if the model reads pictures or sound"
+    ] = None
+    media_folder: Annotated[str | None, "folder whose pictures requests may name, file:///path; by default none"] = None
+    max_pictures: Annotated[int, "pictures of one request"] = 16
+    max_pixels: Annotated[int, "pixels of all pictures of one request"] = 1 << 24
+    max_audio_seconds: Annotated[Seconds, "seconds of sound of one request"] = 600.0
     timeout: Annotated[Seconds, "seconds for one request, the wait for a row included"] = 600.0
     client_timeout: Annotated[Seconds, "seconds that a client may take to send its request, or to read on"] = 30.0
     drain: Annotated[Seconds, "seconds that requests in flight have to complete after SIGTERM"] = 120.0
@@ -100,18 +109,35 @@ class ServeOptions:
                 raise ParallelError(f"{name} is {getattr(self, name)!r}; it takes {', '.join(taken)}")
         if not 0 <= self.port < 1 << 16:
             raise ParallelError(f"port is {self.port}; it takes a number from 0 to 65535")
-        for name in ("timeout", "client_timeout", "drain"):
+        for name in ("timeout", "client_timeout", "drain", "max_audio_seconds"):
             checked_seconds(getattr(self, name), name)
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ParallelError(f"{name} is {value}; it takes a number, at least {lowest}")
-        _ = self.fit  # it is checked
+        _ = self.fit, self.adapters  # they are checked
 
     @property
     def name(self) -> str:
         """What clients call the model."""
         return self.served_model_name or self.model
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folder, or name on the hub, of each adapter by its name in requests.
+
+        Raises:
+            ParallelError: a word of `lora_modules` is not NAME=PATH, or a name is taken.
+        """
+        paths: dict[str, str] = {}
+        for word in self.lora_modules:
+            name, _, path = word.partition("=")
+            if not name or not path:
+                raise ParallelError(f"lora_modules has {word!r}; it takes NAME=PATH, as in sql=adapters/sql")
+            if name in paths or name == self.name:
+                raise ParallelError(f"lora_modules names {name!r}, and another model has that name; choose another one")
+            paths[name] = path
+        return paths
 
     @property
     def fit(self) -> FitOptions:
@@ -130,6 +156,11 @@ class ServeOptions:
         return FitOptions(self.strategy, self.tensor, self.ratio or None, sizes or None, folder, cache)
 
     @property
+    def media_bytes(self) -> int:
+        """Most bytes of a body, or of a file, with pictures or sound."""
+        return self.max_body_bytes or 16 << 20
+
+    @property
     def most_answers(self) -> int:
         """Most answers that are decoded or wait at a time."""
         return self.rows * (self.replicas if self.launcher == "local" else 1) + self.waiting
@@ -145,7 +176,7 @@ _OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_token
 _LOWEST = {
     "replicas": 1, "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
     "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
-    "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1,
+    "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
 }  # fmt: skip
 
 

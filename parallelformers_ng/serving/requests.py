@@ -123,9 +123,17 @@ class CompletionRequest(GenerationRequest):
         return [several] if several and isinstance(several[0], int) else several
 
 
+class ImageUrl(Fields):
+    """The address of a picture. `detail` does not act: the model's processor chooses the size."""
+
+    url: str
+    detail: Any = None
+
+
 class Part(Fields):
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class Function(Fields):
@@ -157,6 +165,12 @@ class Message(Fields):
         if isinstance(data, dict) and "reasoning" in data:
             data = {"reasoning_content": data["reasoning"], **data}
         return data
+
+    @property
+    def pictures(self) -> list[str]:
+        """The addresses of the pictures of the message."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if part.type == "image_url" and part.image_url is not None]
 
     @model_validator(mode="after")
     def _refuse(self) -> Message:
@@ -224,7 +238,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

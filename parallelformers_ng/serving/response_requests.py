@@ -137,9 +137,10 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     last = messages[-1] if messages else {}
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        content = _content(item.get("content"), where)
+        content = item.get("content")
+        content = _parts(content, where) if role == "user" else _content(content, where)
         if role == "system" == last.get("role"):
-            last["content"] += "\n\n" + content
+            last["content"] += f"\n\n{content}"
         elif role == "assistant" == last.get("role") and "content" not in last and "tool_calls" not in last:
             last["content"] = content  # what was thought before it
         else:
@@ -164,6 +165,18 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         )
 
 
+def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a user's message: text, or parts if there are pictures."""
+    if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("image_url") for part in content):
+        return _content(content, where)
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
+        if isinstance(part, dict) and part.get("type") == "input_image" and part.get("image_url")
+        else {"type": "text", "text": _content([part], where)}
+        for part in content
+    ]
+
+
 def _content(content: Any, where: str) -> str:
     """Return the text of a message or of an output."""
     if isinstance(content, str):
@@ -175,7 +188,9 @@ def _content(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
         if not isinstance(text, str):
-            raise bad_request(f"{where} has a part of type {kind!r}; the model reads text", "input")
+            raise bad_request(
+                f"{where} has a part of type {kind!r}; it takes text, and pictures of the user's", "input"
+            )
         texts.append(text)
     return "".join(texts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import logging
 import socket
 import threading
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 import uvicorn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from parallelformers_ng.api import parallelize
+from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
@@ -24,6 +26,7 @@ from parallelformers_ng.serving.guard import Guard
 from parallelformers_ng.serving.kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import set_up_logs
+from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
 
@@ -141,7 +144,16 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
     if is_gguf(options.model):
         source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
+        base = base_of_adapter(options.model)
+        own = base is None or (Path(options.model) / "tokenizer_config.json").is_file()
+        tokenizer = _tokenizer(options.model if own else base, options.revision, kind)
+    if options.adapters:
+        if kind is not None and not kind.writes_text:
+            raise UnsupportedModelError(
+                f"lora_modules is for models that write text; {options.model} is served as {kind}"
+            )
+        names = peft_names(options)
+        found["adapters"] = {names[name]: path for name, path in options.adapters.items()}
     if kind is not None and kind.model_class is not None:
         found["model_class"] = kind.model_class
     model = parallelize(
@@ -160,6 +172,28 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         **found,
     )
     return model, tokenizer
+
+
+def _tokenizer(name: str | None, revision: str | None, kind: Kind | None) -> Any:
+    """Return the tokenizer of a model, or its processor if it reads pictures or sound.
+
+    Raises:
+        UnsupportedModelError: the model reads sound alone, and its processor cannot be loaded.
+    """
+    if kind is not None and (kind.reads_pictures or kind.transcribes):
+        try:
+            processor = AutoProcessor.from_pretrained(name, revision=revision)
+            for package in ("python_multipart", "soundfile", "soxr") if kind.transcribes else ():
+                importlib.import_module(package)
+            if hasattr(processor, "tokenizer"):  # else transformers has found the tokenizer alone
+                return processor
+            why = f"{name} has no processor"
+        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+            why = f"its processor cannot be loaded: {str(error).strip()}"
+        if kind.transcribes:
+            raise UnsupportedModelError(f"{name} is not served: {why}")
+        log.warning("pictures in requests are refused: %s", why)
+    return AutoTokenizer.from_pretrained(name, revision=revision)
 
 
 def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
@@ -190,7 +224,10 @@ def warm_up(model: Any) -> None:
     """
     prompt = torch.zeros(1, 1, dtype=torch.long)
     try:
-        if model.can_generate():
+        if getattr(model, "main_input_name", None) == "input_features":
+            sound = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions, dtype=model.dtype)
+            model.generate(input_features=sound, max_new_tokens=2)
+        elif model.can_generate():
             model.generate(input_ids=prompt, attention_mask=prompt + 1, max_new_tokens=2, do_sample=False)
         else:
             output = model(input_ids=prompt, attention_mask=prompt + 1)

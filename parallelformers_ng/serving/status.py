@@ -70,8 +70,10 @@ class Status:
         return JSONResponse(
             {
                 "model": self._options.name,
+                "models": [self._options.name, *self._options.adapters],
                 "generates": self._engine.generates,
                 "chats": self._chat.has_template,
+                "needs_key": self._options.api_key is not None,
                 "memory_bytes": self._last_memory,
                 "tokens_per_second": metrics.rate,
                 "running": metrics.running,

@@ -42,7 +42,9 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
     plain = [{key: value for key, value in message.items() if key != "is_result"} for message in plain]
     if tools:
         described = "\n".join([_HOW, *(_text(tool["function"]) for tool in tools)])
-        plain[0] = {**plain[0], "content": f"{described}\n\n{plain[0]['content']}"}
+        content = plain[0]["content"]
+        text = {"type": "text", "text": f"{described}\n\n"}
+        plain[0] = {**plain[0], "content": text["text"] + content if isinstance(content, str) else [text, *content]}
     return plain
 
 

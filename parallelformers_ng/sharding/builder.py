@@ -48,8 +48,8 @@ def build_plan(
         selection: the policies that apply, from `known_policies`.
         dtype: data type to cast floating-point parameters to; None leaves them.
         exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
-        parts: what part of the model each rank is to hold, 1 in all; none where all are to hold the same.
-        quantize: which weights are held in few bits.
+        parts: part of the model for each rank, 1 in all; none if all are to hold the same.
+        quantize: weights to hold in few bits.
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer it matches.
@@ -61,6 +61,7 @@ def build_plan(
     def build(shares: Sequence[float] = ()) -> ShardPlan:
         draft = Draft(model, world_size, parts, shares, group, selection.proven)
         builder = _Builder(draft, selection.customs, lenient=not exhaustive)
+        builder.find_whole_attentions(selection.policies)
         for policy in selection.policies:
             builder.apply(policy)
         if selection.vocabulary:
@@ -109,6 +110,7 @@ class _Builder:
         blocks: paths of the modules that the policies apply to.
         uncut: path of a module whose layers stay whole, although a policy names them → why.
         units: path of a module beneath which parts are computed → paths beneath it that they do not reach.
+        whole_attentions: policy whose attentions are cut in no block → why.
     """
 
     def __init__(self, draft: Draft, customs: Sequence[type[Policy]] = (), lenient: bool = False) -> None:
@@ -116,13 +118,45 @@ class _Builder:
         self.lenient = lenient
         self.uncut: dict[str, str] = {}
         self.units: dict[str, tuple[str, ...]] = {}
+        self.whole_attentions: dict[type[Policy], str] = {}
+        self._reasons: dict[tuple[type[Policy], CutUnit, str], str] = {}
         self.model = draft.model
         self.world_size = draft.world_size
         self.draft = draft
         self.blocks: list[str] = []
 
+    def find_whole_attentions(self, policies: Sequence[type[Policy]]) -> None:
+        """Find the policies of which one attention runs code of the program's: then none is cut, nor the attentions
+        around or within it."""
+        roots: dict[type[Policy], list[str]] = {}
+        for policy in policies:
+            for block, _ in () if policy in self.customs else self._blocks(policy):
+                rules = [path for path, rule in policy.plan.items() if isinstance(rule, Heads)]
+                heads = [path for path in rules if dotted(block, path) in self.draft.modules]
+                for unit in units_of(policy, heads):
+                    if unit.is_attention:
+                        roots.setdefault(policy, []).append(dotted(block, unit.root))
+                        if reason := self._not_stock(policy, unit, block):
+                            self.whole_attentions.setdefault(policy, reason)
+        for policy, reason in [*self.whole_attentions.items()]:
+            for other, places in roots.items():
+                nested = (is_within(a, b) or is_within(b, a) for a in roots[policy] for b in places)
+                if other not in self.whole_attentions and any(nested):
+                    self.whole_attentions[other] = reason
+
+    def _blocks(self, policy: type[Policy]) -> list[tuple[str, nn.Module]]:
+        return [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
+
+    def _not_stock(self, policy: type[Policy], unit: CutUnit, block: str) -> str:
+        """Why the rules of a unit cannot be applied to a block; "" if they can."""
+        key = policy, unit, block
+        if key not in self._reasons:
+            layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
+            self._reasons[key] = unit.not_stock(self.draft, block, layers)
+        return self._reasons[key]
+
     def apply(self, policy: type[Policy]) -> None:
-        blocks = [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
+        blocks = self._blocks(policy)
         self.blocks += [path for path, _ in blocks]
         unmatched = set(policy.plan)
         for path, block in blocks:
@@ -151,8 +185,8 @@ class _Builder:
         """
         targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
         if policy not in self.customs:
-            layers = [target for found in targets.values() for target in found]
-            if reason := unit.not_stock(self.draft, block, layers):
+            reason = self.whole_attentions.get(policy, "") if unit.is_attention else ""
+            if reason := self._not_stock(policy, unit, block) or reason:
                 self.uncut[dotted(block, unit.root)] = reason
                 return {
                     path for path, found in targets.items() if any(target in self.draft.modules for target in found)

@@ -1,14 +1,16 @@
-"""Which rules of a policy belong together, and which modules see one rank's part of a result between them.
+"""Groups the rules of a policy that belong together, and finds the modules that see one rank's part of a result.
 
     hidden ─► [q k v] ─► heads ─► [o] ─► hidden ─► [gate up] ─► columns ─► [down] ─► hidden
               └──── one unit ────┘                 └─────── another unit ──────┘
 
-Between units every rank has the whole result. So a unit can be left uncut, whatever becomes of the others.
+Between units every rank has the whole result. So a unit can be left uncut, whatever becomes of the others. But an
+attention may use what another has made of its heads, a position bias or keys and values: those of a policy are cut
+together or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallelformers_ng.live_code.stock import foreign_layer, names_of
@@ -26,14 +28,16 @@ class CutUnit:
         paths: their paths beneath the block, in the policy's order.
         root: path beneath the block of the smallest module that holds all of them.
         others: roots of other units that lie beneath it.
+        is_attention: whether it is counted in heads.
     """
 
     paths: tuple[str, ...]
     root: str
     others: tuple[str, ...] = ()
+    is_attention: bool = False
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
-        """Say which module that sees parts runs code of the program's, and what that is; "" if none does.
+        """Name a module that sees parts and runs code of the program's, with that code; "" if there is none.
 
         Args:
             block: dotted path of the block in the model.
@@ -67,7 +71,7 @@ def and_above(path: str) -> Iterator[str]:
     yield ""
 
 
-def units_of(policy: type[Policy], heads: Iterable[str]) -> list[CutUnit]:
+def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
     """Split the rules of a policy into units: the rules of each attention, and all others.
 
     Args:
@@ -78,7 +82,12 @@ def units_of(policy: type[Policy], heads: Iterable[str]) -> list[CutUnit]:
         groups.setdefault(_attention_of(path, rule, [*heads]), []).append(path)
     roots = {key: _common_root(paths) for key, paths in groups.items()}
     return [
-        CutUnit(tuple(paths), roots[key], tuple(r for k, r in roots.items() if k != key and r and r != roots[key]))
+        CutUnit(
+            tuple(paths),
+            roots[key],
+            tuple(r for k, r in roots.items() if k != key and r and r != roots[key]),
+            key in heads,
+        )
         for key, paths in groups.items()
     ]
 

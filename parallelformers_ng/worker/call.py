@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.live_code.changes import CodeChanges
+from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 

@@ -35,7 +35,8 @@ from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
-from parallelformers_ng.live_code.changes import AppliedChanges, CodeChanges, Digests, differences
+from parallelformers_ng.live_code.changes import AppliedChanges, differences
+from parallelformers_ng.live_code.packing import CodeChanges, Digests
 from parallelformers_ng.runtime import titles
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups

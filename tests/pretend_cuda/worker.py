@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.side_by_side import PartOfProduct
-from parallelformers_ng.live_code.changes import Digests
+from parallelformers_ng.live_code.packing import Digests
 from parallelformers_ng.wire import message
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner

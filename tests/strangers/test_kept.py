@@ -1,4 +1,4 @@
-"""What ranks keep of earlier calls is let go by every change that reaches them."""
+"""Every change that reaches the ranks lets go of what they keep of earlier calls."""
 
 from __future__ import annotations
 

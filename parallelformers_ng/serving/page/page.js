@@ -1,14 +1,19 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
-let generating = null; // what aborts the answer that is being written
+const KEPT = "parallelformers-ng"; // in the storage of this tab: a reload keeps it, and no server sees it
+const SETTINGS = ["system", "temperature", "top_p", "seed", "max_tokens", "stops"];
+const PAINT_SECONDS = 0.1;
+let turns = []; // {role, content, reasoning} of the conversation
+let server = { chats: true, generates: true, model: "", models: [] }; // the last answer of /status
+let chosen = null; // the model of the conversation, where the server has several
+let generating = null; // aborts the answer that is being written
 
-function element(kind, text, attributes = {}) {
-  const made = kind === "td" || kind === "th" || kind === "tr" || kind === "meter"
-    ? document.createElement(kind) : document.createElementNS(SVG, kind);
-  if (text) made.textContent = text;
+function make(kind, attributes = {}, ...children) {
+  const svg = ["svg", "rect", "text", "title"].includes(kind);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", kind) : document.createElement(kind);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
   return made;
 }
 
@@ -18,29 +23,241 @@ function bytes(count) {
   return `${(count / 1000 ** power).toPrecision(3)} ${units[power]}`;
 }
 
-// -- the answer ------------------------------------------------------------------------------------------------------
+// -- Markdown: elements are made one by one, and what a model writes is only ever their text -------------------------
 
-async function generate() {
-  const chat = at("chat").checked && !at("chat").disabled;
-  const asked = {
-    stream: true,
-    stream_options: { include_usage: true },
-    max_tokens: Number(at("tokens").value),
-    temperature: Number(at("temperature").value),
+const MOST_DEPTH = 8; // of lists and quotes in each other
+const MOST_INLINE = 20000; // characters of a paragraph in which marks are looked for
+const FENCE = /^ {0,3}(```+|~~~+)/, HEADING = /^ {0,3}(#{1,6}) +(.*)$/, RULE = /^ {0,3}([-*_]) *(\1 *){2,}$/;
+const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)([-*+]|\d{1,9}[.)]) +/, TABLE = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
+
+function markdown(parent, text, depth = 0) {
+  const lines = text.split("\n");
+  const take = (more) => {
+    const begin = index;
+    while (index < lines.length && more(lines[index])) index++;
+    return lines.slice(begin, index);
   };
-  if (chat) asked.messages = [{ role: "user", content: at("prompt").value }];
-  else asked.prompt = at("prompt").value;
-  generating = new AbortController();
-  at("answer").textContent = "";
-  busy(true, "Waiting for the first token …");
-  const begun = performance.now();
-  let tokens = 0;
+  const nested = depth < MOST_DEPTH;
+  let index = 0;
+  while (index < lines.length) {
+    const line = lines[index];
+    if (!line.trim()) index++;
+    else if (FENCE.test(line)) {
+      const mark = line.match(FENCE)[1];
+      index++;
+      const code = take((next) => !(next.trim().startsWith(mark) && !next.replaceAll(mark[0], "").trim()));
+      index++;
+      parent.append(make("pre", { tabindex: 0, dir: "ltr" }, make("code", {}, code.join("\n"))));
+    } else if (HEADING.test(line)) {
+      const [, marks, title] = line.match(HEADING);
+      parent.append(inline(make(`h${Math.min(6, 3 + marks.length)}`, { dir: "auto" }), title));
+      index++;
+    } else if (RULE.test(line)) {
+      parent.append(make("hr"));
+      index++;
+    } else if (nested && QUOTE.test(line)) {
+      const quote = take((next) => QUOTE.test(next)).map((next) => next.replace(QUOTE, ""));
+      parent.append(markdown(make("blockquote"), quote.join("\n"), depth + 1));
+    } else if (nested && ITEM.test(line)) {
+      const list = make(/^ *\d/.test(line) ? "ol" : "ul", { dir: "auto" });
+      const kind = list.localName, first = line.match(ITEM);
+      if (kind === "ol") list.start = parseInt(first[2], 10);
+      while (index < lines.length) {
+        const found = lines[index].match(ITEM);
+        if (!found || found[1].length > first[1].length + 1 || /\d/.test(found[2]) !== (kind === "ol")) break;
+        const indent = found[1].length + 1;
+        const item = [lines[index++].replace(ITEM, "")];
+        item.push(...take((next) => !next.trim() || next.search(/\S/) > indent).map((next) => next.slice(indent + 1)));
+        list.append(markdown(make("li"), item.join("\n").trimEnd(), depth + 1));
+      }
+      parent.append(list);
+    } else if (line.includes("|") && index + 1 < lines.length && TABLE.test(lines[index + 1])) {
+      const [head, , ...rows] = take((next) => next.includes("|"));
+      const row = (text, kind) => make("tr", {}, ...text.trim().replace(/^\||\|$/g, "").split("|")
+        .map((cell) => inline(make(kind, { dir: "auto" }), cell.trim())));
+      parent.append(make("table", { tabindex: 0 }, make("thead", {}, row(head, "th")),
+        make("tbody", {}, ...rows.map((text) => row(text, "td")))));
+    } else {
+      index++;
+      const rest = take((next) => next.trim() && ![FENCE, HEADING, RULE].some((each) => each.test(next))
+        && !(nested && [QUOTE, ITEM].some((each) => each.test(next))));
+      parent.append(inline(make("p", { dir: "auto" }), [line, ...rest].join("\n")));
+    }
+  }
+  return parent;
+}
+
+const MARK = /`+|!?\[|\*\*|__|\*|_|~~|https?:\/\/[^\s<>()"']*[^\s<>()"'.,;:!?*_`]|\\[!-\/:-@[-`{-~]/g;
+const PAIRS = { "**": "strong", "__": "strong", "*": "em", "_": "em", "~~": "del" };
+
+function inline(parent, text, depth = 0, links = true) {
+  let told = 0;
+  if (depth > MOST_DEPTH || text.length > MOST_INLINE) {
+    parent.append(text);
+    return parent;
+  }
+  for (const { 0: mark, index } of text.matchAll(MARK)) {
+    if (index < told) continue;
+    const inside = index + mark.length;
+    let made = null, end = inside;
+    if (mark[0] === "`") {
+      const close = text.indexOf(mark, inside);
+      if (close > 0) made = make("code", { dir: "ltr" }, text.slice(inside, close).replace(/^ (.*) $/, "$1"));
+      end = close + mark.length;
+    } else if (mark[0] === "\\") made = mark[1];
+    else if (mark.endsWith("[")) {
+      const close = text.indexOf("](", inside), after = close < 0 ? -1 : text.indexOf(")", close);
+      if (after > 0) {
+        const label = inline(make("span"), text.slice(inside, close), depth + 1, false);
+        made = links && link(text.slice(close + 2, after).trim().split(/\s/)[0], label, mark[0] === "!");
+      }
+      end = after + 1;
+    } else if (mark.startsWith("http")) made = links && link(mark, make("span", {}, mark));
+    else {
+      const word = (place) => /[\p{L}\p{N}]/u.test(text[place] || "");
+      let close = text.indexOf(mark, inside + 1);
+      const within = mark[0] === "_" && (word(index - 1) || word(close + mark.length)); // some_long_name
+      if (close > 0 && !within && !/\s/.test(text[inside]) && !/\s/.test(text[close - 1])) {
+        made = inline(make(PAIRS[mark]), text.slice(inside, close), depth + 1, links);
+      }
+      end = close + mark.length;
+    }
+    if (!made) continue;
+    parent.append(text.slice(told, index), made);
+    told = end;
+  }
+  parent.append(text.slice(told));
+  return parent;
+}
+
+function link(address, label, picture = false) { // it says where it leads; a picture is one, and is not fetched
+  const url = URL.canParse(address) ? new URL(address) : null;
+  if (!url || !["http:", "https:"].includes(url.protocol)) return null;
+  const made = make("a", { href: url.href, rel: "noopener noreferrer nofollow", target: "_blank" }, label);
+  if (label.textContent === address && !picture) return made;
+  return make("span", {}, picture ? "picture: " : "", made, make("span", { class: "address" }, ` (${url.host})`));
+}
+
+// -- the conversation ------------------------------------------------------------------------------------------------
+
+function drawTurn(turn) {
+  const drawn = make("article", { class: `turn ${turn.role}` });
+  paint(drawn, turn);
+  at("log").append(drawn);
+  return drawn;
+}
+
+function paint(drawn, turn) {
+  const log = at("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  const open = drawn.querySelector("details")?.open;
+  const body = make("div", { class: "body", dir: "auto" });
+  drawn.replaceChildren(make("h3", {}, turn.role === "user" ? "You" : "Model"));
+  if (turn.reasoning) {
+    const details = make("details", {}, make("summary", {}, "Thinking"), markdown(make("div"), turn.reasoning));
+    details.open = open ?? !turn.content;
+    drawn.append(details);
+  }
+  if (turn.role === "user") body.append(turn.content);
+  else if (server.chats) markdown(body, turn.content);
+  else body.append(make("p", {}, turn.content));
+  drawn.append(body);
+  if (turn.role !== "user" && turn !== generating?.turn) drawn.append(copier("Copy", () => turn.content));
+  if (follows) log.scrollTop = log.scrollHeight;
+}
+
+function copier(label, text) {
+  const button = make("button", { type: "button" }, label);
+  button.addEventListener("click", () => copy(button, text()));
+  return button;
+}
+
+async function copy(button, text) {
+  const label = button.textContent;
   try {
-    const answer = await fetch(chat ? "v1/chat/completions" : "v1/completions", {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else { // over plain HTTP from another machine a browser has no clipboard for pages
+      const field = make("textarea", { "aria-hidden": "true" });
+      field.value = text;
+      document.body.append(field);
+      field.select();
+      const done = document.execCommand("copy");
+      field.remove();
+      button.focus();
+      if (!done) throw new Error();
+    }
+    say(button, "Copied");
+  } catch {
+    say(button, "The browser does not let pages copy");
+  }
+  setTimeout(() => say(button, label), 2000);
+}
+
+function keep() {
+  const choice = at("choice").value;
+  const settings = Object.fromEntries(SETTINGS.map((id) => [id, at(id).value]));
+  try {
+    sessionStorage.setItem(KEPT, JSON.stringify({ turns, settings, prompt: at("prompt").value, choice }));
+  } catch {
+    outcome("The browser has no room for this conversation: a reload loses it.", true);
+  }
+}
+
+function restore() {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEPT)) || { turns: [], settings: {}, prompt: "" };
+    for (const id of SETTINGS) at(id).value = kept.settings[id] || "";
+    at("prompt").value = kept.prompt;
+    turns = kept.turns;
+    chosen = kept.choice;
+    turns.forEach(drawTurn);
+    at("log").scrollTop = at("log").scrollHeight;
+  } catch {
+    sessionStorage.removeItem(KEPT); // of another version of this page
+    turns = [];
+  }
+}
+
+// -- an answer -------------------------------------------------------------------------------------------------------
+
+function request() {
+  const asked = { model: at("choice").value, stream: true, stream_options: { include_usage: true } };
+  for (const id of ["temperature", "top_p", "seed", "max_tokens"]) {
+    if (at(id).value !== "") asked[id] = Number(at(id).value);
+  }
+  const stops = at("stops").value.split("\n").filter(Boolean);
+  if (stops.length) asked.stop = stops;
+  const system = at("system").value;
+  if (!server.chats) asked.prompt = system + turns.map((turn) => turn.content).join("");
+  else {
+    asked.messages = turns.map(({ role, content }) => ({ role, content }));
+    if (system) asked.messages.unshift({ role: "system", content: system });
+  }
+  return asked;
+}
+
+async function send() {
+  const wrong = SETTINGS.map(at).find((field) => !field.checkValidity());
+  if (wrong) return wrong.reportValidity();
+  const text = at("prompt").value;
+  if (!text.trim()) return;
+  const question = { role: "user", content: text }, turn = { role: "assistant", content: "", reasoning: "" };
+  turns.push(question);
+  const asked = request();
+  at("prompt").value = "";
+  const drawnQuestion = drawTurn(question);
+  turns.push(turn);
+  generating = { abort: new AbortController(), turn };
+  const drawn = drawTurn(turn);
+  busy(true, "Waiting for the first token …");
+  at("log").scrollTop = at("log").scrollHeight;
+  const begun = performance.now();
+  let tokens = null, first = null, timer = null, said = "Stopped.", failed = false;
+  try {
+    const answer = await fetch(server.chats ? "v1/chat/completions" : "v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(asked),
-      signal: generating.signal,
+      signal: generating.abort.signal,
     });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     for await (const event of events(answer.body)) {
@@ -48,16 +265,32 @@ async function generate() {
       if (event.usage) tokens = event.usage.completion_tokens;
       for (const choice of event.choices) {
         const delta = choice.delta || {};
-        at("answer").append((delta.reasoning_content || "") + (delta.content || "") + (choice.text || ""));
+        turn.reasoning += delta.reasoning_content || "";
+        turn.content += (delta.content || "") + (choice.text || "");
       }
-      at("answer").scrollTop = at("answer").scrollHeight;
+      if (!turn.content && !turn.reasoning) continue;
+      if (first === null) {
+        first = performance.now();
+        outcome("Writing …");
+      }
+      timer ??= setTimeout(() => { timer = null; paint(drawn, turn); }, PAINT_SECONDS * 1000);
     }
-    const seconds = (performance.now() - begun) / 1000;
-    busy(false, `${tokens} tokens in ${seconds.toFixed(1)} s, ${(tokens / seconds).toFixed(1)} a second.`);
+    const seconds = (performance.now() - begun) / 1000, wait = ((first ?? performance.now()) - begun) / 1000;
+    said = `${tokens} tokens in ${seconds.toFixed(1)} s, the first after ${wait.toFixed(1)} s:`
+      + ` ${(tokens / seconds).toFixed(1)} a second.`;
   } catch (error) {
-    if (error.name === "AbortError") busy(false, "Stopped.");
-    else busy(false, error.message, true);
+    if (error.name !== "AbortError") [said, failed] = [error.message, true];
   }
+  clearTimeout(timer);
+  if (!turn.content && !turn.reasoning && tokens === null) { // there is no answer: the message may be sent again
+    turns = turns.filter((each) => each !== turn && each !== question);
+    drawn.remove();
+    drawnQuestion.remove();
+    at("prompt").value ||= text;
+  }
+  busy(false, said, failed);
+  paint(drawn, turn);
+  keep();
 }
 
 async function* events(body) {
@@ -75,12 +308,19 @@ async function* events(body) {
   }
 }
 
-function busy(is, outcome, wrong = false) {
+function busy(is, text, wrong = false) {
+  const stopHasFocus = document.activeElement === at("stop");
   if (!is) generating = null;
-  at("go").disabled = is;
+  at("go").disabled = is || !server.generates;
+  at("new").disabled = is;
   at("stop").disabled = !is;
-  at("answer").setAttribute("aria-busy", String(is));
-  at("outcome").textContent = outcome;
+  at("log").setAttribute("aria-busy", String(is));
+  if (!is && stopHasFocus) at("prompt").focus();
+  outcome(text, wrong);
+}
+
+function outcome(text, wrong = false) {
+  say(at("outcome"), text);
   at("outcome").classList.toggle("wrong", wrong);
 }
 
@@ -91,27 +331,50 @@ const rates = [];
 async function look() {
   try {
     const answer = await fetch("status");
-    const state = await answer.json();
-    if (!answer.ok) throw new Error(state.error.message);
-    at("model").textContent = state.model;
-    document.title = state.model;
-    say("state", state.generates ? "Serving" : "Serving embeddings");
-    for (const id of ["go", "prompt"]) if (!state.generates) at(id).disabled = true;
-    at("chat").disabled = !state.chats;
-    if (!state.chats) at("chat").checked = false;
-    at("rate").textContent = state.tokens_per_second.toFixed(1);
-    at("running").textContent = `${state.running} of ${state.rows}`;
-    at("waiting").textContent = state.waiting;
-    draw(state.tokens_per_second);
-    ranks(state.memory_bytes);
+    const found = await answer.json();
+    if (!answer.ok) throw new Error(found.error.message);
+    const before = server;
+    server = found;
+    say(at("model"), server.model);
+    document.title = server.model;
+    if (String(before.models) !== String(server.models)) explain();
+    at("rate").textContent = server.tokens_per_second.toFixed(1);
+    at("running").textContent = `${server.running} of ${server.rows}`;
+    at("waiting").textContent = server.waiting;
+    draw(server.tokens_per_second);
+    ranks(server.memory_bytes);
+    say(at("state"), server.generates ? "Ready" : "This model writes no text: ask it from a program.");
   } catch (error) {
-    say("state", `The server does not answer: ${error.message}`);
+    say(at("state"), `The server does not answer: ${error.message}`);
   }
   setTimeout(look, document.hidden ? 10000 : 1000);
 }
 
-function say(id, text) { // a reader is told of what changes alone
-  if (at(id).textContent !== text) at(id).textContent = text;
+function explain() {
+  for (const id of ["go", "prompt"]) at(id).disabled = !server.generates;
+  at("choice").replaceChildren(...server.models.map((name) => make("option", {}, name)));
+  at("choice").value = server.models.includes(chosen) ? chosen : server.model;
+  at("choice").parentElement.hidden = server.models.length < 2;
+  drawCurl();
+  if (server.generates && !server.chats) {
+    say(at("chat-title"), "Text");
+    at("keys").textContent += " This model has no chat template: it continues all the text so far.";
+    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // as text, not as Markdown
+  }
+}
+
+function drawCurl() {
+  const url = location.href.replace(/[^/]*$/, ""), model = at("choice").value;
+  const [path, body] = !server.generates ? ["docs", null]
+    : server.chats ? ["v1/chat/completions", { model, messages: [{ role: "user", content: "Hello" }] }]
+    : ["v1/completions", { model, prompt: "Once upon a time" }];
+  const key = server.needs_key ? ' -H "Authorization: Bearer $KEY"' : "";
+  const data = body && ` -H "Content-Type: application/json" -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`;
+  at("curl").textContent = `curl ${url}${path}${key}${data || ""}`;
+}
+
+function say(place, text) { // a reader is told of what changes alone
+  if (place.textContent !== text) place.textContent = text;
 }
 
 function draw(rate) {
@@ -124,14 +387,10 @@ function draw(rate) {
 
 function ranks(memory) {
   const most = Math.max(1, ...Object.values(memory));
-  at("ranks").replaceChildren(...Object.entries(memory).map(([device, held], rank) => {
-    const row = element("tr");
-    const meter = element("meter", "", { min: 0, max: most, value: held, "aria-label": `memory of rank ${rank}` });
-    const cell = element("td");
-    cell.append(meter);
-    row.append(element("th", `${rank} (${device})`, { scope: "row" }), element("td", bytes(held)), cell);
-    return row;
-  }));
+  at("ranks").replaceChildren(...Object.entries(memory).map(([device, held], rank) => make("tr", {},
+    make("th", { scope: "row" }, `${rank} (${device})`),
+    make("td", {}, bytes(held)),
+    make("td", {}, make("meter", { min: 0, max: most, value: held, "aria-label": `memory of rank ${rank}` })))));
 }
 
 // -- the plan --------------------------------------------------------------------------------------------------------
@@ -139,19 +398,14 @@ function ranks(memory) {
 async function plan() {
   const found = await (await fetch("plan")).json();
   if (found.error) throw new Error(found.error.message);
-  const ranks = found.bytes_per_rank.map((size, rank) => `rank ${rank} ${bytes(size)}`).join(", ");
-  at("plan-text").textContent = `${found.model}, ${bytes(found.bytes_whole)}, by ${found.policy}: ${ranks}.`;
+  const sizes = found.bytes_per_rank.map((size, rank) => `rank ${rank} ${bytes(size)}`).join(", ");
+  at("plan-text").textContent = `${found.model}, ${bytes(found.bytes_whole)}, by ${found.policy}: ${sizes}.`;
   picture(found);
-  const head = element("tr");
-  head.append(...["Part", "Whole", ...found.bytes_per_rank.map((_, rank) => `Rank ${rank}`)]
-    .map((text) => element("th", text, { scope: "col" })));
-  at("plan-head").replaceChildren(head);
-  at("plan-rows").replaceChildren(...found.parts.map((part) => {
-    const row = element("tr");
-    row.append(element("th", part.name, { scope: "row" }), element("td", bytes(part.bytes)),
-      ...part.ranks.map((held) => element("td", part.cut ? bytes(held) : "whole")));
-    return row;
-  }));
+  const titles = ["Part", "Whole", ...found.bytes_per_rank.map((_, rank) => `Rank ${rank}`)];
+  at("plan-head").replaceChildren(make("tr", {}, ...titles.map((title) => make("th", { scope: "col" }, title))));
+  at("plan-rows").replaceChildren(...found.parts.map((part) => make("tr", {},
+    make("th", { scope: "row" }, part.name), make("td", {}, bytes(part.bytes)),
+    ...part.ranks.map((held) => make("td", {}, part.cut ? bytes(held) : "whole")))));
 }
 
 function picture(found) { // a line for each part of the model, in it a bar for each rank, as long as its share is large
@@ -159,36 +413,48 @@ function picture(found) { // a line for each part of the model, in it a bar for 
   const count = found.bytes_per_rank.length, column = width / count;
   const most = Math.max(...found.parts.flatMap((part) => part.ranks));
   const height = (found.parts.length + 1) * line + gap;
-  const drawn = element("svg", "", {
+  const drawn = make("svg", {
     viewBox: `0 0 ${label + width} ${height}`, width: label + width, height, role: "img",
     "aria-label": `${found.parts.length} parts of the model over ${count} ranks; the table below has the figures`,
   });
   for (let rank = 0; rank < count; rank++) {
-    drawn.append(element("text", `rank ${rank}`, { x: label + rank * column, y: 15 }));
+    drawn.append(make("text", { x: label + rank * column, y: 15 }, `rank ${rank}`));
   }
   found.parts.forEach((part, index) => {
     const y = (index + 1) * line;
-    drawn.append(element("text", part.name.length > 38 ? `…${part.name.slice(-37)}` : part.name, { x: 0, y: y + 14 }));
-    part.ranks.forEach((held, rank) => {
-      const bar = element("rect", "", {
-        x: label + rank * column, y: y + 3, height: line - gap,
-        width: Math.max(held ? 2 : 0, ((column - gap) * held) / most), class: part.cut ? "cut" : "copy",
-      });
-      bar.append(element("title", `${part.name}, rank ${rank}: ${bytes(held)}`));
-      drawn.append(bar);
-    });
+    const name = part.name.length > 38 ? `…${part.name.slice(-37)}` : part.name;
+    drawn.append(make("text", { x: 0, y: y + 14 }, name));
+    part.ranks.forEach((held, rank) => drawn.append(make("rect", {
+      x: label + rank * column, y: y + 3, height: line - gap,
+      width: Math.max(held ? 2 : 0, ((column - gap) * held) / most), class: part.cut ? "cut" : "copy",
+    }, make("title", {}, `${part.name}, rank ${rank}: ${bytes(held)}`))));
   });
   at("picture").replaceChildren(drawn);
 }
 
 at("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!generating) generate();
+  if (!generating) send();
 });
-at("stop").addEventListener("click", () => generating && generating.abort());
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // Enter also ends the writing of a sign
+  event.preventDefault();
+  if (!generating) send();
+});
+at("stop").addEventListener("click", () => generating?.abort.abort());
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && event.ctrlKey) at("form").requestSubmit();
-  if (event.key === "Escape" && generating) generating.abort();
+  if (event.key === "Escape") generating?.abort.abort();
 });
+at("new").addEventListener("click", () => {
+  turns = [];
+  at("log").replaceChildren();
+  outcome("");
+  keep();
+  at("prompt").focus();
+});
+at("copy-curl").addEventListener("click", () => copy(at("copy-curl"), at("curl").textContent));
+at("choice").addEventListener("change", drawCurl);
+addEventListener("pagehide", keep);
+restore();
 look();
-plan().catch((error) => { at("plan-text").textContent = `The plan is not to be had: ${error.message}`; });
+plan().catch((error) => { say(at("plan-text"), `The plan is not to be had: ${error.message}`); });

@@ -1,0 +1,123 @@
+"""Code that a program changes after `parallelize`: the next call follows it, or it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
+
+from parallelformers_ng import ParallelError, parallelize
+from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
+from tests.strangers.changed_code import (
+    AFTERWARDS,
+    PATCHES,
+    Clamped,
+    bounded,
+    doubled,
+    doubling,
+    followed_by,
+    largest_only,
+)
+from tests.zoo.decoders import EXPERTS, decoder, gpt2
+
+
+@pytest.mark.parametrize("name", sorted(AFTERWARDS))
+def test_patches_after_parallelize_are_seen_and_can_be_undone(groups, name: str) -> None:
+    make, owner, key, value = PATCHES[name]
+    whole, cut = make(), make()
+    with parallelize(cut, workers=groups(2)):
+        assert_agree(cut, whole, prompt())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, key, value, raising=False)
+            assert_agree(cut, whole, prompt())
+        assert_agree(cut, whole, prompt())
+
+
+def test_a_proof_of_a_later_patch_leaves_the_weights_alone(groups, monkeypatch) -> None:
+    """The small copy for it has the code of the model that runs, and nothing else of it."""
+    whole, cut = decoder("Llama"), decoder("Llama")
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", doubled)
+    parallelize(cut, workers=groups(2))
+    assert_agree(cut, whole, prompt())
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", doubling(modeling_llama.LlamaMLP.forward))
+    assert_agree(cut, whole, prompt())
+    assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
+    cut.deparallelize()
+    for mine, plain in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def mixtral() -> Any:
+    return decoder("Mixtral", width=80, **EXPERTS)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
+    r"LlamaMLP\.forward": (lambda: decoder("Llama"), modeling_llama.LlamaMLP, "forward", largest_only),
+    r"Linear\.forward": (lambda: decoder("Llama"), nn.Linear, "forward", Clamped.forward),
+    "linear": (lambda: decoder("Llama"), nn.functional, "linear", followed_by(bounded, nn.functional.linear)),
+    r"MixtralExperts\.forward": (
+        mixtral,
+        modeling_mixtral.MixtralExperts,
+        "forward",
+        followed_by(bounded, modeling_mixtral.MixtralExperts.forward),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_patches_that_need_another_cut_are_refused_by_name(groups, name: str) -> None:
+    make, owner, key, value = REFUSED[name]
+    whole, cut = make(), make()
+    with parallelize(cut, workers=groups(2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, key, value)
+            with pytest.raises(ParallelError, match=f"{name} was changed after the model was parallelized"):
+                cut(prompt())
+        assert_agree(cut, whole, prompt())
+
+
+LIMIT = 0.1
+
+
+class Limited(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(-LIMIT, LIMIT)
+
+
+def test_what_a_layer_reads_that_stays_whole_may_change(groups, monkeypatch) -> None:
+    whole, cut = decoder("Llama"), decoder("Llama")
+    for model in (whole, cut):
+        model.model.layers[0].mlp.up_proj.__class__ = Limited
+    with parallelize(cut, workers=groups(2)):
+        for limit in (0.1, 0.02):
+            monkeypatch.setitem(globals(), "LIMIT", limit)
+            assert_agree(cut, whole, prompt())
+
+
+def causal_alone(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """An attention that asks for no mask: right for one prompt, wrong for the padded rows of a batch."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    scores = (query @ key.transpose(2, 3) / query.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("make", [lambda: decoder("Llama"), gpt2], ids=["Llama", "GPT-2"])
+def test_calls_share_no_batch_that_a_later_attention_cannot_follow(groups, make: Callable[[], Any]) -> None:
+    whole, cut = make(), make()
+    prompts = [prompt(length, seed=length) for length in (20, 9, 12, 15)]
+    with parallelize(cut, workers=groups(2), batching={}):
+        assert_agree_in_a_batch(cut, whole, prompts)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", causal_alone)
+            assert_agree_in_a_batch(cut, whole, prompts)
+        assert_agree_in_a_batch(cut, whole, prompts)
