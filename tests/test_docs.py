@@ -253,6 +253,10 @@ def test_the_picture_of_the_readme_is_drawn_from_the_results() -> None:
     assert ">48.3<" in plots.draw(results.replace("62.4 / 47.3", "62.4 / 48.3"))
 
 
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def pages(nav: object) -> Iterator[str]:
     """The files of a `nav` of mkdocs."""
     if isinstance(nav, str):

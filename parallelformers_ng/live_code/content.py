@@ -17,8 +17,8 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dt
 def digest(value: Any) -> bytes:
     """Eight bytes that stand for what a value does when it is called or read.
 
-    Functions count by their instructions, constants, defaults and what their closures hold; classes, modules and
-    built-in functions by name; numbers, strings, tensors and containers of these by value; other objects by their
+    Functions count by their instructions, constants, defaults, module and what their closures hold; classes, modules
+    and built-in functions by name; numbers, strings, tensors and containers of these by value; other objects by their
     class.
     """
     hasher = hashlib.blake2b(digest_size=8)
@@ -44,6 +44,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     hasher.update(kind.encode())
     if isinstance(value, types.FunctionType):
         hasher.update(_instructions(value.__code__))
+        hasher.update(str(value.__globals__.get("__name__")).encode())  # equal code may name other globals
         cells = [_contents(cell) for cell in value.__closure__ or ()]
         for part in (value.__defaults__, value.__kwdefaults__, *cells):
             _feed(hasher, part, inner)
@@ -84,7 +85,13 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
 def _instructions(code: types.CodeType) -> bytes:
     """A piece of code as bytes, the same in every process that has read the same file. (Version 2 of the format has no
     references, which depend on how often an object is used.)"""
-    return marshal.dumps(code, 2)
+    return marshal.dumps(_without_origin(code), 2)
+
+
+def _without_origin(code: types.CodeType) -> types.CodeType:
+    """The code without the names of its file and class, in which pieces of code that compare equal may differ."""
+    constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
+    return code.replace(co_filename="", co_qualname="", co_consts=constants)
 
 
 def _contents(cell: types.CellType) -> Any:

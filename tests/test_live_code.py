@@ -1,0 +1,43 @@
+"""Digests of code, by which the caller's and a rank's are compared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+from transformers.models.llama import modeling_llama
+
+from parallelformers_ng.live_code.content import digest
+
+_DIGESTS = """
+import importlib
+from parallelformers_ng.live_code.content import digest
+for name in {names}:
+    module = importlib.import_module(f"transformers.models.{{name}}.modeling_{{name}}")
+    found = {{
+        f"{{cls.__qualname__}}.{{key}}": digest(value).hex()
+        for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__
+        for key, value in vars(cls).items() if callable(value)
+    }}
+print(found)
+"""
+
+
+def digests(*names: str) -> str:
+    """Digests of the last module, in a process that has digested the others first."""
+    run = [sys.executable, "-c", _DIGESTS.format(names=names)]
+    return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("names", [("roberta", "camembert"), ("llama", "qwen2")])
+def test_digests_are_the_same_whatever_was_digested_before(names: tuple[str, str]) -> None:
+    assert digests(names[1]) == digests(*names)
+
+
+@pytest.mark.parametrize("name", ["rotate_half", "repeat_kv"])
+def test_equal_code_that_names_other_globals_has_another_digest(name: str) -> None:
+    function = getattr(modeling_llama, name)
+    copied = types.FunctionType(function.__code__, {**vars(modeling_llama), "__name__": "copied"}, name)
+    assert digest(copied) != digest(function)
