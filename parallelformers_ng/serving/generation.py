@@ -130,7 +130,7 @@ class Generation:
     def _check(self, request: GenerationRequest, prompts: int) -> None:
         limits = self._options
         if not self._engine.generates:
-            raise bad_request("the model answers no such requests; GET / says what it is served as", "model")
+            raise bad_request("the model generates no text; GET /docs lists the other routes", "model")
         for name, value, most in (
             ("n", (request.n or 1) * prompts, limits.max_choices),
             ("stop", len(request.stops), limits.max_stops),
