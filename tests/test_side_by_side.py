@@ -25,9 +25,9 @@ from tests.zoo.seq2seq import bart, t5
 HOW: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with the outputs of each linear layer, or of several as one, in order."""
+def widths_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled from now on with the outputs of each linear layer, or of several as one, in order. A model that is cut
+    later is one whose code the program changed."""
     widths: list[int] = []
     linear = functional.linear
 
@@ -52,8 +52,9 @@ def as_one(model: Any) -> set[str]:
     return {name.rpartition(".")[2] for name in found}
 
 
-def test_a_step_launches_fewer_products(products: list[int]) -> None:
+def test_a_step_launches_fewer_products(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, model, ids = decoder("Llama"), joined(decoder("Llama")), token_ids(rows=1)
+    products = widths_of_products(monkeypatch)
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(model.generate(ids, **HOW), whole.generate(ids, **HOW))
@@ -171,8 +172,9 @@ def test_a_weight_may_be_replaced() -> None:
         torch.testing.assert_close(model(given), whole(given))
 
 
-def test_who_is_left_alone(products: list[int]) -> None:
+def test_who_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that two layers share, layers of another kind, and batches that gain nothing."""
+    products = widths_of_products(monkeypatch)
     tied = Pair(lambda input: input)
     tied.second = nn.Linear(8, 5)
     tied.second.weight = tied.first.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import operator
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ class CodeWatch:
             table = _table_of(slot.holder)
             if slot.key in STEP and isinstance(slot.holder, type):
                 classes[id(table)] = table
+                copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would put that there later
             if slot.key in table:
                 groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
         self._tables = [table for table, _ in groups.values()]

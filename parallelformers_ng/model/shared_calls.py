@@ -111,6 +111,8 @@ class SharedCalls:
         """Have the call decoded, if need be by workers that took the place of others."""
         while True:
             group, incarnation = self._replica.ready(end)
+            if not group.alive:  # and none takes its place
+                raise group.error()
             sent = Call("", "generate", (), call.kwargs, adapters=call.adapters)
             arrived = self._edits.put_into(sent, model, incarnation)
             ticket = Ticket(call, parcel(sent), self._steps.positions(model), arrived)

@@ -27,6 +27,7 @@ def pretend() -> None:
     os.environ["PRETENDED_COMPILER"] = "as it is"
     import torch
 
+    from parallelformers_ng.live_code import watch
     from parallelformers_ng.model import groups
     from tests.pretend_cuda import worker  # noqa: F401
     from tests.pretend_cuda.caller import TARGET
@@ -37,6 +38,7 @@ def pretend() -> None:
     profile = torch.profiler.profile
     torch.profiler.profile = lambda activities: profile(activities=activities[:1])  # that of the host
     groups.RUNNER = TARGET
+    watch.LIBRARIES |= {"tests"}  # the mode that pretends a device is none of the program's
 
 
 def main() -> None:
