@@ -291,11 +291,15 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
     assert result.stderr == ""
 
 
-def test_what_workers_print_reaches_the_user(tmp_path):
+@pytest.mark.parametrize("held", [False, True])
+def test_what_workers_print_reaches_the_user_and_nothing_else(held):
+    """Also if the program still holds the group when it ends."""
     script = (
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
-        "WorkerGroup(2, target='runtime_target:Target', threads=1).call('say', 'hello')\n"
+        "group = WorkerGroup(2, target='runtime_target:Target', threads=1)\n"
+        "group.call('say', 'hello')\n"
     )
+    script += "" if held else "del group\n"
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
     )

@@ -35,7 +35,8 @@ class RequestLoop:
     def start(self) -> None:
         """Begin to serve."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wakeup)  # not sooner: any thread may write to it
+        # Not sooner, as any thread may write to it; nor at the interpreter's end, where `leave` comes after it.
+        weakref.finalize(self, os.close, self._wakeup).atexit = False
         self._exchange = Exchange(self._processes, self._wakeup)
         self._thread.start()
 
