@@ -27,10 +27,10 @@ def pretend() -> None:
     os.environ["PRETENDED_COMPILER"] = "as it is"
     import torch
 
-    from parallelformers_ng.live_code import watch
     from parallelformers_ng.model import groups
     from tests.pretend_cuda import worker  # noqa: F401
     from tests.pretend_cuda.caller import TARGET
+    from tests.pretend_cuda.tensor import DeviceMode, DeviceTensor
 
     torch.distributed.is_nccl_available = lambda: True
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # as `.cuda()` needs for tensors of a class
@@ -38,7 +38,8 @@ def pretend() -> None:
     profile = torch.profiler.profile
     torch.profiler.profile = lambda activities: profile(activities=activities[:1])  # that of the host
     groups.RUNNER = TARGET
-    watch.LIBRARIES |= {"tests"}  # the mode that pretends a device is none of the program's
+    for cls in (DeviceTensor, DeviceMode):
+        cls.__module__ = "torch"  # a device is no code of the program's
 
 
 def main() -> None:
