@@ -19,11 +19,10 @@ from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import BatchingError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.exchange import Answers, Request, read
+from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
-from parallelformers_ng.wire.message import encode
 
 _ROUND_SECONDS = 0.02
 """How long a round takes at least, if a step takes less: so long waits who comes next. To ask the ranks takes a fifth
@@ -118,8 +117,7 @@ class Batch:
     def take(self, news: list[News], asked: Round, seconds: float) -> None:
         """What the ranks say of a round. Tokens are the same on all; what failed, and states, one knows."""
         for number in asked.joins:
-            if (arrived := self._running[number].arrived) is not None:
-                arrived()
+            self._running[number].arrived()
         met = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
         for number, tokens in news[0].tokens.items():
             self._running[number].take(tokens)
@@ -177,7 +175,7 @@ class Batch:
     def _without_graphs(self, why: str) -> None:
         self._no_graphs(why)
         self._has_graphs = False
-        self.group.submit(Request("forget_steps", [encode({"method": "forget_steps", "args": (), "kwargs": {}})]))
+        self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:
         """The group has ended, or this batch cannot go on.
@@ -225,7 +223,7 @@ class _RoundRequest(Request):
             return False
         self._begun = time.monotonic()
         self.set_deadline(self._begun + self._batch.group.timeout)
-        self.messages = [encode({"method": self.method, "args": (self._asked,), "kwargs": {}})]
+        self.messages = [call_of(self.method, (self._asked,))]
         return True
 
     def put(self, news: Frame | Answers | GroupError | None) -> None:

@@ -42,7 +42,7 @@ class Ticket:
     """
 
     def __init__(
-        self, call: SharedCall, parcel: tuple[bytes, int], positions: int = 0, arrived: Callable[[], None] | None = None
+        self, call: SharedCall, parcel: tuple[bytes, int], positions: int, arrived: Callable[[], None]
     ) -> None:
         self.call, self.parcel, self.positions, self.arrived = call, parcel, positions, arrived
         self.tokens: list[int] = []

@@ -36,31 +36,40 @@ _WIDE = (torch.float32, torch.bfloat16)
 _logger = logging.getLogger(__name__)
 
 
-class DeviceRMSNorm(nn.Module):
-    """A root-mean-square norm, mixed into its class."""
+class _DeviceNorm(nn.Module):
+    """A norm that a function of torch computes in one kernel, mixed into its class."""
 
     variance_epsilon: float
+
+    @staticmethod
+    def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Norm `[…, width]` over the last dimension."""
+        raise NotImplementedError
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self._parameters["weight"]
         if weight is None or not _fits(hidden_states, weight):
             return super().forward(hidden_states)
-        return functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+        return self.fused(hidden_states, weight, self.variance_epsilon)
 
 
-class DeviceLayerNorm(nn.Module):
-    """A layer norm without a bias, mixed into its class."""
+class DeviceRMSNorm(_DeviceNorm):
+    """A root-mean-square norm."""
 
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self._parameters["weight"]
-        if weight is None or not _fits(hidden_states, weight):
-            return super().forward(hidden_states)
-        return functional.layer_norm(hidden_states, weight.shape, weight, None, self.variance_epsilon)
+    @staticmethod
+    def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return functional.rms_norm(states, weight.shape, weight, epsilon)
 
 
-_NORMS: dict[str, type[nn.Module]] = {"rms_norm": DeviceRMSNorm, "layer_norm": DeviceLayerNorm}
+class DeviceLayerNorm(_DeviceNorm):
+    """A layer norm without a bias."""
+
+    @staticmethod
+    def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return functional.layer_norm(states, weight.shape, weight, None, epsilon)
+
+
+_NORMS: dict[str, type[_DeviceNorm]] = {"rms_norm": DeviceRMSNorm, "layer_norm": DeviceLayerNorm}
 
 
 class DeviceQuantizedLinear(QuantizedLinear):
@@ -203,11 +212,9 @@ def _norm_agrees(cls: Any, name: str) -> bool:
     nn.Module.__init__(norm)
     norm.weight, norm.variance_epsilon = nn.Parameter(_random(8), requires_grad=False), 0.1
     states = 1 + _random(3, 8)
-    fused = getattr(functional, name)
-    further = (None,) if name == "layer_norm" else ()
     return _agrees(
         f"norms ({cls.__name__}) are",
-        lambda: fused(states, (8,), norm.weight, *further, norm.variance_epsilon),
+        lambda: _NORMS[name].fused(states, norm.weight, norm.variance_epsilon),
         lambda: cls.forward(norm, states),
     )
 

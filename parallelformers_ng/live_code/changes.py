@@ -14,8 +14,9 @@ from torch.nn.utils import parametrize
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.live_code.content import digest, original
-from parallelformers_ng.live_code.packing import CodeChanges, Digests, Unpickler
+from parallelformers_ng.live_code.packing import CodeChanges, Digests
 from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, value_in
+from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 ABSENT = b""
 """The digest of a place that holds nothing."""
@@ -82,7 +83,7 @@ class AppliedChanges:
         """
         for place in changes.restored:
             self._restore(place)
-        values = Unpickler(changes.data, self._imported).load()
+        values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         scopes = scopes_of(classes, values.values()) if changes.by_value else {}
         mine = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}

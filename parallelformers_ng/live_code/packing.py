@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,22 +83,6 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-class Unpickler(pickle.Unpickler):
-    """Reads what `pack` has written.
-
-    Args:
-        data: the pickle.
-        imported: gives what this process imports at a place.
-    """
-
-    def __init__(self, data: bytes, imported: Callable[[str], Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._imported = imported
-
-    def persistent_load(self, pid: str) -> Any:
-        return self._imported(pid)
 
 
 class _Pickler(cloudpickle.Pickler):

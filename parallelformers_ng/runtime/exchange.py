@@ -19,7 +19,7 @@ from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes, Worker
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
 from parallelformers_ng.wire.frame import Flag, Frame, Kind, Packed
-from parallelformers_ng.wire.message import Encoded, decode, pack
+from parallelformers_ng.wire.message import Encoded, decode, encode, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
 STRAGGLER_SECONDS = 10.0
@@ -31,6 +31,11 @@ _ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
 Answers = dict[int, Frame]
 """Rank → its answer, not decoded yet."""
+
+
+def call_of(method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Encoded:
+    """Encode the call of a method, as `Service` takes it. Raises what `encode` raises."""
+    return encode({"method": method, "args": args, "kwargs": kwargs or {}})
 
 
 class Request:

@@ -19,11 +19,11 @@ from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, Gr
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
-from parallelformers_ng.runtime.exchange import Answers, Request, read
+from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
 from parallelformers_ng.runtime.processes import Hosts, Processes
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
 from parallelformers_ng.wire.frame import Flag, Frame
-from parallelformers_ng.wire.message import decode, encode
+from parallelformers_ng.wire.message import decode
 
 OnEvent = Callable[[Any], object]
 
@@ -196,8 +196,8 @@ class WorkerGroup:
             RequestTimeoutError: the time passed while it ran. The group is of no further use.
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
-        request = {"method": method, "args": args, "kwargs": kwargs}
-        return self._request(method, [request], Flag.TO_DEVICE if to_devices else 0, timeout, on_event)[0]
+        flags = Flag.TO_DEVICE if to_devices else 0
+        return self._request(method, [(args, kwargs)], flags, timeout, on_event)[0]
 
     def call_each(
         self,
@@ -217,18 +217,18 @@ class WorkerGroup:
         Returns:
             Each rank's value. Raises what `call` raises.
         """
-        requests = [{"method": method, "args": tuple(args), "kwargs": {}} for args in per_rank]
-        if len(requests) not in (1, self.world_size):
-            raise ValueError(f"{method}: arguments for {len(requests)} ranks, but the group has {self.world_size}")
+        arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
+        if len(arguments) not in (1, self.world_size):
+            raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
         flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
-        return self._request(method, requests, flags, timeout, on_event)
+        return self._request(method, arguments, flags, timeout, on_event)
 
     def close(self) -> None:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
         if os.getpid() != self.owner:
             return
         text = "the worker group was closed; parallelize the model again to use it"
-        self._processes.why_over = self._processes.why_over or functools.partial(GroupClosedError, text)
+        self._processes.note_reason(GroupClosedError(text))
         self._loop.stop(GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
@@ -262,7 +262,12 @@ class WorkerGroup:
             return str(error)
 
     def _request(
-        self, method: str, requests: Sequence[Any], flags: int, timeout: float | None, on_event: OnEvent | None
+        self,
+        method: str,
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        flags: int,
+        timeout: float | None,
+        on_event: OnEvent | None,
     ) -> list[Any]:
         if self._is_over:
             self._processes.raise_why_over()
@@ -272,7 +277,8 @@ class WorkerGroup:
         if threading.get_ident() in self._in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
         deadline = time.monotonic() + limit
-        request = Request(method, [encode(request) for request in requests], flags, deadline)
+        messages = [call_of(method, args, kwargs) for args, kwargs in arguments]
+        request = Request(method, messages, flags, deadline)
         try:
             self._loop.submit(request)
             values, error = read(self._answers(request, on_event))
@@ -292,7 +298,7 @@ class WorkerGroup:
         return values
 
     def _end_because(self, cause: GroupError) -> None:
-        self._processes.why_over = self._processes.why_over or functools.partial(type(cause), *cause.args)
+        self._processes.note_reason(cause)
         self._loop.stop()
 
     def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:

@@ -130,8 +130,8 @@ class Processes:
             threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
         raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
-    def end_because(self, cause: GroupError) -> Why:
-        """End every worker. Returns what makes the error that callers get from here on: the first reason stays.
+    def note_reason(self, cause: GroupError) -> None:
+        """Have callers get an error from here on. The first reason stays.
 
         Args:
             cause: what they are told; a WorkerGoneError becomes the WorkerDiedError of its worker.
@@ -141,8 +141,11 @@ class Processes:
         else:
             why = functools.partial(type(cause), *cause.args)
         self.why_over = self.why_over or why
+
+    def end_because(self, cause: GroupError) -> None:
+        """End every worker, for a reason that `note_reason` takes."""
+        self.note_reason(cause)
         self.end()
-        return self.why_over
 
     def kill(self) -> None:
         """Kill every worker, and leave the rest to the thread that waits for them."""
