@@ -67,14 +67,14 @@ test-all: setup ## run all tests: also servers, scripts that are killed, install
 
 page: setup ## the server's page in Chromium, which it installs if it may (Debian)
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
-	@$(PY) -m pytest tests/test_serving_page.py $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/serving/test_page.py $(PYTEST_ARGS)
 
 quality: setup ## lint, formatting, types, the order of imports and of C headers
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-cache
-	@$(PY) -m tests.c_headers
+	@$(PY) -m tests.repository.c_headers
 
 format: setup ## apply the formatting and the fixes that ruff knows
 	@$(PY) -m ruff check --fix .
@@ -107,7 +107,7 @@ zoo: setup ## parity of every model family, tiny, and plans of their real sizes 
 	@$(PY) -m benchmarks.zoo --full-size .full_size.json $(ZOO_ARGS)
 
 ecosystem: $(ECOSYSTEM)/.installed ## pipelines, Trainer, PEFT, lm-eval, … whole against cut, in a venv of their own (PYTEST_ARGS=…)
-	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem tests/test_ray.py $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem tests/hosts/test_ray.py $(PYTEST_ARGS)
 
 $(ECOSYSTEM)/.installed: requirements-ecosystem.txt constraints/ecosystem.lock requirements-apart.txt pyproject.toml setup.py
 	@$(MAKE) --no-print-directory VENV=$(ECOSYSTEM) $(ECOSYSTEM)/bin/python

@@ -16,9 +16,9 @@ from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import WorkerDiedError
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.patience import is_running
-from tests.ray_cluster import add_node, ray_cluster
-from tests.saved_model import save_tiny_model
+from tests.helpers.patience import is_running
+from tests.helpers.ray_cluster import add_node, ray_cluster
+from tests.helpers.saved_model import save_tiny_model
 
 _NODES, _EACH = 2, 2
 _LEFT_SECONDS = 5.0

@@ -26,8 +26,8 @@ import psutil
 from benchmarks.chaos_figures import Figure
 from benchmarks.chaos_http_media import picture_request, sound_request
 from benchmarks.chaos_http_requests import request
-from tests.serving import save_served_model
-from tests.serving_media import save_llava, save_whisper, sound_file, tone
+from tests.helpers.server import save_served_model
+from tests.helpers.serving_media import save_llava, save_whisper, sound_file, tone
 
 SECONDS = 120.0  # until an answer is missed
 ALLOWED = {"closed", "503", *map(str, range(400, 500))}

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from benchmarks.chaos_figures import Figure
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
-from tests.patience import workers_of
-from tests.terminal import Terminal
+from tests.helpers.patience import workers_of
+from tests.helpers.terminal import Terminal
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
@@ -177,7 +177,9 @@ def starts(count: int, seed: int) -> list[Figure]:
 
     def start(number: int) -> WorkerGroup | Exception:
         try:
-            return WorkerGroup(2, target="tests.runtime_target:Target", backend="gloo", threads=1, start_timeout=120)
+            return WorkerGroup(
+                2, target="tests.helpers.runtime_target:Target", backend="gloo", threads=1, start_timeout=120
+            )
         except Exception as error:  # counted below
             return error
 

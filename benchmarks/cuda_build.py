@@ -31,8 +31,8 @@ import torch
 import transformers
 
 import parallelformers_ng
+from tests.devices.test_cuda_contract import imports_of
 from tests.pretend_cuda import contract
-from tests.test_cuda_contract import imports_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(parallelformers_ng.__file__).parent

@@ -51,7 +51,7 @@ step() { # NAME SECONDS COMMAND…
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)
 torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver is too old for it, or it is a build for CPU")'
   # Those with the mark, and no others: what they import is less than what all import.
-  mapfile -t tests < <(grep -l 'mark\.gpu' tests/test_*.py)
+  mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
   step "tests" 120 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
   seconds=160
   for shape in "${shapes[@]}"; do

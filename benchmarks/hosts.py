@@ -30,9 +30,9 @@ from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.hosts.hosts import Hosts
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.options import ServeOptions
-from tests.ray_cluster import ray_cluster
-from tests.saved_model import save_tiny_model
-from tests.simulated_hosts import SimulatedHosts
+from tests.helpers.ray_cluster import ray_cluster
+from tests.helpers.saved_model import save_tiny_model
+from tests.helpers.simulated_hosts import SimulatedHosts
 
 SUM_BYTES, SUM_BAR = 64 << 10, 0.7
 START_BAR = 10.0

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.damage import DAMAGE, damaged, save_intact
+from tests.helpers.damage import DAMAGE, damaged, save_intact
 
 ROUNDS = 12  # of 17 kinds of damage each
 _SECONDS = 60.0  # a load that takes longer hangs

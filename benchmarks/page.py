@@ -13,8 +13,8 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from parallelformers_ng import parallelize
-from tests.real_weights import smollm2
-from tests.serving import serving
+from tests.helpers.real_weights import smollm2
+from tests.helpers.server import serving
 
 PICTURE = Path(__file__).parent.parent / "docs/page.png"
 MESSAGES = ("What is the capital of France?", "Give me three short tips for a visit, as a list.")

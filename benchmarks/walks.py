@@ -1,4 +1,4 @@
-"""Random walks over public calls, changes, hooks and moves: whole beside parallelized (see tests/walks.py).
+"""Random walks over public calls, changes, hooks and moves: whole beside parallelized (see tests/helpers/walks.py).
 
 python -m benchmarks.walks --walks 60 --steps 50
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from tqdm import tqdm
 
 from parallelformers_ng import parallelize
-from tests.walks import MODELS, Walk
+from tests.helpers.walks import MODELS, Walk
 
 
 def main() -> int:

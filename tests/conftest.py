@@ -13,8 +13,8 @@ import torch
 from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.worker.preload import IMPORTS
-from tests.apart import find_packages
-from tests.rank_group import RankGroup
+from tests.helpers.apart import find_packages
+from tests.helpers.rank_group import RankGroup
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background has them and all that they start ignore Ctrl-C, which some tests send.
@@ -103,7 +103,7 @@ def pretended_one(pretended_groups: Callable[[int], WorkerGroup]) -> WorkerGroup
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a test has the parts of a decode step computed in C."""
-    from tests.step_models import count_calls  # it takes a second, which most tests need not wait
+    from tests.helpers.step_models import count_calls  # it takes a second, which most tests need not wait
 
     return count_calls(monkeypatch)
 
@@ -127,7 +127,7 @@ def two_ranks() -> Iterator[RankGroup]:
 @pytest.fixture(scope="module")
 def tiny_whole() -> Any:
     """The tiny model that servers of tests have, in this process."""
-    from tests.serving import tiny_model, tiny_tokenizer
+    from tests.helpers.server import tiny_model, tiny_tokenizer
 
     return tiny_model(tiny_tokenizer())
 
@@ -135,7 +135,7 @@ def tiny_whole() -> Any:
 @pytest.fixture(scope="module")
 def http(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
     """A client of a server that has the tiny model on two ranks."""
-    from tests.serving import serving_on, tiny_tokenizer
+    from tests.helpers.server import serving_on, tiny_tokenizer
 
     with serving_on(groups(2), tiny_tokenizer()) as running, running.client() as client:
         yield client

@@ -16,7 +16,7 @@ import torch
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.model.parallelized import is_parallelized
-from tests.real_weights import minilm, smollm2
+from tests.helpers.real_weights import minilm, smollm2
 
 
 @dataclass

@@ -19,7 +19,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
-from tests.serving import Running, serving
+from tests.helpers.server import Running, serving
 
 MODEL = "smollm2"
 QUESTION = "What is the capital of France?"

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from sentence_transformers import SentenceTransformer
 
-from tests.real_weights import minilm_folder
+from tests.helpers.real_weights import minilm_folder
 
 FACTS = [
     ("The capital of France is", "Paris", "Rome"), ("The capital of Italy is", "Rome", "Paris"),

@@ -18,7 +18,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
 from tests.ecosystem.test_evaluation import KINDS, same, tasks  # noqa: F401  (a fixture)
-from tests.serving import Running, ScriptedModel, serving, tiny_tokenizer
+from tests.helpers.server import Running, ScriptedModel, serving, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """What CUDA, NCCL and NVML promise for every name of theirs that the package uses, and where their source says so.
 
-The stand-in of this folder keeps to this table. `tests/test_cuda_contract.py` walks the package's syntax trees and
-fails on a name that is not here, and on a name here that nothing uses any more. A build of torch with CUDA, which
-needs no GPU to be installed, shows whether the names exist there: `missing()` says which do not.
+The stand-in of this folder keeps to this table. `tests/devices/test_cuda_contract.py` walks the package's syntax
+trees and fails on a name that is not here, and on a name here that nothing uses any more. A build of torch with
+CUDA, which needs no GPU to be installed, shows whether the names exist there: `missing()` says which do not.
 
 Read were torch 2.8 to 2.13 (github.com/pytorch/pytorch; headers and Python files as the wheel of 2.13.0 has them), NCCL
 2.30 (github.com/NVIDIA/nccl) and the documentation of CUDA's runtime and of NVML.

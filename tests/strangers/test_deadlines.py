@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from parallelformers_ng import deadline, parallelize
 from parallelformers_ng.errors import DeadlineExpiredError
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.held_group import held
+from tests.helpers.held_group import held
 from tests.strangers.agreement import NEW_TOKENS, assert_agree, prompt
 from tests.zoo.decoders import decoder
 

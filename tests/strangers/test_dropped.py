@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parallelformers_ng import parallelize
-from tests.patience import PROMPTLY
+from tests.helpers.patience import PROMPTLY
 from tests.strangers.agreement import NEW_TOKENS, assert_agree_in_a_batch, prompt
 from tests.zoo.decoders import decoder, gpt2
 

@@ -1,0 +1,507 @@
+"""Calls of many threads decoded together: each gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from parallelformers_ng import (
+    BatchingError,
+    ParallelError,
+    RequestTimeoutError,
+    WorkerDiedError,
+    WorkerError,
+    parallelize,
+)
+from parallelformers_ng.batching import proof
+from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prepared import prepare
+from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.rows import Rows
+from parallelformers_ng.batching.sharing import shared_call
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.model.remote_module import remote_of
+from tests.helpers.patience import PROMPTLY, await_end, kill
+from tests.helpers.rounds_seen import rows_of_each_round
+from tests.zoo.decoders import bloom, decoder, gpt2
+from tests.zoo.families import CASES, NEWER
+
+FAMILIES = {"llama": lambda: decoder("Llama", tied=True), "gpt2": gpt2, "bloom": bloom}
+FAMILIES |= {case.name: case.make for case in NEWER if case.name in ("mamba2", "qwen3-next")}  # with states
+ALONE = {"roformer-causal", "bart-causal", "reformer"}
+"""Their positions are counted from the longest row on, or their cache depends on the length of the sequence."""
+
+
+def calls(count: int) -> list[dict[str, Any]]:
+    """Prompts and lengths of all kinds, some sampled with a seed, some with settings of their own."""
+    numbers = torch.Generator().manual_seed(7)
+    found = []
+    for number in range(count):
+        length = int(torch.randint(1, 12, (), generator=numbers))
+        call: dict[str, Any] = {
+            "input_ids": torch.randint(5, 95, (1, length), generator=numbers),
+            "max_new_tokens": int(torch.randint(1, 14, (), generator=numbers)),
+            "do_sample": False,
+        }
+        if number % 3 == 1:
+            call |= {"do_sample": True, "seed": number, "top_k": 20, "temperature": 0.7}
+        if number % 4 == 2:
+            call |= {"repetition_penalty": 1.3, "eos_token_id": list(range(40, 60))}
+        found.append(call)
+    return found
+
+
+def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
+    call = dict(call)
+    if (seed := call.pop("seed", None)) is not None:
+        torch.manual_seed(seed)
+    return model.generate(**call)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "mamba2"))],
+)
+def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
+    whole, asked = FAMILIES[family](), calls(40)
+    want = [alone(whole, call) for call in asked]
+    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_chunk": 8}) as model:
+        most = rows_of_each_round(model)
+        with ThreadPoolExecutor(16) as pool:
+            got = list(pool.map(lambda call: model.generate(**call), asked))
+    assert all(map(torch.equal, got, want))
+    assert max(most) > 1, "no two calls were decoded together"
+    assert max(most) <= 6
+
+
+TRIED = ALONE | {"mistral", "gemma2", "qwen3", "mixtral", "falcon", "mpt", "opt"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case.name not in TRIED), id=case.name)
+        for case in CASES
+        if case.generates
+    ],
+)
+def test_the_proof_tells_which_models_may_share(case):
+    model = case.make()
+    if model.config.is_encoder_decoder or "input_ids" not in case.inputs():
+        pytest.skip("decoders of text alone")
+    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == (case.name in ALONE)
+
+
+def test_positions_that_a_model_takes_from_its_cache_are_those_of_the_rows(monkeypatch):
+    model = decoder("Llama")
+    prepared = model.prepare_inputs_for_generation
+    monkeypatch.setattr(
+        model,
+        "prepare_inputs_for_generation",
+        lambda *args, **kwargs: {**prepared(*args, **kwargs), "position_ids": None},
+    )
+    assert [proof.why_alone(model, in_pieces) for in_pieces in (True, False)] == ["", ""]
+
+
+def test_a_streamer_gets_prompt_and_tokens_in_its_callers_thread(groups):
+    class Pieces(BaseStreamer):
+        def __init__(self) -> None:
+            self.pieces: list[Any] = []
+            self.threads: set[int] = set()
+
+        def put(self, value: torch.Tensor) -> None:
+            self.threads.add(threading.get_ident())
+            self.pieces.append(value)
+
+        def end(self) -> None:
+            self.pieces.append(None)
+
+    here, there, prompt = Pieces(), Pieces(), torch.tensor([[5, 6, 7]])
+    gpt2().generate(prompt, streamer=here, max_new_tokens=7, do_sample=False)
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model:
+        model.generate(prompt, streamer=there, max_new_tokens=7, do_sample=False)
+    assert there.threads == {threading.get_ident()}
+    assert there.pieces.pop() is here.pieces.pop() is None
+    assert all(map(torch.equal, there.pieces, here.pieces))
+
+
+def test_what_cannot_share_runs_alone_meanwhile(groups):
+    whole, prompt = gpt2(), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(model.generate, prompt[:1], max_new_tokens=40, do_sample=False) for _ in range(2)]
+        assert torch.equal(model.generate(prompt, **beams), whole.generate(prompt, **beams))
+        assert torch.equal(model(prompt).logits.argmax(-1), whole(prompt).logits.argmax(-1))
+        want = whole.generate(prompt[:1], max_new_tokens=40, do_sample=False)
+        assert all(torch.equal(future.result(), want) for future in running)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"do_sample": True}, "without a seed"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"use_cache": False}, "no cache"),
+        ({"past_key_values": None}, "past_key_values"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "mask"),
+        ({"pad_token_id": 3}, "ends with padding"),
+        ({"input_ids": torch.tensor([[1], [2]])}, "one prompt"),
+        ({"input_ids": torch.tensor([[1, 1 << 20]])}, "out of range"),
+    ],
+)
+def test_why_a_call_runs_alone(given, why):
+    found = shared_call(gpt2(), {"input_ids": torch.tensor([[1, 2, 3]]), **given}, None)
+    assert isinstance(found, str)
+    assert why in found
+
+
+def test_a_call_that_is_refused_ends_alone(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="temperature") as whole:
+        gpt2().generate(prompt, do_sample=True, temperature=-1.0)
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(model.generate, prompt, max_new_tokens=40, do_sample=False)
+        with pytest.raises(ValueError, match="temperature") as caught:
+            model.generate(prompt, do_sample=True, temperature=-1.0, seed=1)
+        assert str(caught.value) == str(whole.value)
+        assert running.result().shape == (1, 43)
+
+
+def test_a_call_that_samples_without_a_seed_draws_one_where_others_run(groups):
+    whole, prompt, how = gpt2(), torch.tensor([[5, 6, 7]]), {"max_new_tokens": 30, "do_sample": True}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(5) as pool:
+        most = rows_of_each_round(model)
+        torch.manual_seed(3)
+        alone = model.generate(prompt, **how)
+        assert most == [0], "alone it draws from the caller's generator what it would draw in one process"
+        for _ in range(20):  # on a busy machine one may be through before the next comes
+            running = pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False)
+            found = [future.result() for future in [pool.submit(model.generate, prompt, **how) for _ in range(4)]]
+            running.result()
+            if max(most) > 1:
+                break
+    torch.manual_seed(3)
+    assert torch.equal(alone, whole.generate(prompt, **how))
+    assert max(most) > 1
+    assert len({tuple(each[0].tolist()) for each in found}) == 4, "two calls drew alike"
+
+
+class Counting(LogitsProcessor):
+    """Bars the token that it chose last, and counts. Fails at a call of its own."""
+
+    def __init__(self, fails_at: int = 1000) -> None:
+        self.calls = 0
+        self.fails_at = fails_at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("no more")
+        return scores.index_fill(1, input_ids[0, -1:], -torch.inf)
+
+
+def test_processors_of_the_caller_count_their_own_rows(groups):
+    whole, prompt, there, here = gpt2(), torch.tensor([[5, 6, 7]]), [], []
+    how = {"max_new_tokens": 12, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        most = rows_of_each_round(model)
+        for _ in range(4):
+            there.append(Counting())
+            here.append(pool.submit(model.generate, prompt, logits_processor=[there[-1]], **how))
+        got = [future.result() for future in here]
+    assert max(most) > 1
+    want = whole.generate(prompt, logits_processor=[Counting()], **how)
+    assert all(torch.equal(each, want) for each in got)
+    assert [processor.calls for processor in there] == [12] * 4
+
+
+def test_what_a_processor_raises_ends_its_call_alone(groups):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 40, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        want = model.generate(prompt, **how)
+        running = [pool.submit(model.generate, prompt, **how) for _ in range(2)]
+        for fails_at in (1, 2, 7, 8):  # on either rank
+            with pytest.raises(RuntimeError, match="no more") as caught:
+                model.generate(prompt, logits_processor=[Counting(fails_at)], **how)
+            assert isinstance(caught.value, WorkerError)
+        assert all(torch.equal(future.result(), want) for future in running)
+
+
+def test_a_call_whose_forward_fails_ends_alone(groups):
+    """GPT-2 has 64 positions: whoever asks for more fails in the middle of a forward of all rows."""
+    prompt, too_long = torch.tensor([[5, 6, 7]]), torch.arange(5, 50)[None]
+    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
+        most = rows_of_each_round(model)
+        want = gpt2().generate(prompt, **how)
+        found = [pool.submit(model.generate, ids, **how) for ids in (prompt, prompt, too_long, prompt)]
+        assert isinstance(found.pop(2).exception(), IndexError)
+        assert all(torch.equal(future.result(), want) for future in found)
+    assert max(most) > 2
+
+
+def test_an_argument_that_cannot_cross_keeps_its_call_here(groups):
+    prompt, lock = torch.tensor([[5, 6, 7]]), threading.Lock()
+    how = {"max_new_tokens": 8, "do_sample": False}
+
+    def any_token(_: int, ids: torch.Tensor) -> list[int]:
+        with lock:
+            return list(range(50))
+
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model:
+        got = model.generate(prompt, prefix_allowed_tokens_fn=any_token, **how)
+    assert torch.equal(got, gpt2().generate(prompt, prefix_allowed_tokens_fn=any_token, **how))
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer for which a token is a letter."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + n): n for n in range(94)}, "!"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    words.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@pytest.mark.parametrize("where", ["argument", "settings"])
+def test_stop_strings_end_a_row(groups, where):
+    whole, prompt, tokenizer = gpt2(), torch.tensor([[5, 6, 7]]), letters()
+    free = whole.generate(prompt, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "stop_strings": [tokenizer.decode(free[9:11])]}
+    if where == "settings":
+        how = {"generation_config": GenerationConfig(**how)}
+    want = whole.generate(prompt, tokenizer=tokenizer, **how)
+    assert want.shape[1] < 23
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(3) as pool:
+        most = rows_of_each_round(model)
+        found = [pool.submit(model.generate, prompt, tokenizer=tokenizer, **how) for _ in range(3)]
+        assert all(torch.equal(future.result(), want) for future in found)
+    assert max(most) > 1
+
+
+def test_the_time_of_a_call_ends_it_early(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model:
+        most = rows_of_each_round(model)
+        want = model.generate(prompt, max_new_tokens=55, do_sample=False)
+        got = model.generate(prompt, max_new_tokens=55, do_sample=False, max_time=1e-6)
+    assert 3 < got.shape[1] < want.shape[1]
+    assert torch.equal(got, want[:, : got.shape[1]])
+    assert len(most) > 2
+
+
+def test_a_task_that_is_cancelled_frees_its_row(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+
+    async def ask(model: Any) -> torch.Tensor:
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        class Begun(BaseStreamer):
+            def put(self, value: torch.Tensor) -> None:
+                loop.call_soon_threadsafe(begun.set)
+
+            def end(self) -> None:
+                pass
+
+        first = asyncio.create_task(model.agenerate(prompt, max_new_tokens=10**4, do_sample=False, streamer=Begun()))
+        second = asyncio.create_task(model.agenerate(prompt, max_new_tokens=10**4, do_sample=False))  # waits
+        await begun.wait()
+        second.cancel()
+        first.cancel()
+        for task in (first, second):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        return await model.agenerate(prompt, max_new_tokens=9, do_sample=False)
+
+    whole = decoder("Llama")
+    with parallelize(decoder("Llama"), workers=groups(2), batching={"rows": 1}) as model:
+        assert torch.equal(asyncio.run(ask(model)), whole.generate(prompt, max_new_tokens=9, do_sample=False))
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_awaited_calls_are_those_of_generate(groups, batching):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "do_sample": False}
+
+    async def ask(model: Any) -> list[torch.Tensor]:
+        return await asyncio.gather(*(model.agenerate(prompt, **how) for _ in range(3)))
+
+    with parallelize(gpt2(), workers=groups(2), batching=batching) as model:
+        found = asyncio.run(ask(model))
+        with pytest.raises(ValueError, match="temperature"):
+            asyncio.run(model.agenerate(prompt, do_sample=True, temperature=-1.0, seed=1))
+        assert torch.equal(
+            asyncio.run(model.agenerate(prompt, num_beams=2, **how)), gpt2().generate(prompt, num_beams=2, **how)
+        )
+    assert all(torch.equal(each, gpt2().generate(prompt, **how)) for each in found)
+
+
+def test_by_default_calls_share_once_two_have_come_at_the_same_time(groups):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2)) as model, ThreadPoolExecutor(2) as pool:
+        most, trial = rows_of_each_round(model), remote_of(model).calls.shared[0].trial
+        want = model.generate(prompt, **how)
+        model.generate(prompt, **how)
+        assert not trial._has_begun, "it was tried for calls that came one after another"
+        end = time.monotonic() + PROMPTLY
+        while trial._why_alone:
+            assert time.monotonic() < end
+            assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(2)))
+        assert most == [0]
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(4)))
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(
+    ("batching", "call", "why"),
+    [
+        ({"prompt_tokens": 2}, {}, "has a prompt of 3 tokens, and 2 are allowed"),
+        ({"new_tokens": 4}, {"max_new_tokens": 5}, "asks for 5 tokens, and 4 are allowed"),
+        ({"new_tokens": 4}, {"max_length": 9, "num_beams": 2}, "asks for 6 tokens"),
+        ({"new_tokens": 19}, {}, "asks for 20 tokens"),
+        ({"cache_tokens": 20}, {"max_new_tokens": 18}, "may come to 21 tokens, and 20 are allowed"),
+    ],
+)
+def test_calls_above_a_limit_are_refused_at_once(groups, batching, call, why):
+    with parallelize(gpt2(), workers=groups(2), batching=batching) as model, pytest.raises(BatchingError, match=why):
+        model.generate(torch.tensor([[5, 6, 7]]), **call)
+
+
+def test_calls_wait_for_room_in_the_caches(groups):
+    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 17, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching={"cache_tokens": 50}) as model, ThreadPoolExecutor(6) as pool:
+        most, want = rows_of_each_round(model), gpt2().generate(prompt, **how)
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(6)))
+    assert max(most) == 2
+
+
+def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each forward from now on is given."""
+    found, forward = list[int](), model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counting)
+    return found
+
+
+@torch.inference_mode()
+def test_what_a_prompt_begins_with_runs_once(monkeypatch):
+    model, prefixes, numbers = gpt2(), Prefixes(150), torch.Generator().manual_seed(0)
+    base = torch.randint(5, 95, (1, 40), generator=numbers)
+    asked = [base, torch.cat((base[:, :30], base[:, :9]), -1), base[:, :12], base]
+    want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in asked]
+    lengths = forward_lengths(model, monkeypatch)
+    for number, (ids, whole) in enumerate(zip(asked, want, strict=True)):
+        prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
+        row = Row(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}))
+        prompts.add(row)
+        ran = prompts.run(64)
+        assert ran is not None
+        rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+        while len(rows):
+            rows.step()
+        assert torch.equal(row.ids, whole)
+    assert lengths == [40, *[1] * 5, 9, *[1] * 5, 12, *[1] * 5, 1, *[1] * 5]
+    # A conversation goes on with what was answered: the last token has not run yet.
+    assert prefixes.length(torch.cat((want[1], base), -1)) == want[1].shape[1] - 1
+    for first in (1, 2):  # others drive it out
+        prefixes.keep(torch.full((1, 80), first), DynamicCache([(torch.zeros(1, 2, 80, 4),) * 2] * 2), 0)
+    assert not prefixes.length(base)
+
+
+def test_prompts_that_begin_alike_share_on_the_ranks(groups):
+    numbers = torch.Generator().manual_seed(0)
+    base = torch.randint(5, 95, (1, 24), generator=numbers)
+    asked = [torch.cat((base, torch.randint(5, 95, (1, 1 + n), generator=numbers)), -1) for n in range(6)]
+    whole, how = decoder("Llama"), {"max_new_tokens": 8, "do_sample": False}
+    with parallelize(decoder("Llama"), workers=groups(2), batching={"rows": 3}) as model, ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda ids: model.generate(ids, **how), asked))
+        got += [model.generate(torch.cat((got[0], base[:, :3]), -1), **how)]
+    want = [whole.generate(ids, **how) for ids in (*asked, torch.cat((got[0], base[:, :3]), -1))]
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_deadline_ends_one_row(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(2) as pool:
+        want = model.generate(prompt, max_new_tokens=55, do_sample=False)
+        running = pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False)
+        with pytest.raises(RequestTimeoutError):
+            model.generate(prompt, max_new_tokens=55, do_sample=False, timeout=1e-3)
+        assert torch.equal(running.result(), want)
+
+
+def test_more_than_may_wait_are_refused(groups):
+    prompt = torch.tensor([[5, 6, 7]])
+    with parallelize(gpt2(), workers=groups(2), batching={"rows": 1, "waiting": 1}) as model:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(model.generate, prompt, max_new_tokens=50, do_sample=False) for _ in range(8)]
+            errors = [future.exception() for future in asked]
+        assert None in errors
+        assert {type(error) for error in errors} == {type(None), BatchingError}
+
+
+def test_a_dead_worker_ends_what_runs_and_the_queue_goes_on():
+    prompt, told = torch.tensor([[5, 6, 7]]), threading.Event()
+
+    class Told(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            told.set()
+
+        def end(self) -> None:
+            pass
+
+    want = gpt2().generate(prompt, max_new_tokens=50, do_sample=False)
+    with parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True) as model, ThreadPoolExecutor(2) as pool:
+        for _ in range(20):  # until a worker dies while rows run
+            told.clear()
+            running = pool.submit(model.generate, prompt, max_new_tokens=50, do_sample=False, streamer=Told())
+            assert told.wait(60)
+            kill(deployment_of(model).pids[1])
+            error = running.exception()
+            assert torch.equal(model.generate(prompt, max_new_tokens=50, do_sample=False), want)
+            if error is not None:
+                break
+        assert isinstance(error, WorkerDiedError)
+        assert error.rank == 1
+
+
+def test_an_end_of_the_parallelization_ends_what_runs():
+    prompt = torch.tensor([[5, 6, 7]])
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False) for _ in range(4)]
+        model.deparallelize()
+        want = model.generate(prompt, max_new_tokens=55, do_sample=False)
+        for future in asked:
+            assert isinstance(future.exception(), ParallelError) or torch.equal(future.result(), want)
+
+
+def test_a_model_that_nobody_holds_goes_with_its_workers():
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    pids = deployment_of(model).pids
+    del model
+    await_end(*pids)
+
+
+def test_bad_options_are_named(groups):
+    with pytest.raises(ParallelError, match="rows is 0"):
+        parallelize(gpt2(), workers=groups(2), batching={"rows": 0})
+    with pytest.raises(ParallelError, match=r"batching has no option 'row'.*did you mean"):
+        parallelize(gpt2(), workers=groups(2), batching={"row": 3})
+    with pytest.raises(ParallelError, match="decode is 'compile'"):
+        parallelize(gpt2(), workers=groups(2), batching=True, decode="compile")

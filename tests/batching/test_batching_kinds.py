@@ -1,0 +1,165 @@
+"""Kinds of models whose calls share a batch: no cache, one of their own, states; and what the proof sees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.batching import proof
+from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prepared import prepare
+from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.rows import Rows
+from parallelformers_ng.batching.sharing import shared_call
+from parallelformers_ng.batching.whole_rows import whole_logits
+from parallelformers_ng.errors import BatchingError
+from parallelformers_ng.sharding.cache_names import CACHE
+from tests.helpers.rounds_seen import rows_of_each_round
+from tests.zoo.build import build
+from tests.zoo.decoders import decoder
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def openai_gpt() -> Any:
+    config = tf.OpenAIGPTConfig(vocab_size=99, n_embd=32, n_layer=2, n_head=4)
+    return build(tf.OpenAIGPTLMHeadModel, config, attention="eager")
+
+
+def mpt() -> Any:
+    config = tf.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
+    assert config.use_cache is False
+    return build(tf.MptForCausalLM, config, attention="eager")
+
+
+def xlm() -> Any:
+    config = tf.XLMConfig(vocab_size=99, emb_dim=32, n_layers=2, n_heads=4, mask_token_id=7, pad_token_id=2)
+    return build(tf.XLMWithLMHeadModel, config, attention="eager")
+
+
+def minimax() -> Any:
+    config = tf.MiniMaxConfig(
+        **SMALL, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=4, block_size=4,
+        layer_types=["full_attention", "linear_attention"],
+    )  # fmt: skip
+    return build(tf.MiniMaxForCausalLM, config)
+
+
+def twin(cls: Any, config: Any) -> Any:
+    return make_twin(cls, config).model
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "whole sequences": openai_gpt,
+    "whole sequences, no cache asked for": mpt,
+    "whole sequences with a token behind, not causal": xlm,
+    "a cache that the model makes": minimax,
+    "states alone": lambda: twin(tf.xLSTMForCausalLM, tf.xLSTMConfig()),
+    "columns that come last": lambda: twin(
+        tf.Qwen4ExpForCausalLM,
+        tf.Qwen4ExpTextConfig(
+            indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=16, indexer_compress_ratio=2
+        ),
+    ),
+    "chunks": lambda: twin(tf.Llama4ForCausalLM, tf.Llama4TextConfig()),
+    "experts of odd widths": lambda: twin(tf.InklingForConditionalGeneration, tf.InklingConfig()),
+    "layers that run several times": lambda: twin(tf.HrmTextForCausalLM, tf.HrmTextConfig()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_that_share(kind: str) -> None:
+    model = KINDS[kind]()
+    if isinstance(model, tf.XLMWithLMHeadModel) and CACHE in inspect.signature(model.forward).parameters:
+        pytest.skip("this release of transformers gives XLM a cache")
+    if kind == "columns that come last" and tf.__version__.startswith("5.17."):
+        pytest.skip("this release keeps the positions of its columns in the model's cache, not in its layers")
+    assert "" in [proof.why_alone(model, in_pieces) for in_pieces in (True, False)]
+
+
+@pytest.mark.parametrize("make", [openai_gpt, mpt, minimax])
+def test_their_calls_share_on_the_ranks(groups: Any, make: Callable[[], Any]) -> None:
+    numbers = torch.Generator().manual_seed(3)
+    asked = [
+        {
+            "input_ids": torch.randint(5, 95, (1, before), generator=numbers),
+            "max_new_tokens": after,
+            "min_new_tokens": after,
+            "do_sample": False,
+        }
+        for before, after in ((3, 9), (11, 4), (6, 12), (1, 7), (8, 8), (5, 3))
+    ]
+    whole = make()
+    want = [whole.generate(**call) for call in asked]
+    with parallelize(make(), workers=groups(2), batching={"rows": 4, "prefill_chunk": 8}) as model:
+        rows = rows_of_each_round(model)
+        with ThreadPoolExecutor(6) as pool:
+            got = list(pool.map(lambda call: model.generate(**call), asked))
+    assert all(map(torch.equal, got, want))
+    assert max(rows) > 1, "no two calls were decoded together"
+
+
+def test_a_cache_that_depends_on_the_length_is_refused() -> None:
+    config = tf.ReformerConfig(is_decoder=True)
+    assert "past_buckets_states" in proof.why_alone(twin(tf.ReformerModelWithLMHead, config), in_pieces=False)
+
+
+def test_states_that_the_layers_keep_themselves_are_seen() -> None:
+    """Tokens of the small model are the same by chance, scores are not."""
+    model = twin(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig())
+    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False))
+
+
+def test_scores_have_to_be_those_of_a_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder("Llama")
+    assert not proof.why_alone(model, in_pieces=True)
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda states: head(states) * (1.0 + 0.01 * (len(states) > 1)))
+    assert "scores differ" in proof.why_alone(model, in_pieces=True)
+
+
+def test_the_proof_runs_prompts_side_by_side_and_no_last_token_alone() -> None:
+    model, shapes = decoder("Llama"), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, given: shapes.append(tuple(given[0].shape)))
+    proof.why_alone(model, in_pieces=True, lengths=((3, 9), (5, 6), (15, 4)))
+    assert (2, 5) in shapes
+    assert (1, 6) in shapes
+
+
+def test_a_model_that_looks_ahead_takes_no_prompts_in_pieces() -> None:
+    model = twin(tf.BertGenerationDecoder, tf.BertGenerationConfig(is_decoder=False))
+    assert proof.why_alone(model, in_pieces=True)
+
+
+def test_calls_with_a_cache_and_without_share_no_batch() -> None:
+    prompt = {"input_ids": torch.tensor([[11, 12, 13]])}
+    assert not isinstance(shared_call(mpt(), prompt, None), str)
+    assert "others do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))
+
+
+def test_steps_that_are_not_recorded_say_why() -> None:
+    model, captured = openai_gpt(), SimpleNamespace(reason="")
+    prompts, rows = Prompts(model, Prefixes(0)), Rows(model, None, Prefixes(0), captured)
+    prompts.add(Row(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
+    ran = prompts.run(0)
+    rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+    rows.step(positions=1000)
+    assert "nothing between steps" in captured.reason
+
+
+def test_what_cannot_be_padded_is_named() -> None:
+    model = openai_gpt()
+    row = Row(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]])}))
+    row.call.model_kwargs["boxes"] = torch.zeros(1, 3, 4)
+    with pytest.raises(BatchingError, match="how to pad boxes"):
+        whole_logits(model, [row])

@@ -1,0 +1,146 @@
+"""The CUDA path. Skipped without a device; `make gpu` runs it where there is one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
+from parallelformers_ng.model.parallelized import deployment_of
+from tests.helpers.patience import await_incarnation, kill
+from tests.zoo.build import largest_difference
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import GEMMA3, decoder, gpt2
+from tests.zoo.seq2seq import t5
+
+ABSENT = not torch.cuda.is_available() and "PARALLELFORMERS_TESTS_NEED_GPU" not in os.environ
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ABSENT, reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("make", [lambda: decoder("Llama"), gpt2, t5], ids=["llama", "gpt2", "t5"])
+def test_parity_on_one_device(make, world_size: int) -> None:
+    """Two ranks share the device, so their sums go through host memory: NCCL wants a device for each rank."""
+    model, inputs = make(), text_inputs()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    parallelize(model, workers={"device": "cuda", "device_ids": [0] * world_size, "backend": "shared_memory"})
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)
+    assert all(device == "cuda:0" and used > 0 for device, used in model.memory_allocated().items())
+    model.cpu()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_compiled_steps() -> None:
+    """By the compiler's own defaults: one rank's step becomes a CUDA graph."""
+    whole, inputs = decoder("Llama"), text_inputs()
+    want = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
+    with parallelize(decoder("Llama"), 1, workers={"device": "cuda"}, decode="compile") as model:
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
+
+
+FAMILIES = {
+    "llama": lambda: decoder("Llama"),
+    "qwen3": lambda: decoder("Qwen3"),
+    "gpt2": gpt2,
+    "window": lambda: decoder("Mistral", sliding_window=12),
+    "windows": lambda: decoder("Gemma3Text", tied=True, **GEMMA3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy, beams and prompts of other lengths and batch sizes; nothing may run as it is, or a warning says so."""
+    whole = FAMILIES[family]()
+    with (
+        parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, decode="cuda_graphs") as model,
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+    ):
+        for length, rows, beams in ((7, 2, 1), (3, 2, 1), (9, 3, 1), (5, 4, 1), (7, 2, 3), (1, 1, 1)):
+            ids = torch.arange(rows * length).view(rows, length).remainder(128) + 3
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            how = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "num_beams": beams}
+            assert torch.equal(model.generate(**inputs, **how), whole.generate(**inputs, **how))
+    assert not caplog.records
+
+
+def _waiting(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return _FEED_FORWARD(self, x + 0 * x.sum().item())
+
+
+_FEED_FORWARD = LlamaMLP.forward
+
+
+def test_sampling_goes_on_without_a_capture(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks for a number of the device. Were that not seen beforehand, the capture would fail; either way the
+    call goes on."""
+    monkeypatch.setattr(LlamaMLP, "forward", _waiting)
+    model = parallelize(decoder("Llama"), 1, workers={"device": "cuda"}, decode="cuda_graphs")
+    with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
+        for _ in range(2):
+            model.generate(**text_inputs(), max_new_tokens=8, do_sample=True)
+    assert [record.message for record in caplog.records] == [
+        "generate runs without CUDA graphs: aten._local_scalar_dense waits for the device"
+    ]
+
+
+def test_a_failed_capture_leaves_the_device_usable() -> None:
+    device = torch.device("cuda", 0)
+    recorder, total = CudaRecorder(device), torch.zeros(4, device=device)
+    stream = torch.cuda.current_stream(device)
+    with pytest.raises(Exception, match="captur"):
+        recorder.record(lambda: total.add_(1).sum().item())
+    assert torch.cuda.current_stream(device) == stream
+    assert torch.rand(3, device=device).shape == (3,)
+    output, graph = recorder.record(lambda: total.add_(1).sum())
+    assert total.tolist() == [0, 0, 0, 0]
+    graph.replay()
+    graph.replay()
+    assert (total.tolist(), output.item()) == ([2, 2, 2, 2], 8)
+
+
+def test_ranks_that_share_a_device_capture_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = parallelize(
+        decoder("Llama"),
+        workers={"device": "cuda", "device_ids": [0, 0], "backend": "shared_memory"},
+        decode="cuda_graphs",
+    )
+    want = decoder("Llama").generate(**text_inputs(), max_new_tokens=8, do_sample=False)
+    with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
+        assert torch.equal(model.generate(**text_inputs(), max_new_tokens=8, do_sample=False), want)
+    assert ["through host memory" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_captured_steps_with_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    whole = decoder("Llama")
+    with (
+        parallelize(decoder("Llama"), 2, workers={"device": "cuda"}, decode="cuda_graphs") as model,
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+    ):
+        for rows in (2, 1, 2):
+            inputs = {name: tensor[:rows] for name, tensor in text_inputs().items()}
+            want = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
+            assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
+    assert not caplog.records
+
+
+def test_half_precision_and_a_restart() -> None:
+    whole, model = decoder("Llama").half().cuda(), decoder("Llama")
+    with torch.no_grad():
+        want = whole(**{name: tensor.cuda() for name, tensor in text_inputs().items()}).logits.float().cpu()
+    parallelize(model, 1, fp16=True, workers={"device": "cuda", "host_copy": True})
+    assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
+    kill(deployment_of(model).pids[0])
+    await_incarnation(model, 1)
+    assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
+    model.cuda()
+    assert model.device.type == "cuda"
+    assert model.dtype == torch.float16

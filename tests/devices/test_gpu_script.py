@@ -1,0 +1,204 @@
+"""`benchmarks/gpu.sh` with stand-ins for the programs that it runs, and what it measures, on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from tests.pretend_cuda import guard
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+
+
+def run(folder: Path, stand_in: str, **environment: str) -> tuple[int, str]:
+    """The status of the script and its report, where all programs are the stand-in, which is given what they are."""
+    for name in ("nvidia-smi", "python"):
+        program = folder / name
+        program.write_text(f"#!/bin/sh\n{stand_in}\n")
+        program.chmod(0o755)
+    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
+    report = folder / "report.txt"
+    report.with_suffix(".json").write_text("figures of another card")
+    done = subprocess.run(
+        ["bash", str(SCRIPT), str(report)], env=os.environ | own | environment, capture_output=True, text=True
+    )
+    assert report.read_text() == done.stdout
+    assert not report.with_suffix(".json").exists() or "another card" not in report.with_suffix(".json").read_text()
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    "failing", ["", "-m pytest", "speed --shape 8B", "restart", "profile", "nvidia-smi", "import torch", "-m pip"]
+)
+def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
+    stand_in = f'case "$0 $*" in *"{failing or "nothing"}"*) exit 3;; esac\necho "$*"'
+    status, report = run(tmp_path, stand_in, WHEELS=str(tmp_path))
+    assert (status != 0) == bool(failing)
+    assert ("failed with status 3" in report) == bool(failing)
+    assert all(f"== {name}\n" in report for name in ("wheels", "tests", "8B", "1B", "restart", "a step"))
+
+
+def test_a_step_that_hangs_does_not_take_the_others_along(tmp_path: Path) -> None:
+    """The time is that of all; whoever comes when it is up is not begun, and that is said."""
+    status, report = run(tmp_path, 'case "$*" in *pytest*) exec sleep 60;; esac', SECONDS_IN_ALL="2")
+    assert status != 0
+    assert "== tests: ended after its" in report
+    assert "== 1B: not begun, the time is up" in report
+
+
+EAGER = ["transformers, eager", "parallelformers_ng, eager"]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs the benchmark on the host, with few tokens. Gives the file of its figures."""
+    for name, value in (("PROMPT", 8), ("TOKENS", 3), ("ROUNDS", 1)):
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
+
+    def measure(what: str, contestants: list[str] = EAGER, seconds: float = 190.0) -> Path:
+        results = tmp_path / "gpu.json"
+        given = [what, "--shape", "tiny", "--device", "cpu", "--batches", "1", "2", "--json", str(results)]
+        monkeypatch.setattr(sys, "argv", ["gpu", *given, "--seconds", str(seconds), "--contestants", *contestants])
+        gpu.main()
+        return results
+
+    return measure
+
+
+@pytest.mark.parametrize("what", [pytest.param("speed", marks=pytest.mark.slow), "restart", "profile"])
+def test_what_is_measured(what: str, measured: Callable[..., Path]) -> None:
+    contestants, results = EAGER, measured(what)
+    if what == "profile":
+        return
+    figures, page = json.loads(results.read_text())["tiny"], results.with_suffix(".md").read_text()
+    assert all(f"| {name} |" in page for name in figures)
+    if what == "restart":
+        assert figures["restart"]["the same tokens"] == 1.0
+        return
+    each = {f"{name}, batch {n}" for name in contestants for n in (1, 2)}
+    below = figures.pop("tokens below the best, standard deviations")
+    assert set(figures) == {"copy bandwidth, GB/s"} | each
+    assert below == dict.fromkeys(each, 0.0)
+
+
+def _quick(shape: str, device: str) -> gpu.Contestant:
+    return gpu.Contestant(lambda ids, tokens: torch.cat([ids, ids[:, :tokens]], -1), lambda: 0, lambda: None)
+
+
+def _falls_back(shape: str, device: str) -> gpu.Contestant:
+    return gpu.Contestant(gpu.whole(shape, device).generate, lambda: 0, lambda: None, lambda: "not today")
+
+
+def test_figures_that_are_not_what_they_are_called(
+    measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that ran as they are, and tokens that the model has not chosen."""
+    known = {"falls back": _falls_back, "tokens of its own": _quick}
+    monkeypatch.setattr(gpu, "CONTESTANTS", {**gpu.CONTESTANTS, **known})
+    with pytest.raises(SystemExit) as wrong:
+        measured("speed", [*known])
+    said = str(wrong.value.code)
+    assert "WRONG: falls back, batch 1: not today" in said
+    assert "WRONG: tokens of its own, batch 2: tokens that the model would not choose" in said
+    assert "tiny: falls back, batch" not in capsys.readouterr().out
+
+
+def test_captured_steps_without_a_device_are_no_captured_steps(measured: Callable[..., Path]) -> None:
+    with pytest.raises(
+        SystemExit, match="captured steps, batch 1: generate runs without CUDA graphs: there is no CUDA"
+    ):
+        measured("speed", ["parallelformers_ng, captured steps"])
+
+
+def test_steps_that_nobody_compiled_are_no_compiled_steps(
+    measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "compiled_graphs", lambda: 3)  # as many as there were before
+    with pytest.raises(SystemExit, match="compile, batch 1: torch compiled nothing"):
+        measured("speed", ["transformers, static + compile"])
+
+
+def test_a_restart_that_gives_other_tokens_has_failed(
+    measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.torch, "equal", lambda *_: False)
+    with pytest.raises(SystemExit, match="WRONG: restart: the tokens are others than before"):
+        measured("restart")
+
+
+def test_who_comes_too_late_is_named_and_not_begun(
+    measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one takes more than half of the time, so that a second one like it would be ended in its midst."""
+
+    def slow(shape: str, device: str) -> gpu.Contestant:
+        time.sleep(1.0)
+        return gpu.whole(shape, device)
+
+    monkeypatch.setattr(gpu, "CONTESTANTS", {"slow": slow, "late": slow})
+    figures = json.loads(measured("speed", ["slow", "late"], seconds=1.5).read_text())["tiny"]
+    assert "not begun, for lack of time: late" in capsys.readouterr().out
+    assert not any(name.startswith("late") for name in figures)
+
+
+LISTED = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'"
+
+
+@pytest.mark.parametrize(
+    ("listed", "fails"), [(LISTED, True), ("echo 'No devices were found'", False), ("exit 9", False)]
+)
+def test_a_device_that_torch_cannot_use_is_a_failure(listed: str, fails: bool, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{listed}\n")
+    program.chmod(0o755)
+    words = ["make", "--old-file=setup", "gpu", f"PY={sys.executable}", f"GPU_ARGS={tmp_path}/gpu.txt"]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SECONDS_IN_ALL": "20"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode != 0) == fails, done.stderr
+    said = "torch can use no CUDA device" if fails else "sees no CUDA device; nothing to check"
+    assert said in done.stdout
+
+
+def _image(folder: Path) -> dict[str, str]:
+    """The environment of a GPU image whose device is pretended: see `tests/pretend_cuda/image.py`."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.pretend_cuda.image "$@"\n')
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'Pretended, 8192 MiB, 999'\n")
+    for program in (python, folder / "nvidia-smi"):
+        program.chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(python), "SHAPES": "tiny"}
+
+
+needs_compiler = pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ compiler")
+
+
+@needs_compiler
+def test_gpu_tests_run_on_pretended_devices(tmp_path: Path) -> None:
+    """Without the packages that a GPU image lacks."""
+    words = ["-m", "pytest", "-q", "-q", "-m", "gpu", "tests/devices/test_gpu.py"]
+    python = _image(tmp_path)["PYTHON"]
+    done = subprocess.run([python, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_script_on_a_pretended_device(tmp_path: Path) -> None:
+    report = tmp_path / "gpu.txt"
+    environment = _image(tmp_path) | {"SECONDS_IN_ALL": "840"}
+    done = subprocess.run(["bash", str(SCRIPT), str(report)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    figures = json.loads(report.with_suffix(".json").read_text())["tiny"]
+    assert {f"{name}, batch {n}" for name in gpu.CONTESTANTS for n in (1, 8, 32)} <= set(figures)

@@ -1,0 +1,241 @@
+"""Pretended CUDA devices on several hosts, here all of them this machine: `tests/pretend_cuda`, `simulated_hosts`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.nccl import NcclCommunicator
+from parallelformers_ng.collectives.spanning import HandedOver, SpanningNcclCommunicator, interface_of
+from parallelformers_ng.collectives.threads import run_ranks
+from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError
+from parallelformers_ng.hosts import agent
+from parallelformers_ng.hosts.hosts import Hosts
+from parallelformers_ng.hosts.launching import Elsewhere
+from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.helpers.patience import await_incarnation, kill
+from tests.helpers.saved_model import save_tiny_model
+from tests.helpers.simulated_hosts import SimulatedHosts
+from tests.hosts.test_torchrun import job
+from tests.pretend_cuda import process_group
+from tests.pretend_cuda.caller import TARGET, believe
+from tests.pretend_cuda.objects import RaisesOn
+
+IDS = torch.arange(1, 8)[None]
+HOW: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": False}
+
+
+def started(*counts: int, **options: Any) -> WorkerGroup:
+    how = {"target": TARGET, "threads": 1, "timeout": 60, **options}
+    return WorkerGroup(sum(counts), "cuda", hosts=lambda: Hosts(SimulatedHosts(*counts)), **how)
+
+
+@pytest.fixture(scope="module")
+def believing() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        believe(patch)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.fixture(scope="module")
+def group(believing: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
+    """Two ranks on one host, one on another, and NCCL between all."""
+    with started(2, 1) as group:
+        yield group
+
+
+def check(model: Any, whole: Any) -> None:
+    assert torch.allclose(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.generate(IDS, **HOW), whole.generate(IDS, **HOW))
+
+
+def test_nccl_connects_all_ranks_over_what_is_signed(group: WorkerGroup, path: Path, whole: Any) -> None:
+    with parallelize(path, workers=group, progress=False) as model:
+        check(model, whole)
+        assert group.call_each("connections", [()]) == [1, 1, 1]
+        assert set(model.memory_allocated()) == {"cuda:0 on host-0", "cuda:1 on host-0", "cuda:0 on host-1"}
+        assert "GPU:0 on host-1 => " in model.memory_summary()
+        weights = group.call_each("devices", [()])
+        assert weights == [{"cuda:0"}, {"cuda:1"}, {"cuda:0"}]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_one_rank_raises_frees_those_of_other_hosts_and_nccl_connects_again(
+    rank: int, group: WorkerGroup, path: Path, whole: Any
+) -> None:
+    before = group.call("connections")
+    with parallelize(path, workers=group, progress=False) as model:
+        with pytest.raises(ValueError, match="only here") as caught:
+            model.generate(IDS, stopping_criteria=[RaisesOn(group.pids[rank], 9)], **HOW)
+        assert caught.value.rank == rank  # type: ignore[attr-defined]
+        check(model, whole)
+    assert group.call("connections") == before + 1
+
+
+@pytest.mark.parametrize("absent", [1, 2])
+def test_ranks_that_were_about_to_connect_when_one_raised_meet_again(
+    absent: int, believing: pytest.MonkeyPatch
+) -> None:
+    with started(2, 1) as group:
+        with pytest.raises(ValueError, match="not today"):
+            group.call("connect_alone", absent)
+        assert group.call_each("connect_alone", [(-1,)]) == [1, 1, 1]
+
+
+def test_stages_across_hosts_have_a_communicator_each(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
+    with started(2, 2) as group:
+        fit = {"strategy": "tensor+pipeline"}  # as many ranks in each stage as on each host
+        with parallelize(path, workers=group, fit=fit, progress=False) as model:
+            check(model, whole)
+            assert group.call_each("connections", [()]) == [2, 2, 2, 2]
+            with pytest.raises(ValueError, match="only here"):
+                model.generate(IDS, stopping_criteria=[RaisesOn(group.pids[3], 9)], **HOW)
+            check(model, whole)
+            assert group.call_each("connections", [()]) == [4, 4, 4, 4]
+
+
+def test_without_nccl_sums_go_by_way_of_the_hosts(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
+    with (
+        started(1, 2, backend="shared_memory") as group,
+        parallelize(path, workers=group, progress=False) as model,
+    ):
+        check(model, whole)
+        assert group.call("connections") == 0
+
+
+def test_nccl_is_kept_to_the_interface_of_the_cluster(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE"]
+    assert group.call_each("environment", [(names,)]) == [["=lo", "0"]] * 3
+    monkeypatch.setenv(names[0], "eth1")
+    with started(1, 1) as other:
+        assert other.call_each("environment", [(names,)]) == [["eth1", "0"]] * 2
+
+
+def test_where_it_cannot_be_kept_to_that_it_does_not_listen(believing: pytest.MonkeyPatch) -> None:
+    made = agent._Agent.__init__
+
+    def elsewhere(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        self._here = "192.0.2.1"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent._Agent, "__init__", elsewhere)
+        with pytest.raises(StartupError, match=r"no interface of this machine has 192\.0\.2\.1"):
+            started(1, 1)
+
+
+def test_what_one_rank_sets_the_others_get_and_no_more_is_exchanged() -> None:
+    value = bytes(range(128))
+
+    def meet(communicator: Communicator) -> None:
+        given = HandedOver(communicator, 1)
+        for _ in range(2):
+            store = torch.distributed.PrefixStore("0", given)
+            if communicator.rank == 1:
+                store.set("0", value)  # type: ignore[arg-type]
+                given.set("exception_dump", b"torch's watch has seen an error")
+            else:
+                assert store.get("0") == value
+            assert not given.check(["exception_dump"])
+        assert communicator.all_reduce(torch.ones(1)).item() == 3
+
+    run_ranks(3, meet)
+
+
+def test_the_interface_is_that_of_the_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").read_text():
+        assert interface_of("::1") == "lo"
+    with pytest.raises(StartupError, match=r"no interface .* has 192\.0\.2\.1 .* set NCCL_SOCKET_IFNAME"):
+        interface_of("192.0.2.1")
+
+
+def test_a_rank_that_cannot_connect_is_told_with_its_host(believing: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(process_group.MISHAP, "sum")
+        with pytest.raises(StartupError, match=r"host host-\d: rank \d raised .* sums to 1.5 on cuda:0"):
+            started(1, 1)
+
+
+def test_a_host_with_too_few_devices_is_named(believing: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match=r"host host-1 has 4 CUDA devices, and 5 ranks are to run there"):
+        started(1, 5)
+
+
+def test_in_a_job_of_torchrun_each_rank_has_the_device_of_its_place(
+    believing: pytest.MonkeyPatch, path: Path, whole: Any
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        job(patch)
+        with parallelize(path, progress=False) as model:
+            check(model, whole)
+            assert set(model.memory_allocated()) == {"cuda:0", "cuda:1"}
+            assert deployment_of(model).replicas[0].group.call("environment", ["NCCL_SOCKET_IFNAME"]) == ["=lo"]
+
+
+@pytest.mark.parametrize("exchange", ["sum", "gather"])
+def test_where_nccl_fails_its_ranks_wait_for_the_cause_of_a_peer(
+    monkeypatch: pytest.MonkeyPatch, exchange: str
+) -> None:
+    """NCCL may fail here before this host has heard why a peer on another one has aborted."""
+
+    def fails(*_: Any) -> Any:
+        raise dist.DistBackendError("remote process exited")
+
+    reasons: list[str] = []
+    ranks = object.__new__(SpanningNcclCommunicator)
+    monkeypatch.setattr(SpanningNcclCommunicator, "abort", lambda _, reason: reasons.append(reason))
+    monkeypatch.setattr(NcclCommunicator, "sum", fails)
+    monkeypatch.setattr(NcclCommunicator, "_gather_into", fails)
+    ranks.rank = 1
+    with pytest.raises(CollectiveAbortedError, match="rank 1: NCCL failed: remote process exited"):
+        ranks.sum(torch.zeros(1)) if exchange == "sum" else ranks._gather_into(torch.zeros(2), torch.zeros(1))
+    assert reasons == ["rank 1: NCCL failed: remote process exited"]
+
+
+def test_a_loaded_model_is_refused(group: WorkerGroup, whole: Any) -> None:
+    with pytest.raises(PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"):
+        parallelize(whole, workers=group)
+
+
+def test_a_rank_that_dies_is_named_and_weights_are_read_again(
+    believing: pytest.MonkeyPatch, path: Path, whole: Any
+) -> None:
+    simulated: list[SimulatedHosts] = []
+
+    def hosts(_: int) -> Hosts:
+        simulated.append(SimulatedHosts(1, 1))
+        return Hosts(simulated[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parallelformers_ng.model.groups.elsewhere", lambda *_: Elsewhere(hosts, 2, 4, lambda *_: 1))
+        model = parallelize(path, 2, workers={"device": "cuda"}, progress=False)
+    with model:
+        check(model, whole)
+        group = deployment_of(model).replicas[0].group
+        kill(group.pids[1])
+        with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+, cuda:0\) on host host-1 died: signal 9"):
+            group.call("connections")
+        await_incarnation(model, 1)
+        check(model, whole)
+        assert len(simulated) == 2

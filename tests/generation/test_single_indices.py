@@ -1,0 +1,62 @@
+"""Lists of one number as indices: what they select, and that nothing is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallelformers_ng.generation.single_indices import _sliced
+from tests.helpers.operator_recorder import Tape
+
+INDICES: dict[str, Any] = {
+    "last but one, as Falcon": (..., [-2], slice(None)),
+    "last": (slice(None), slice(None), [-1]),
+    "alone": [1],
+    "of a new dimension": (0, None, [2]),
+}
+OTHERS: dict[str, Any] = {
+    "several": (..., [0, 2], slice(None)),
+    "two lists, which select together": ([0], [1]),
+    "beside a tensor": ([0], torch.tensor([1, 2])),
+    "a bool": (slice(None), slice(None), [True, False, True, False]),
+    "no list": (..., 0),
+    "no tuple": 1,
+}
+sliced = _sliced(Tensor.__getitem__)
+
+
+def indices_made(tensor: Tensor, index: Any) -> int:
+    with torch.inference_mode(), (tape := Tape()):
+        sliced(tensor, index)
+    return [call[0] for call in tape._calls].count(torch.ops.aten.index.Tensor)
+
+
+@pytest.mark.parametrize("index", [*INDICES.values(), *OTHERS.values()], ids=[*INDICES, *OTHERS])
+def test_the_same_is_selected(index: Any) -> None:
+    tensor = torch.randn(2, 3, 4)
+    found = sliced(tensor, index)
+    assert torch.equal(found, tensor[index])
+    if index in INDICES.values():
+        assert not found._is_view()
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_no_index_is_made(index: Any) -> None:
+    assert indices_made(torch.randn(2, 3, 4), index) == 0
+
+
+def test_a_number_out_of_range_is_an_error() -> None:
+    for index in ((..., [4]), [-3]):
+        with pytest.raises(IndexError, match="out of bounds"):
+            sliced(torch.randn(2, 3, 4), index)
+    assert sliced(torch.randn(2, 0, 4), (0, slice(None), [1])).shape == (0, 1)
+
+
+def test_the_compiler_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "__getitem__", sliced)
+    tensor = torch.randn(2, 3, 4)
+    compiled = torch.compile(lambda x: x[..., [-2], :] * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(tensor), tensor[:, 1:2] * 2)

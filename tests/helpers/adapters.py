@@ -1,0 +1,83 @@
+"""Models with peft's adapters, and what each adapter answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
+
+from tests.helpers.apart import find_packages
+from tests.zoo.build import randomise
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import decoder
+
+find_packages()
+import peft  # noqa: E402
+
+
+def _refuses_peft() -> str:
+    """Why transformers puts no adapters of this peft into a model, "" where it does."""
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        return f"transformers {transformers.__version__}, peft {peft.__version__}: {error}"
+    return ""
+
+
+adapters_of_transformers = pytest.mark.skipif(bool(_refuses_peft()), reason=_refuses_peft())
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+EVERYWHERE = {"r": 4, "target_modules": "all-linear", "use_rslora": True}
+NAMES = ("default", "adapter2", "adapter3", "adapter4")
+
+
+def adapted(model: Any, *configs: Any, **options: Any) -> Any:
+    """peft's model around a tiny one, with random adapters: B of a new one is zero."""
+    configs = configs or (peft.LoraConfig(**{**EVERYWHERE, **options}),)
+    found = peft.get_peft_model(model, configs[0])
+    for number, config in enumerate(configs[1:], 2):
+        found.add_adapter(f"adapter{number}", config)
+    return randomise(found, seed=3).eval()
+
+
+def draw(model: Any) -> Any:
+    """The same random adapters in models that have the same; what they are added to stays."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    return model.eval()
+
+
+def four_adapters() -> Any:
+    """Each has layers of its own, and two have a head."""
+    targets = (["q_proj", "down_proj"], ["v_proj", "o_proj"], ["up_proj"], ["embed_tokens", "k_proj"])
+    heads = (["lm_head"], None, ["lm_head"], None)
+    return adapted(
+        decoder("Llama"),
+        *(
+            peft.LoraConfig(r=3, target_modules=each, modules_to_save=head, task_type="CAUSAL_LM")
+            for each, head in zip(targets, heads, strict=True)
+        ),
+    )
+
+
+def answers(model: Any) -> dict[str, torch.Tensor]:
+    """The greedy tokens of each adapter, and of none."""
+    found = {}
+    for name in NAMES:
+        model.set_adapter(name)
+        found[name] = model.generate(**text_inputs(), **GREEDY)
+    with model.disable_adapter():
+        found["none"] = model.generate(**text_inputs(), **GREEDY)
+    assert len({tuple(tokens.flatten().tolist()) for tokens in found.values()}) == len(found)
+    return found
+
+
+def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], want[name]) for name in want)

@@ -1,0 +1,84 @@
+"""Replicas whose CPU workers record decode steps as GPU workers do, by operators. Imported by workers alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import parallelformers_ng.worker.runner as runner_module
+from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
+from parallelformers_ng.worker.runner import ModelRunner
+from tests.helpers.operator_recorder import OperatorRecorder
+
+# The kernels in C are no operators, and no part of what runs on a GPU.
+runner_module.installation.install = lambda model, left=(): None
+runner_module.install_attention = lambda: None  # type: ignore[assignment]
+
+
+class RecordedRunner(ModelRunner):
+    """Counts what was recorded, and makes some of what goes wrong go wrong."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.operators = OperatorRecorder()
+        self.operators.may_replay = False
+        self._launching = self.communicator.launching
+        self.communicator.launching = self._noted_launching  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _noted_launching(self) -> Iterator[None]:
+        with self._launching():
+            self.operators.may_replay = True
+            yield
+            self.operators.may_replay = False
+
+    def recorder(self) -> Any:
+        return self.operators
+
+    def counted(self) -> tuple[int, int]:
+        """Recordings and replays since the last time that this was asked."""
+        counts = self.operators.recordings, self.operators.replays
+        self.operators.recordings = self.operators.replays = 0
+        return counts
+
+    def refuse_to_record(self, rank: int) -> None:
+        """From now on recordings of this rank, and of no other, fail at their end."""
+        self.operators.fails = self.rank == rank
+
+    def lack_room(self, rank: int) -> None:
+        """From now on this rank, and no other, has no memory for the caches of recorded steps."""
+        if not hasattr(ReusableLayer, "has_room"):
+            ReusableLayer.has_room = ReusableLayer.lazy_initialization
+        ReusableLayer.lazy_initialization = _no_room if self.rank == rank else ReusableLayer.has_room
+
+    def lose_memory(self) -> None:
+        """The next call takes memory for its caches at other places."""
+        caches = self.kept.steps["call"]._caches.values()
+        self.lost = [layer.whole for kept in caches for layer in kept.layers]
+        for kept in caches:
+            for layer in kept.layers:
+                layer.whole = None
+
+    def put_forward(self, path: str, kind: str) -> None:
+        """Have a module compute something that a step must not have in it."""
+        module = self.model.get_submodule(path)
+        if kind == "hook":
+            module.register_forward_hook(lambda module, args, output: None)
+            return
+        forward, calls = module.forward, itertools.count()
+
+        def spoiled(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if kind == "counts":
+                return output.roll(next(calls) % 7, -1)
+            return output + 0 * output[output > 0].sum() if kind == "mask" else output + 0 * output.sum().item()
+
+        module.forward = spoiled
+
+
+def _no_room(layer: Any, *states: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nThe rest is advice.")

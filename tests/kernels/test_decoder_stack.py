@@ -1,0 +1,312 @@
+"""All decoder layers in one call of C against transformers' own, and where they are called one by one."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.autopolicy.pipeline_proof import UNCUT
+from parallelformers_ng.autopolicy.select import select
+from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
+from parallelformers_ng.collectives.threads import run_ranks
+from parallelformers_ng.errors import CollectiveAbortedError
+from parallelformers_ng.kernels import decoder_layer
+from parallelformers_ng.kernels.decoder_stack import DecoderStack
+from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.operators import StreamingLinear, StreamingQuantizedLinear
+from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.pipeline import in_stages
+from parallelformers_ng.sharding.placed import Placed, Stop
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.quantized import hold
+from tests.helpers.rank_group import RankGroup, meet
+from tests.helpers.step_models import (
+    FAMILIES,
+    LAYERS,
+    cached_step,
+    check_generations,
+    count_calls,
+    distance,
+    generate,
+    models,
+    prompt,
+)
+
+pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) -> None:
+    check_generations(family, True, calls, {"decoder_layers": 1})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_has_the_bits_of_one_layer_after_another(family: str, calls: Counter[str]) -> None:
+    _, fused = models(family, torch.bfloat16, as_one=True)
+    _, layered = models(family, torch.bfloat16)
+    found, wanted = generate(fused), generate(layered)
+    assert torch.equal(found[1], wanted[1])
+    assert calls == {"decoder_layers": 11, "attention_half": LAYERS * 11, "feed_half": LAYERS * 11}
+
+
+def test_what_comes_in_stays_as_it_is() -> None:
+    _, fused = models("llama", as_one=True)
+    embedded = torch.randn(1, 1, 96)
+    kept = embedded.clone()
+    with torch.inference_mode():
+        cache = DynamicCache(config=fused.config)
+        fused(**prompt(1), past_key_values=cache)
+        fused(inputs_embeds=embedded, past_key_values=cache)
+    assert torch.equal(embedded, kept)
+
+
+def test_outside_of_the_model_the_layers_are_a_list(calls: Counter[str]) -> None:
+    _, fused = models("llama", as_one=True)
+    layers = fused.model.layers
+    assert type(layers) is DecoderStack
+    cached_step(fused)
+    assert list(layers[:LAYERS]) == list(layers) == [layers[at] for at in range(LAYERS)]
+    fused.model.layers = nn.ModuleList(layers)
+    calls.clear()
+    cached_step(fused)
+    assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
+
+
+def test_fewer_layers_than_there_are(calls: Counter[str]) -> None:
+    stock, fused = models("llama", as_one=True)
+    for model in (stock, fused):
+        model.config.num_hidden_layers = LAYERS - 1
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    assert calls == {"attention_half": LAYERS - 1, "feed_half": LAYERS - 1}
+
+
+WATCHED: dict[str, Callable[[Any], nn.Module]] = {
+    "layer": lambda layer: layer,
+    "mlp": lambda layer: layer.mlp,
+    "k_norm": lambda layer: layer.self_attn.k_norm,
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_layers_with_a_hook_are_called(name: str, calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    heard: list[nn.Module] = []
+    for model in (stock, fused):
+        for layer in model.model.layers[1:2]:
+            WATCHED[name](layer).register_forward_hook(lambda module, *_: heard.append(module))
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    assert len(heard) == 4  # for the prompt and the step
+    assert calls["decoder_layers"] == 0
+    assert calls["feed_half"] >= LAYERS - 1
+
+
+@pytest.mark.parametrize(("name", "left"), [("layer", 2 * LAYERS), ("mlp", 2 * LAYERS - 1), ("k_norm", 2 * LAYERS - 1)])
+def test_a_module_with_a_forward_of_its_own_keeps_it(name: str, left: int, calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    for model in (stock, fused):
+        module: Any = WATCHED[name](model.model.layers[1])
+        module.forward = lambda *args, own=module.forward, **kwargs: own(*args, **kwargs) * 0.5
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    assert calls.total() == calls["attention_half"] + calls["feed_half"] == left
+
+
+def test_hidden_states_that_were_asked_for_once_cost_nothing_later(calls: Counter[str]) -> None:
+    stock, fused = models("qwen2", as_one=True)
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    found, wanted = (cached_step(model, **asked) for model in (fused, stock))
+    assert len(found.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
+    assert all(distance(mine, its) < 1e-5 for mine, its in zip(found.hidden_states, wanted.hidden_states, strict=True))
+    assert "decoder_layers" not in calls
+    calls.clear()
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    assert calls == {"decoder_layers": 1}
+
+
+def test_layers_of_several_types_are_called_one_by_one(calls: Counter[str]) -> None:
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    stock, fused = models("qwen3", as_one=True, layer_types=types, use_sliding_window=True, sliding_window=5)
+    found, wanted = generate(fused), generate(stock)
+    assert torch.equal(found[0], wanted[0])
+    assert distance(found[1], wanted[1]) < 1e-5
+    assert "decoder_layers" not in calls
+
+
+def test_one_layer_that_differs_has_all_called(calls: Counter[str]) -> None:
+    stock, fused = models("llama", as_one=True)
+    for model in (stock, fused):
+        model.model.layers[2].mlp.act_fn = nn.GELU()
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    assert calls == {"attention_half": LAYERS, "feed_half": LAYERS - 1}
+
+
+def test_caches_of_unequal_length_are_left_to_the_layers(calls: Counter[str]) -> None:
+    _, fused = models("llama", as_one=True)
+    with torch.inference_mode():
+        cache = DynamicCache(config=fused.config)
+        fused(**prompt(1), past_key_values=cache)
+        cache.layers[1].crop(-3)
+        fused(torch.tensor([[5]]), past_key_values=cache)
+    assert "decoder_layers" not in calls
+
+
+def test_replaced_and_moved_weights_are_seen(calls: Counter[str]) -> None:
+    stock, fused = models("qwen2", as_one=True)
+    cached_step(fused)
+    for model in (stock, fused):
+        torch.manual_seed(5)
+        layer = model.model.layers[1]
+        layer.self_attn.v_proj.weight = nn.Parameter(torch.randn_like(layer.self_attn.v_proj.weight))
+        layer.mlp.down_proj.weight = nn.Parameter(torch.randn_like(layer.mlp.down_proj.weight))
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
+    stock.to(torch.bfloat16), fused.to(torch.bfloat16)
+    assert distance(cached_step(fused).logits, cached_step(stock).logits) < 2e-2
+    assert calls == {"decoder_layers": 3}
+
+
+def _share(communicator: Communicator, stock: Any, fused: Any) -> Any:
+    """This rank's part of a model, with the kernels."""
+    return cut(fused, build_plan(stock, communicator.world_size, select(stock)), communicator.rank, communicator)
+
+
+def _scores_of_a_rank(communicator: Any) -> tuple[Tensor, Counter[str]]:
+    share = _share(communicator, *models("qwen3", as_one=True))
+    with pytest.MonkeyPatch.context() as patch:
+        calls = count_calls(patch)
+        return generate(share)[1], calls
+
+
+@pytest.mark.slow
+def test_sums_over_the_ranks(two_ranks: RankGroup) -> None:
+    wanted = generate(models("qwen3")[0])[1]
+    found = two_ranks.run(_scores_of_a_rank)
+    for scores, calls in found:
+        assert distance(scores, wanted) < 1e-5
+        assert torch.equal(scores, found[0][0])
+        assert calls == {"decoder_layers": 11}
+
+
+def test_ranks_that_meet_otherwise_sum_after_each_half(calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    wanted = cached_step(stock).logits
+    calls.clear()
+    for found in run_ranks(2, lambda communicator: cached_step(_share(communicator, stock, fused)).logits):
+        assert distance(found, wanted) < 1e-5
+    assert calls == {"attention_half": 2 * LAYERS, "feed_half": 2 * LAYERS}
+
+
+def test_each_stage_of_a_pipeline_is_one_call(calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    wanted = cached_step(stock).logits
+    made = in_stages(build_plan(stock, 1, UNCUT), stock, [0.5, 0.5])
+    assert len({stop.holders for stop in _stops(made)}) == 2, "both ranks have layers"
+    calls.clear()
+    for found in run_ranks(2, lambda rank: cached_step(cut(fused, made, rank.rank, rank)).logits):
+        assert distance(found, wanted) < 1e-5
+    assert calls == {"decoder_layers": 2}
+
+
+def _stops(made: ShardPlan) -> list[Stop]:
+    layers = [layer for layer in made.layers if layer.cls is Placed and ".layers." in layer.path]
+    return [layer.attributes[0]["stop"] for layer in layers]
+
+
+def test_a_single_rank_has_nothing_to_sum(calls: Counter[str]) -> None:
+    stock, fused = models("qwen3", as_one=True)
+    calls.clear()
+    found = cached_step(_share(SingleCommunicator(Arena.create(1)), stock, fused)).logits
+    assert distance(found, cached_step(stock).logits) < 1e-5
+    assert calls == {"decoder_layers": 1}
+
+
+def _step_after_an_abort(communicator: Any) -> str:
+    share = _share(communicator, *models("qwen3", as_one=True))
+    with torch.inference_mode():
+        cache = share(**prompt(1), use_cache=True).past_key_values
+        meet(communicator)
+        if communicator.rank == 1:
+            communicator.abort("rank 1 has had enough")
+            return ""
+        try:
+            share(torch.tensor([[5]]), past_key_values=cache)
+        except CollectiveAbortedError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.slow
+def test_an_abort_ends_the_step(two_ranks: RankGroup) -> None:
+    try:
+        assert "rank 1 has had enough" in two_ranks.run(_step_after_an_abort)[0]
+    finally:
+        two_ranks.reset()
+
+
+class Counts(LogitsProcessor):
+    """Notes how often a worker's kernels were called, token by token."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, _tokens: Tensor, scores: Tensor) -> Tensor:
+        if not hasattr(self, "calls"):
+            self.calls = count_calls(pytest.MonkeyPatch())
+        (self.folder / str(os.getpid())).write_text(str(dict(self.calls)))
+        return scores
+
+
+def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
+    stock, _ = models("llama")
+    wanted = stock.generate(**prompt(1), max_new_tokens=6, do_sample=False)
+    model = parallelize(stock, num_gpus=2, workers={"device": "cpu"})
+    try:
+        made = model.generate(
+            **prompt(1), max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([Counts(tmp_path)])
+        )
+        assert torch.equal(made, wanted)
+    finally:
+        model.deparallelize()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{'decoder_layers': 5}"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [None, 32, 64])
+@pytest.mark.parametrize("family", ["llama with every bias", "llama with odd sizes", "qwen3"])
+def test_weights_that_are_integers_run_in_the_same_call(
+    family: str, dtype: torch.dtype, group: int | None, calls
+) -> None:
+    """All layers, some matrices left in high precision, others of 4 bits where their inputs are whole groups, against
+    the numbers that the integers stand for."""
+    stock, fused = models(family, dtype, as_one=True)
+    for path, layer in fused.model.named_modules():
+        if type(layer) is StreamingLinear and not path.endswith("1.mlp.up_proj"):
+            encoding = Encoding("int8", -1, layer.in_features)
+            if group is not None and layer.in_features % group == 0:
+                encoding = Encoding("int4", -1, group)
+            integers, scales = encoding.encode(layer.weight.detach())
+            layer.__class__ = nn.Linear
+            stock.model.get_submodule(path).weight.data = encoding.decode(integers, scales, dtype)
+            hold(layer, "weight", encoding, integers, scales, dtype)
+    install(fused)
+    assert isinstance(fused.model.layers[0].mlp.down_proj, StreamingQuantizedLinear)
+    tokens, scores = generate(fused, rows=3)
+    assert calls["decoder_layers"] == 11
+    wanted_tokens, wanted = generate(stock, rows=3)
+    if dtype is torch.float32:
+        assert torch.equal(tokens, wanted_tokens)
+        assert distance(scores, wanted) < 1e-5
+    else:
+        alike = tokens[:, -12] == wanted_tokens[:, -12]  # rounded to 16 bits two scores may change places
+        assert alike.any()
+        assert distance(scores[1][alike], wanted[1][alike]) < 6e-2

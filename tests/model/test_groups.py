@@ -1,0 +1,100 @@
+"""Groups that serve one model after another, and what is refused before one is started."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from parallelformers_ng import __version__, parallelize, start_group
+from parallelformers_ng.errors import PlacementError, StartupError
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.worker_process import WorkerProcess
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import gpt2
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a cache", "a cycle"])
+def test_a_group_whose_model_was_dropped_serves_another(groups, kept):
+    group = groups(2)
+    with torch.no_grad():
+        want = gpt2()(**text_inputs()).logits
+    model = parallelize(gpt2(), workers=group)
+    assert group.in_use
+    cache = model(**text_inputs(), use_cache=True).past_key_values if kept == "a cache" else None
+    if kept == "a cycle":
+        model.itself = [model]
+    del model
+    other = parallelize(gpt2(), workers=group)
+    assert torch.allclose(other(**text_inputs()).logits, want, atol=1e-5)
+    assert group.in_use
+    other.deparallelize()
+    assert not group.in_use
+    del cache
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "cpu", "backend": "nccl"}, "'nccl' does not serve cpu"),
+        ({"device": "cuda", "backend": "gloo", "device_ids": [0, 1]}, "'gloo' does not serve cuda"),
+        ({"device": "cuda", "backend": "nccl", "device_ids": [0, 0]}, "NCCL"),
+        ({"device": "cpu", "backend": "mpi"}, "it takes one of"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_refused_before_anything_starts(options, text, monkeypatch):
+    started = []
+    monkeypatch.setattr(WorkerProcess, "__init__", lambda *args: started.append(args))
+    with pytest.raises(PlacementError, match=text):
+        WorkerGroup(2, target="tests.helpers.runtime_target:Target", **options)
+    if options["device"] == "cpu":
+        with pytest.raises(PlacementError, match=text):
+            start_group(2, **options)
+    assert not started
+
+
+def test_who_takes_too_long_to_start_says_where_it_is():
+    WorkerGroup(1, target="tests.helpers.runtime_target:Target", threads=1).close()  # imports once
+    with pytest.raises(StartupError) as caught:
+        WorkerGroup(2, target="tests.helpers.runtime_target:NeverReady", threads=1, start_timeout=3)
+    text = str(caught.value)
+    # On a slow machine it is not even there.
+    place = r"(building NeverReady \(\S+runtime_target\.py|importing \S+ \(\S+\.py), line \d+\)"
+    assert re.search(
+        rf"rank \d was not ready within 3 s; it was {place}\. Allow more time with start_timeout=", text
+    ), text
+
+
+def test_what_every_rank_would_warn_of_is_printed_once(capfd):
+    def warn_twice(input_ids, scores):
+        logging.getLogger("somebody").warning("logged: %s", "take care")
+        warnings.warn("warned: take care", stacklevel=1)
+        return scores
+
+    def fail(input_ids, scores):
+        raise LookupError("no way")
+
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"})  # of its own: their standard error is of their start
+    options = {**text_inputs(), "do_sample": False}
+    model.generate(**options, max_new_tokens=1, logits_processor=[warn_twice])
+    model.generate(**options, max_new_tokens=2, max_length=9)
+    with pytest.raises(LookupError) as caught:
+        model.generate(**options, max_new_tokens=1, logits_processor=[fail])
+    assert caught.value.remote_traceback.count("LookupError: no way") == 1
+    model.deparallelize()
+    printed, logged = capfd.readouterr()
+    assert logged.count("logged: take care") == 1
+    assert logged.count("UserWarning: warned: take care") == 1
+    assert logged.count("Both `max_new_tokens`") == 1
+    assert printed == ""
+
+
+@pytest.mark.parametrize("module", ["parallelformers_ng", "parallelformers_ng.cli.commands"])
+def test_the_version_on_the_command_line(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"parallelformers-ng {__version__}\n", done.stderr

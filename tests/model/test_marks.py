@@ -1,0 +1,129 @@
+"""What moves models leaves a parallelized one where it is, also where there is a GPU to move it to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, LogitsProcessor, pipeline
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.model.parallelized import is_parallelized
+from tests.model.test_behaviour import word_tokenizer
+from tests.zoo.case import seq2seq_inputs, text_inputs
+from tests.zoo.decoders import decoder, gpt2
+from tests.zoo.encoders import encoder
+from tests.zoo.seq2seq import t5
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and the machine says from then on that it has a GPU."""
+
+    def pretend() -> None:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    return pretend
+
+
+@pytest.fixture(scope="module")
+def llama(groups) -> Iterator[Any]:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
+        yield model
+
+
+class Suppressing(LogitsProcessor):
+    """Bans a token, and cannot be sent anywhere."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([9]), float("-inf"))
+
+
+TEXT = {"task": "text-generation", "max_new_tokens": 4, "do_sample": False}
+
+
+def test_a_pipeline_leaves_the_model_alone_where_there_is_a_gpu(llama, gpu) -> None:
+    gpu()
+    got = pipeline(model=llama, tokenizer=word_tokenizer(), **TEXT)("w9 w17")
+    want = pipeline(model=decoder("Llama"), tokenizer=word_tokenizer(), device="cpu", **TEXT)("w9 w17")
+    assert got == want
+    assert is_parallelized(llama)
+
+
+def test_a_pipeline_of_an_encoder_leaves_it_alone_where_there_is_a_gpu(groups, gpu) -> None:
+    options = {"task": "feature-extraction", "tokenizer": word_tokenizer()}
+    want = pipeline(model=encoder("Bert", "Model"), device="cpu", **options)("w9 w17")
+    model = parallelize(encoder("Bert", "Model"), workers=groups(2))
+    gpu()
+    got = pipeline(model=model, **options)("w9 w17")
+    assert torch.allclose(torch.tensor(got), torch.tensor(want), atol=1e-4)
+    assert is_parallelized(model)
+    model.deparallelize()
+
+
+def test_a_pipeline_for_one_device_is_refused_where_there_is_a_gpu(llama, gpu) -> None:
+    gpu()
+    with pytest.raises(ValueError, match="cannot be moved to a specific device"):
+        pipeline(model=llama, tokenizer=word_tokenizer(), device=0, **TEXT)
+    assert is_parallelized(llama)
+
+
+@pytest.mark.parametrize("device", ["cpu", -1, torch.device("cpu")], ids=str)
+def test_a_pipeline_for_the_cpu_works_where_there_is_no_gpu(llama, device) -> None:
+    assert pipeline(model=llama, tokenizer=word_tokenizer(), device=device, **TEXT)("w9 w17")
+    assert is_parallelized(llama)
+
+
+@pytest.mark.parametrize("loop", ["workers", "here", "assistant"])
+def test_an_encoder_decoder_generates_as_before_where_there_is_a_gpu(groups, gpu, loop) -> None:
+    model = parallelize(t5(), workers=groups(2))
+    gpu()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    inputs = seq2seq_inputs()
+    if loop == "assistant":
+        inputs = {name: tensor[:1] for name, tensor in inputs.items()}
+        options["assistant_model"] = t5()
+    elif loop == "here":
+        options["logits_processor"] = [Suppressing()]
+    part = model.get_encoder()
+    before = set(vars(part))
+    want = t5().generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options), want)
+    assert set(vars(part)) == before
+    model.deparallelize()
+
+
+def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, tmp_path) -> None:
+    t5().save_pretrained(tmp_path)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    model.hf_device_map = {"": "cpu"}  # as device_map="cpu" leaves it
+    before = dict(vars(model))
+    parallelize(model, workers=groups(2))
+    gpu()
+    assert set(model.hf_device_map.values()) == {torch.device("cpu")}
+    with pytest.raises(ParallelError, match="setting hf_device_map"):
+        model.hf_device_map = {"": 0}
+    model.generate(**seq2seq_inputs(), max_new_tokens=2, logits_processor=[Suppressing()])
+    model.deparallelize()
+    assert vars(model).keys() - {"deparallelize"} == before.keys()
+    assert model.hf_device_map == {"": "cpu"}
+
+
+def test_nothing_is_left_of_the_marks_at_the_end(groups) -> None:
+    model = gpt2()
+    before = [(module, set(vars(module))) for module in model.modules()]
+    parallelize(model, workers=groups(2))
+    model(**text_inputs())
+    model.deparallelize()
+    left = {"deparallelize"}  # which does nothing from now on
+    assert [(module, set(vars(module)) - left) for module in model.modules()] == before
+    assert all(type(vars(module)[name]) is dict for module, _ in before for name in ("_modules", "_parameters"))

@@ -1,0 +1,142 @@
+"""From a clone's folder the library is whole, whatever is installed; and a wheel has the policies once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_EDITABLE_INSTALL = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+"""
+USE = """
+import logging; logging.basicConfig(level=logging.DEBUG)
+if __name__ == "__main__":
+    import parallelformers_ng
+    from parallelformers_ng.policies import gpt2
+    from parallelformers_ng.sharding.registry import written_policies
+    from parallelformers_ng.runtime.group import WorkerGroup
+    print(parallelformers_ng.__file__, gpt2.__file__, len(written_policies()), sep="\\n")
+    with WorkerGroup(1, target="parallelformers_ng.worker.runner:ModelRunner", threads=1) as group:
+        print(group.call("held_caches"))
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source, without kernels."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("parallelformers_ng", "policies"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a wheel of the clone is installed; it is built of a copy, and without a compiler."""
+    source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")
+    wheels = tmp_path_factory.mktemp("wheels")
+    command = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(wheels), str(source)]
+    built = subprocess.run(
+        [sys.executable, *command], env={**os.environ, "CC": "false"}, capture_output=True, text=True, timeout=240
+    )
+    assert built.returncode == 0, built.stderr
+    target = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        wheel.extractall(target)
+    return target
+
+
+def use(folder: Path, *path: Path) -> list[str]:
+    """What Python prints that is started in a folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_EDITABLE_INSTALL + USE],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_wheel_has_all_modules_and_the_policies_once(installed: Path) -> None:
+    modules = {path.relative_to(ROOT) for path in (ROOT / "parallelformers_ng").rglob("*.py")}
+    assert {module for module in modules if not (installed / module).exists()} == set()
+    names = sorted(path.relative_to(installed).parts[0] for path in installed.glob("*/"))
+    assert [name for name in names if not name.endswith(".dist-info")] == ["parallelformers_ng"]
+    policies = {path.name for path in (installed / "parallelformers_ng" / "policies").glob("*.py")}
+    assert policies == {path.name for path in (ROOT / "policies").glob("*.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["in the clone, a wheel installed", "in the clone, nothing installed", "elsewhere"])
+def test_from_a_clone_the_library_is_whole(clone: Path, installed: Path, tmp_path: Path, place: str) -> None:
+    if place == "elsewhere":  # with the clone on PYTHONPATH
+        package, policy, count, caches = use(tmp_path, clone)
+    else:
+        package, policy, count, caches = use(clone, *([installed] if "wheel" in place else []))
+    assert Path(package) == clone / "parallelformers_ng" / "__init__.py"
+    assert Path(policy) == clone / "policies" / "gpt2.py"
+    assert int(count) > 20
+    assert caches == "0"
+
+
+@pytest.mark.slow
+def test_what_is_installed_is_whole_elsewhere(installed: Path, tmp_path: Path) -> None:
+    package, policy, *_ = use(tmp_path, installed)
+    assert Path(package) == installed / "parallelformers_ng" / "__init__.py"
+    assert Path(policy) == installed / "parallelformers_ng" / "policies" / "gpt2.py"
+
+
+@pytest.fixture(scope="module")
+def with_kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed a wheel that was built with a compiler."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs cc")
+    source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")
+    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("with_kernels")
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run(
+        [*pip, "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(wheels), str(source)], check=True
+    )
+    (wheel,) = wheels.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), wheel], check=True)
+    return target
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_kernels_and_they_compute(with_kernels: Path, tmp_path: Path) -> None:
+    program = NO_EDITABLE_INSTALL + (
+        "import torch\n"
+        "from parallelformers_ng.collectives import _kernel\n"
+        "from parallelformers_ng.kernels import _decode\n"
+        "from parallelformers_ng.kernels.operators import StreamingLinear\n"
+        "from parallelformers_ng.kernels.installation import install\n"
+        "layer = torch.nn.Linear(70, 5).requires_grad_(False)\n"
+        "x = torch.randn(1, 70)\n"
+        "want = layer(x)\n"
+        "install(layer)\n"
+        "assert type(layer) is StreamingLinear\n"
+        "with torch.inference_mode():\n"
+        "    torch.testing.assert_close(layer(x), want)\n"
+        "print(_kernel.__file__, _decode.__file__, sep='\\n')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(with_kernels), "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    for path in done.stdout.splitlines():
+        assert with_kernels in Path(path).parents, path

