@@ -29,7 +29,7 @@ from benchmarks.measure import machine
 from parallelformers_ng import parallelize, save_sharded
 from parallelformers_ng.hosts.hosts import Hosts
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.ray_cluster import ray_cluster
 from tests.helpers.saved_model import save_tiny_model
 from tests.helpers.simulated_hosts import SimulatedHosts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from parallelformers_ng.serving import generation, grammar, guard, pictures, requests, response_requests, score_requests
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 PAGE = Path(__file__).parent / "serving.md"
 

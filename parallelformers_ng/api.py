@@ -52,7 +52,7 @@ from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.registry import check_custom, written_policies
+from parallelformers_ng.sharding.policy_registry import check_custom, written_policies
 
 log = logging.getLogger("parallelformers_ng")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from parallelformers_ng.autopolicy.projections import Attention
 from parallelformers_ng.autopolicy.proposal import Proposal
-from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.layer_uses import is_only_called
 from parallelformers_ng.sharding.rules import Column, Experts, Row, Rule
 from parallelformers_ng.sharding.structure import Layer, places
 

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
-from parallelformers_ng.autopolicy.search import Search
+from parallelformers_ng.autopolicy.rule_search import RuleSearch
 from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
@@ -165,7 +165,7 @@ def _search(
         return Proof(base, unproven=str(error)) if base.policies else error
     first = _cached(model, base, _FIRST) if world_size > _FIRST or parts else None
     earlier = first if isinstance(first, Proof) else Proof(base)
-    search = Search(Trials(twin, base, world_size, parts), earlier.chosen, earlier.selection.vocabulary)
+    search = RuleSearch(Trials(twin, base, world_size, parts), earlier.chosen, earlier.selection.vocabulary)
     try:
         return Proof(
             replace(search.result(), proven=proven), [*earlier.tried, *search.tried], twin.unreached, search.chosen

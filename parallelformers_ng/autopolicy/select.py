@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.sharding.policy import Selection
-from parallelformers_ng.sharding.registry import is_covered, known_policies, repeated_blocks
+from parallelformers_ng.sharding.policy_registry import is_covered, known_policies, repeated_blocks
 from parallelformers_ng.sharding.rules import Policy
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from parallelformers_ng.autopolicy.config_numbers import LONG, UNSEEN, Shapes
 from parallelformers_ng.autopolicy.settings import counts_heads, is_id, own_settings, parts_of, put, setting
-from parallelformers_ng.autopolicy.shapes import LONG, UNSEEN, Shapes
 from parallelformers_ng.autopolicy.shrink_layers import shrink_layers
 
 _WIDTH = re.compile(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallelformers_ng.autopolicy.config_numbers import Shapes
 from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
-from parallelformers_ng.autopolicy.shapes import Shapes
 
 _LAYERS = ("layers", "layer", "depth", "blocks")
 """How the names of settings end that count layers."""

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from parallelformers_ng.sharding.calls import is_only_called, reads_parameters
 from parallelformers_ng.sharding.experts import has_experts_interface
+from parallelformers_ng.sharding.layer_uses import is_only_called, reads_parameters
 from parallelformers_ng.sharding.structure import uses
 
 _ROWS = 6

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
-from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, length_options, run, sharing_copy
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, length_options, run, sharing_copy
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
@@ -122,7 +122,7 @@ class Trials:
         return on_rank
 
 
-def comparable_probes(twin: Twin, plan: ShardPlan) -> list[Probe]:
+def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
     """The probes whose outputs must be the same, sharded and whole.
 
     The outputs of a column-parallel or row-parallel layer alone are one rank's part of the whole ones.
@@ -140,7 +140,7 @@ def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
     return [rule for rule, seen in reached.items() if not seen]
 
 
-def _outputs(share: nn.Module, probes: Sequence[Probe]) -> list[list[torch.Tensor]]:
+def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.Tensor]]:
     return [run(share.get_submodule(probe.path), probe.inputs) for probe in probes]
 
 

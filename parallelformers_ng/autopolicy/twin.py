@@ -16,7 +16,7 @@ from parallelformers_ng.sharding.structure import tensors
 
 
 @dataclass
-class Probe:
+class TwinProbe:
     """A part of a twin that runs by itself, with inputs and the outputs of the whole twin for them.
 
     Attributes:
@@ -44,7 +44,7 @@ class Twin:
     """
 
     model: PreTrainedModel
-    probes: list[Probe]
+    probes: list[TwinProbe]
     calls: dict[str, int]
     gradients: dict[str, torch.Tensor]
     unreached: str = ""

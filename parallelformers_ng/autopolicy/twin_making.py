@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
-from parallelformers_ng.autopolicy.kinds import absent_kinds
+from parallelformers_ng.autopolicy.config_numbers import long_tables, shapes_of
+from parallelformers_ng.autopolicy.layer_kinds import absent_kinds
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
-from parallelformers_ng.autopolicy.observation import DRAWS, observe, observe_single_layers
-from parallelformers_ng.autopolicy.shapes import long_tables, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.twin import Twin
+from parallelformers_ng.autopolicy.twin_observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.errors import UnsupportedModelError
 
 _COMFORTABLE = 8_000_000

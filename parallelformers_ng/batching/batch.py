@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from parallelformers_ng.batching.proof import Trial
+from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.collectives.arena import available_memory

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from parallelformers_ng.batching.caches import keeps_all
+from parallelformers_ng.batching.row_caches import keeps_all
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, bucket_of
 

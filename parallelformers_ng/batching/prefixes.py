@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.caches import keeps_all, layers_of
+from parallelformers_ng.batching.row_caches import keeps_all, layers_of
 
 LEAST_TOKENS = 16
 """Shorter beginnings cost less to run than to look after."""

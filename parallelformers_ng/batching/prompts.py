@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from parallelformers_ng.batching import caches
+from parallelformers_ng.batching import row_caches
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import inputs_of
-from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
 
@@ -33,7 +33,7 @@ class Ran:
         mask: `[rows, columns]`, 0 where the cache has padding.
     """
 
-    rows: list[Row]
+    rows: list[BatchRow]
     logits: torch.Tensor
     cache: Any
     mask: torch.Tensor
@@ -50,16 +50,16 @@ class Prompts:
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
         self._model = model
         self._prefixes = prefixes
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[BatchRow] = deque()
         self._done = 0  # tokens of the first that have run
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[BatchRow]:
         return iter(self._waiting)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: BatchRow) -> None:
         self._waiting.append(row)
 
     def leave(self, numbers: Collection[int]) -> None:
@@ -95,17 +95,17 @@ class Prompts:
         self._waiting.popleft()
         self._done = 0
         cache = row.cache
-        if (cache is None or not caches.holds_any(cache)) and runs_whole(self._model, row):
+        if (cache is None or not row_caches.holds_any(cache)) and runs_whole(self._model, row):
             return Ran([row], logits[:, -1], None, mask)
         if row.may_be_kept:
             self._prefixes.keep(row.ids, cache, 0)
         return Ran([row], logits[:, -1], cache, mask)
 
-    def _side_by_side(self, piece: int) -> list[Row]:
+    def _side_by_side(self, piece: int) -> list[BatchRow]:
         """The first prompt, and those after it that may run with it."""
         if self._done:
             return [self._waiting[0]]
-        rows, longest = list[Row](), 0
+        rows, longest = list[BatchRow](), 0
         for row in self._waiting:
             longest = max(longest, row.ids.shape[1])
             alone = not _fits_beside(row, longest) or self._prefixes.length(row.ids)
@@ -116,7 +116,7 @@ class Prompts:
                 break
         return rows
 
-    def _run_whole(self, rows: list[Row]) -> Ran:
+    def _run_whole(self, rows: list[BatchRow]) -> Ran:
         """Run prompts with padding behind the shorter ones, at which no token of theirs looks."""
         for _ in rows:
             self._waiting.popleft()
@@ -131,7 +131,7 @@ class Prompts:
             more = {"logits_to_keep": ids.new_tensor(last)}
         logits = self._forward(rows[0], ids, None, 0, **more)
         at = [last.index(length - 1) for length in lengths]
-        caches.align_ends(cache, empty)
+        row_caches.align_ends(cache, empty)
         mask = torch.ones_like(ids)
         for index, row in enumerate(rows):
             mask[index, : empty[index]] = 0
@@ -139,7 +139,9 @@ class Prompts:
                 self._prefixes.keep(row.ids, cache, index)
         return Ran(rows, logits[range(len(rows)), at], cache, mask)
 
-    def _forward(self, row: Row, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any) -> torch.Tensor:
+    def _forward(
+        self, row: BatchRow, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any
+    ) -> torch.Tensor:
         """Run prompts from a column on, into the cache of a row. Returns logits, `[rows, tokens, vocabulary]`."""
         whole = torch.ones_like(ids[:1]) if mask is None else mask
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
@@ -156,17 +158,17 @@ class Prompts:
             },
         )
         output = self._model(**inputs, return_dict=True)
-        if row.cache is None and (name := caches.name_in(output)):
+        if row.cache is None and (name := row_caches.name_in(output)):
             row.call.model_kwargs[name] = output[name]  # it makes a cache of its own
         if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
             raise BatchingError(f"it is not known how to add rows to {name}")
         return output.logits
 
 
-def _fits_beside(row: Row, longest: int) -> bool:
+def _fits_beside(row: BatchRow, longest: int) -> bool:
     """Whether a prompt may run beside others of which the longest has so many tokens: no token of it is padding, and
     its cache keeps all of them."""
     if row.cache is None:
         return False
     windows = [getattr(layer, "sliding_window", None) or longest + 1 for layer in row.cache.layers]
-    return min(windows) > longest and caches.is_of_tokens_alone(row.cache) and row.prompt_is_plain
+    return min(windows) > longest and row_caches.is_of_tokens_alone(row.cache) and row.prompt_is_plain

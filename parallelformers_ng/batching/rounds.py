@@ -15,7 +15,7 @@ from parallelformers_ng.batching.captured_rows import CapturedRows
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
-from parallelformers_ng.batching.row import ENDED, FAILED, Row
+from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
@@ -115,7 +115,7 @@ class RankBatch:
             self._prompts = Prompts(self._model, self._prefixes)
         self._rows.leave(asked.leaves)
         self._prompts.leave(asked.leaves)
-        news, met = News(), set[Row]()
+        news, met = News(), set[BatchRow]()
         for number, (*_, seed) in asked.joins.items():
             kwargs = calls[number]
             if isinstance(kwargs, Description):
@@ -128,7 +128,7 @@ class RankBatch:
                 news.failed[number] = describe(error)
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
-            self._prompts.add(Row(number, call, stream, objects if objects.parts else None))
+            self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
         piece = asked.piece if len(self._rows) else asked.piece * _PIECES_AT_ONCE
         if len(self._prompts) and (ran := self._prompts.run(piece)):
             self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)

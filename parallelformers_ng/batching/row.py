@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.batching.caches import name_in
 from parallelformers_ng.batching.prepared import Prepared
+from parallelformers_ng.batching.row_caches import name_in
 from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
@@ -18,7 +18,7 @@ GOES_ON, ENDED, FAILED = range(3)
 
 
 @dataclass(eq=False)
-class Row:
+class BatchRow:
     """One call of `generate` on a rank.
 
     Attributes:

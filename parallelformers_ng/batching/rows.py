@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from parallelformers_ng.batching import caches
+from parallelformers_ng.batching import row_caches
 from parallelformers_ng.batching.captured_rows import CapturedRows
 from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import inputs_of
-from parallelformers_ng.batching.row import ENDED, GOES_ON, Row
+from parallelformers_ng.batching.row import ENDED, GOES_ON, BatchRow
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
 
@@ -51,7 +51,7 @@ class Rows:
         self._communicator = communicator
         self._prefixes = prefixes
         self._captured = captured
-        self._slots: list[Row | None] = []
+        self._slots: list[BatchRow | None] = []
         self._cache: Any = None
         self._cache_name = ""
         self._mask = torch.ones(0, 0, dtype=torch.long, device=model.device)
@@ -59,15 +59,15 @@ class Rows:
     def __len__(self) -> int:
         return sum(row is not None for row in self._slots)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[BatchRow]:
         return (row for row in self._slots if row is not None)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token, 0 where there is no row."""
-        return 0 if self._cache is None else caches.token_bytes(self._cache)
+        return 0 if self._cache is None else row_caches.token_bytes(self._cache)
 
-    def join(self, rows: list[Row], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
+    def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
         """Take rows in whose prompts have run, and choose their first tokens.
 
         Args:
@@ -83,14 +83,14 @@ class Rows:
             self._slots = [*filter(None, self._slots), *rows]
             self.leave([row.number for row in rows if row.outcome != GOES_ON])
             return
-        self._cache_name = caches.name_in(rows[0].call.model_kwargs)
+        self._cache_name = row_caches.name_in(rows[0].call.model_kwargs)
         if self._slots:
             self._place(rows, cache, mask)
         else:
             self._slots, self._cache, self._mask = [*rows], cache, mask
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
 
-    def _place(self, rows: list[Row], cache: Any, mask: torch.Tensor) -> None:
+    def _place(self, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
         """Put rows where others have left, and behind the last."""
         held, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
         free = [index for index, row in enumerate(self._slots) if row is None]
@@ -99,11 +99,11 @@ class Rows:
         self._slots += [None] * (count - held)
         self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - held))
         self._mask[free] = pad(mask, (columns - mask.shape[1], 0))
-        caches.put_rows(self._cache, cache, free, count, columns)
+        row_caches.put_rows(self._cache, cache, free, count, columns)
         for index, row in zip(free, rows, strict=True):
             self._slots[index] = row
 
-    def step(self, positions: int = 0) -> list[Row]:
+    def step(self, positions: int = 0) -> list[BatchRow]:
         """Choose one more token for each row.
 
         Args:
@@ -151,7 +151,7 @@ class Rows:
         if not any(self._slots):
             self._slots, self._cache = [], None
 
-    def _choose(self, rows: list[Row], logits: torch.Tensor) -> None:
+    def _choose(self, rows: list[BatchRow], logits: torch.Tensor) -> None:
         """Each rank chooses for its share of the rows, and all take what it chose."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = {index: logits[index : index + 1] for index, row in enumerate(rows) if row.number % ranks == rank}
@@ -175,4 +175,4 @@ class Rows:
             return
         self._slots = [self._slots[index] for index in full]
         self._mask = self._mask[full, first:]
-        caches.keep_rows(self._cache, full, self._mask.shape[1])
+        row_caches.keep_rows(self._cache, full, self._mask.shape[1])

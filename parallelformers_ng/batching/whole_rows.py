@@ -8,11 +8,11 @@ import torch
 from torch.nn.functional import pad
 
 from parallelformers_ng.batching.prepared import inputs_of
-from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.errors import BatchingError
 
 
-def runs_whole(model: Any, row: Row) -> bool:
+def runs_whole(model: Any, row: BatchRow) -> bool:
     """Whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
 
     Raises:
@@ -25,7 +25,7 @@ def runs_whole(model: Any, row: Row) -> bool:
     return whole
 
 
-def whole_logits(model: Any, rows: list[Row]) -> torch.Tensor:
+def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
     """Run sequences side by side, with padding behind the shorter ones: no token of theirs looks at it.
 
     Returns:
@@ -53,7 +53,7 @@ def whole_logits(model: Any, rows: list[Row]) -> torch.Tensor:
     return logits[range(len(rows)), [length - 1 for length in lengths]]
 
 
-def _inputs(model: Any, row: Row, ids: torch.Tensor) -> dict[str, Any]:
+def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
     """What the model is called with for a sequence, `generate`'s own way."""
     given = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")

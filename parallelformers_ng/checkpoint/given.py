@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.checkpoint.formats.stored import Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.unpacking import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.loading import model_of
@@ -58,7 +58,7 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(bare.state_dict())}
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
     header["tensor_names"] = json.dumps(list(header))
-    stored = Stored(state, said, where, dtype, lambda: bare, header, dequantize)
+    stored = StoredTensors(state, said, where, dtype, lambda: bare, header, dequantize)
     plain = model_of(type(model), config, where, dtype, {}, unpacked(stored))
     if bare is model:
         return plain

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.encoded import held_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
-from parallelformers_ng.checkpoint.formats.stored import Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.unpacking import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.location import (
@@ -181,7 +181,9 @@ def _plain_state(
 ) -> dict[str, LazyTensor]:
     """What a checkpoint holds, under the names of a plain one where it is quantized."""
     state, said = lazy_state(location), stored_quantization(location)
-    return state if said is None else unpacked(Stored(state, said, location, dtype, plain, dequantize=dequantize))
+    return (
+        state if said is None else unpacked(StoredTensors(state, said, location, dtype, plain, dequantize=dequantize))
+    )
 
 
 def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

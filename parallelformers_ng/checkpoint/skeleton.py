@@ -66,7 +66,7 @@ class Skeleton:
 
         try:
             with by_value(modules):
-                _Pickler(buffer, reference).dump(model)
+                _SkeletonPickler(buffer, reference).dump(model)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a lock,"
@@ -100,7 +100,7 @@ class Skeleton:
         return model, plan.held
 
 
-class _Pickler(ReferencePickler):
+class _SkeletonPickler(ReferencePickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from parallelformers_ng import __version__
-from parallelformers_ng.cli import forecast
+from parallelformers_ng.cli import device_flags as forecast
 from parallelformers_ng.cli import serve as serving
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.options import QUANTIZE_HELP

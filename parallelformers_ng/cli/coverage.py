@@ -17,7 +17,7 @@ from parallelformers_ng.autopolicy.quantized_trial import check_quantized
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.options import read_quantize
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.registry import check_custom, is_covered, known_policies, written_policies
+from parallelformers_ng.sharding.policy_registry import check_custom, is_covered, known_policies, written_policies
 from parallelformers_ng.sharding.rules import Policy
 from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 

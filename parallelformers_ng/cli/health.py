@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallelformers_ng.cli import commands, serve
-from parallelformers_ng.serving.options import ServeOptions, read_serve_options
+from parallelformers_ng.serving.serve_options import ServeOptions, read_serve_options
 
 _SECONDS = 8.0
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parallelformers_ng.errors import ParallelError
 
 if TYPE_CHECKING:
-    from parallelformers_ng.serving.options import ServeOptions
+    from parallelformers_ng.serving.serve_options import ServeOptions
 
 KEY_VARIABLE = "PARALLELFORMERS_API_KEY"
 
@@ -21,7 +21,7 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each option. What is not given is left out, so that a file can say it."""
-    from parallelformers_ng.serving.options import ServeOptions
+    from parallelformers_ng.serving.serve_options import ServeOptions
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
     parser.add_argument("--config", metavar="FILE.toml", help="a file with these options, each a word with underscores")
@@ -70,7 +70,7 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Serve a model until told to end."""
     from parallelformers_ng.serving.listening import check_at_once
-    from parallelformers_ng.serving.options import read_serve_options
+    from parallelformers_ng.serving.serve_options import read_serve_options
 
     wanted = read_serve_options(options.config, given_options(options))
     check_at_once(wanted)

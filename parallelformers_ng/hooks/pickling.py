@@ -95,7 +95,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
-            _Pickler(buffer, model, tensors, local).dump(list(hooks))
+            _HookPickler(buffer, model, tensors, local).dump(list(hooks))
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and raise anything
@@ -123,7 +123,7 @@ def described(hook: Any) -> str:
 def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
         with _by_value([hook]):
-            _Pickler(io.BytesIO(), model, [], []).dump(hook)
+            _HookPickler(io.BytesIO(), model, [], []).dump(hook)
     except Exception:  # the very failure that is being located
         return False
     return True
@@ -149,7 +149,7 @@ _registering = threading.RLock()
 """Held while modules go by value: cloudpickle has one list of them for all threads."""
 
 
-class _Pickler(ReferencePickler):
+class _HookPickler(ReferencePickler):
     def __init__(self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], local: list[Any]) -> None:
         super().__init__(buffer, self._reference)
         self._modules = {id(module): path for path, module in model.named_modules()}

@@ -22,7 +22,7 @@ import torch
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.wire.frame import FileDescriptor, Kind
+from parallelformers_ng.wire.frame import FileDescriptor, FrameKind
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.worker.preload import warm_up
@@ -66,7 +66,7 @@ def serve(made: tuple[socket.socket, Session], address: Address, key: bytes, num
             "listens": list(listener.address),
             "devices": torch.cuda.device_count(),
         }
-        control.send(Kind.EVENT, 0, hello)
+        control.send(FrameKind.EVENT, 0, hello)
         _, _, order = control.recv()
         with contextlib.closing(_Agent(address, key, number, control, listener, order)) as agent:
             agent.run()
@@ -113,9 +113,9 @@ class _Agent:
         try:
             processes = self._start()
         except (ParallelError, OSError) as error:
-            self._control.send(Kind.ERROR, 0, str(error))
+            self._control.send(FrameKind.ERROR, 0, str(error))
             return
-        self._control.send(Kind.READY, 0, [worker.pid for worker in processes.workers])
+        self._control.send(FrameKind.READY, 0, [worker.pid for worker in processes.workers])
         self._watch(processes)
 
     def close(self) -> None:
@@ -182,11 +182,11 @@ class _Agent:
                 poll.unregister(worker.pidfd)
                 self._arena.abort(f"rank {worker.rank} ended")
                 self._ended.add(worker.rank)
-                self._control.send(Kind.EVENT, 0, ["ended", worker.rank, *worker.exit_status()])
+                self._control.send(FrameKind.EVENT, 0, ["ended", worker.rank, *worker.exit_status()])
             if self._arena.aborted and not self._told_abort:
                 self._told_abort = True
                 if not self._arena.aborted_by_parent:
-                    self._control.send(Kind.EVENT, 0, ["aborted", self._resets, str(self._arena.abort_error())])
+                    self._control.send(FrameKind.EVENT, 0, ["aborted", self._resets, str(self._arena.abort_error())])
             while self._control.fileno() in ready or self._control.has_more:
                 _, _, (word, *values) = self._control.recv()
                 ready = []
@@ -200,7 +200,7 @@ class _Agent:
         elif word == "reset":
             self._arena.reset()
             self._resets, self._told_abort = self._resets + 1, False
-            self._control.send(Kind.EVENT, 0, ["reset"])
+            self._control.send(FrameKind.EVENT, 0, ["reset"])
         elif word == "kill":
             processes.kill()
         else:

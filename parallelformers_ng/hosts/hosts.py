@@ -17,7 +17,7 @@ from parallelformers_ng.hosts.agent import VERSIONS, machine, purpose
 from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker, on_host
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable
-from parallelformers_ng.wire.frame import Kind
+from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signed import Session, SignedChannel
 
@@ -214,7 +214,7 @@ class Hosts:
             unmet.pop_all()
         order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
         for host in self._hosts:
-            host.control.send(Kind.REQUEST, 0, order, deadline)
+            host.control.send(FrameKind.REQUEST, 0, order, deadline)
         ranks = self._calls(
             listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
         )
@@ -265,7 +265,7 @@ class Hosts:
             kind, _, value = host.control.recv(deadline)
         except ChannelClosedError:
             raise StartupError(f"host {host.name} was lost while its ranks started") from None
-        if kind is not Kind.READY:
+        if kind is not FrameKind.READY:
             raise StartupError(f"host {host.name}: {value}")
         host.pids = value
         return True

@@ -14,7 +14,7 @@ from typing import Any
 from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, WorkerDiedError
 from parallelformers_ng.runtime.spawn import REAP_SECONDS, is_readable
 from parallelformers_ng.runtime.worker_process import EXIT_SECONDS, manner_of_end
-from parallelformers_ng.wire.frame import Kind
+from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import LOST_SECONDS
 from parallelformers_ng.wire.signed import SignedChannel
 from parallelformers_ng.wire.transport import Channel
@@ -54,7 +54,7 @@ class Host:
         """Tell the agent to do something. One that is gone has done it all."""
         with self.sending, contextlib.suppress(ChannelClosedError, RequestTimeoutError):
             if not self.is_lost:
-                self.control.send(Kind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
+                self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
 
 
 class RemoteWorker:

@@ -85,7 +85,7 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _CodePickler(cloudpickle.Pickler):
     """Takes the functions of some places by value, also if they are called as the place is: one that
     `functools.wraps` has named after the function it replaces. Such a function often calls the one it replaces, which
     travels as the name of the place."""
@@ -112,7 +112,7 @@ def _place_named(function: types.FunctionType) -> str:
 
 def _pickled(values: Mapping[str, Any], imported: Digests) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, values.keys(), imported).dump(dict(values))
+    _CodePickler(buffer, values.keys(), imported).dump(dict(values))
     return buffer.getvalue()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.lazy import values
 from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
-from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of
 

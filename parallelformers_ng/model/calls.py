@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.batching.proof import Trial
+from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
@@ -24,7 +24,7 @@ from parallelformers_ng.generation.object_state import STATEFUL, stateful_argume
 from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.watch import refuse_modes
-from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import RandomStream
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop

@@ -223,7 +223,7 @@ def unlock(module: nn.Module) -> None:
     vars(module).update(remote_of(module).tables)
 
 
-class _Asked(nn.Module):
+class _MoveRecorder(nn.Module):
     """A module that notes what moves it."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -233,7 +233,7 @@ class _Asked(nn.Module):
 
 def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     """What `move`, which calls `to` or one of its relatives, does to each tensor of a module."""
-    asked = _Asked()
+    asked = _MoveRecorder()
     move(asked)
     return asked.conversion
 

@@ -26,7 +26,7 @@ from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
-from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream, Stream
 from parallelformers_ng.model.groups import revive
 from parallelformers_ng.model.live_code import LiveCode

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from parallelformers_ng.batching.batch import Batch
-from parallelformers_ng.batching.proof import Trial
+from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.errors import BatchingError, DeadlineExpiredError
-from parallelformers_ng.model.adapters import Adapters
+from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.replica import Dispatcher
 from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.options import BatchingOptions

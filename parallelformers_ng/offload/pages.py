@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
     length: int
 
 
-class Source(NamedTuple):
+class PageSource(NamedTuple):
     """What pages show: a file, the same opened to be read past the system's cache, where in it, and where it ends."""
 
     descriptor: int
@@ -57,12 +57,12 @@ def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
         yield Stretch(start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE)
 
 
-def source_of(stretch: Stretch) -> Source | None:
+def source_of(stretch: Stretch) -> PageSource | None:
     """Where the bytes of pages come from; None where no file is known that can be read past the system's cache."""
     file = file_at(stretch.start)
     if file is None or file.direct is None:
         return None
-    return Source(file.descriptor, file.direct, stretch.start - file.start, file.size)
+    return PageSource(file.descriptor, file.direct, stretch.start - file.start, file.size)
 
 
 def read_ahead(stretch: Stretch) -> None:
@@ -77,7 +77,7 @@ def let_go(stretch: Stretch) -> None:
     _libc().madvise(*stretch, _DONTNEED)
 
 
-def replace_by_copies(places: Sequence[tuple[Stretch, Source]]) -> None:
+def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
     """Read what pages show into memory of this process, which then takes their place, at once: whoever reads them
     meanwhile reads the same numbers. The disk writes into that memory itself, and no processor copies.
 
@@ -105,7 +105,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, Source]]) -> None:
             _libc().munmap(start, stretch.length)
 
 
-def show_file(stretch: Stretch, source: Source) -> None:
+def show_file(stretch: Stretch, source: PageSource) -> None:
     """Have pages show their file again, instead of a copy."""
     _checked(_libc().mmap(*stretch, ACCESS, _THERE, source.descriptor, source.offset))
 
@@ -123,7 +123,7 @@ def _memory_for(stretch: Stretch) -> int:
     return int(start + before)
 
 
-def _read(source: Source, skipped: int, start: int, length: int) -> None:
+def _read(source: PageSource, skipped: int, start: int, length: int) -> None:
     """Read a piece of what pages show, which begins so many bytes after them, to as many bytes after `start`."""
     offset, end = source.offset + skipped, min(source.offset + skipped + length, source.end)
     while offset < end:  # the rest of the last page is zeros, as in a mapping

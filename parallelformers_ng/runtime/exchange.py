@@ -18,7 +18,7 @@ from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes, Worker
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.frame import Flag, Frame, Kind, Packed
+from parallelformers_ng.wire.frame import Flag, Frame, FrameKind, Packed
 from parallelformers_ng.wire.message import Encoded, decode, encode, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
@@ -26,7 +26,7 @@ STRAGGLER_SECONDS = 10.0
 """What workers get to leave a request that its caller gave up, before the group ends."""
 
 # Looked up once: in Python 3.11, to read one off an enum takes a call.
-_REQUEST, _RESULT, _DONE, _ERROR = Kind.REQUEST, Kind.RESULT, Kind.DONE, Kind.ERROR
+_REQUEST, _RESULT, _DONE, _ERROR = FrameKind.REQUEST, FrameKind.RESULT, FrameKind.DONE, FrameKind.ERROR
 _ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
 Answers = dict[int, Frame]
@@ -209,7 +209,7 @@ class Exchange:
                 frame = self._receive(rank)
                 if frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
-                elif frame.kind is Kind.EVENT and rank == 0:
+                elif frame.kind is FrameKind.EVENT and rank == 0:
                     request.put(frame)
                 else:
                     frame.discard()

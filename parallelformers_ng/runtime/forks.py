@@ -21,7 +21,7 @@ from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.runtime import fork_server
 from parallelformers_ng.runtime.spawn import (
     REAP_SECONDS,
-    Link,
+    ChildLink,
     Spawned,
     current_folder,
     environment_of_worker,
@@ -53,7 +53,7 @@ class Fork:
         OSError: this process may open no more files.
     """
 
-    def __init__(self, server: ForkServer, link: Link) -> None:
+    def __init__(self, server: ForkServer, link: ChildLink) -> None:
         self.pid: int | None = None
         self.pidfd = -1
         self._code: int | None = None
@@ -126,7 +126,7 @@ class ForkServer:
     def __init__(self, inheritance: object, imports: str) -> None:
         self.inheritance = inheritance
         self.imports = imports
-        self.link = Link("fork-server")
+        self.link = ChildLink("fork-server")
         try:
             # Whether there are devices, an import may ask; it is then told by NVML, after which a fork may use them.
             environment = environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -193,7 +193,7 @@ def running(imports: str | None = None) -> ForkServer | None:
         return _newest
 
 
-def _end(process: Spawned, link: Link, forks: weakref.WeakSet[Fork]) -> None:
+def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> None:
     """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request may
     be in flight, in a thread that must not wake up to an error; then it ends with this process, as the ranks do."""
     if forks:

@@ -20,7 +20,7 @@ from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
-from parallelformers_ng.runtime.processes import Hosts, Processes
+from parallelformers_ng.runtime.processes import Processes, RankStarter
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode
@@ -76,7 +76,7 @@ class WorkerGroup:
         start_timeout: float = 120.0,
         threads: int | None = None,
         among: tuple[int, int] = (0, 1),
-        hosts: Callable[[], Hosts] | None = None,
+        hosts: Callable[[], RankStarter] | None = None,
         wait: bool = True,
     ) -> None:
         self.world_size, self.device, self.timeout = world_size, device, timeout

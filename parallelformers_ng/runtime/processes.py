@@ -18,7 +18,7 @@ from parallelformers_ng.errors import (
     WrongProcessError,
 )
 from parallelformers_ng.runtime.worker_process import WorkerGoneError
-from parallelformers_ng.wire.frame import Kind
+from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.transport import Channel
 
 Why = Callable[[], GroupError]
@@ -64,7 +64,7 @@ class Steering(Protocol):
     def close(self) -> None: ...
 
 
-class Hosts(Steering, Protocol):
+class RankStarter(Steering, Protocol):
     """What starts and steers ranks that are not started by this process.
 
     Attributes:
@@ -163,7 +163,7 @@ class Processes:
         """
         try:
             for worker in self.workers:
-                worker.channel.send(Kind.GOODBYE, 0, None, time.monotonic() + patience)
+                worker.channel.send(FrameKind.GOODBYE, 0, None, time.monotonic() + patience)
         except (ChannelClosedError, RequestTimeoutError, ValueError):
             return
         self.end(patience)

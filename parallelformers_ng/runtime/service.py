@@ -22,12 +22,15 @@ from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures, titles
 from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
-from parallelformers_ng.wire.frame import Flag, Frame, Kind
+from parallelformers_ng.wire.frame import Flag, Frame, FrameKind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
-_REQUEST, _DONE = Kind.REQUEST, Kind.DONE  # looked up once: in Python 3.11, to read it off an enum takes a call
+_REQUEST, _DONE = (
+    FrameKind.REQUEST,
+    FrameKind.DONE,
+)  # looked up once: in Python 3.11, to read it off an enum takes a call
 
 
 class Emitter:
@@ -45,7 +48,7 @@ class Emitter:
     def __call__(self, value: Any) -> None:
         """Send one value, which the caller's `on_event` receives. Call it from the thread that runs the method."""
         if self._rank == 0:
-            self._channel.send(Kind.EVENT, self.sequence, value, place="event")
+            self._channel.send(FrameKind.EVENT, self.sequence, value, place="event")
 
 
 @dataclass
@@ -75,14 +78,14 @@ class Service:
                     raise void
                 self.communicator.note_end(frame.sequence)
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
-                    self.channel.send(Kind.RESULT, frame.sequence, value, place="result")
+                    self.channel.send(FrameKind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, NOTHING))
             except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
                 is_consequence = self.communicator.why_void() is not None
                 if not self.communicator.all_ended(frame.sequence):
                     self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
-                self.channel.send(Kind.ERROR, frame.sequence, failures.describe(error, is_consequence))
+                self.channel.send(FrameKind.ERROR, frame.sequence, failures.describe(error, is_consequence))
             if self.communicator.why_void():  # the error is gone by now, and with it what its frames had on the device
                 self.communicator.clear_up()
 
@@ -94,7 +97,7 @@ class Service:
         if frame.kind is _REQUEST and frame.sequence == due:
             self.emit.sequence = due
             return frame
-        if frame.kind is Kind.GOODBYE:
+        if frame.kind is FrameKind.GOODBYE:
             return None
         raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
 
@@ -116,7 +119,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
             os.sched_setaffinity(0, boot["cpus"])  # threads that it starts later inherit this
         torch.set_num_threads(boot["threads"])
         threadpool_limits(boot["threads"])  # numpy's, which knows no other time to ask than its import
-        channel.send(Kind.EVENT, 0, f"importing {boot['target']}")
+        channel.send(FrameKind.EVENT, 0, f"importing {boot['target']}")
         module, _, name = boot["target"].partition(":")
         cls = getattr(importlib.import_module(module), name)
 
@@ -124,10 +127,10 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
         rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
         if device.type == "cuda":
-            channel.send(Kind.EVENT, 0, f"preparing {device}")
+            channel.send(FrameKind.EVENT, 0, f"preparing {device}")
             take_device(device)
         uses_nccl = chosen_backend(boot["backend"], device.type) == "nccl" and world_size > 1
-        channel.send(Kind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
+        channel.send(FrameKind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
         rendezvous = boot["rendezvous"]  # stays open: the ranks meet there again after a reset
         communicator = connect(
             boot["backend"],
@@ -141,13 +144,13 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         )
         boot["arena"].close()
 
-        channel.send(Kind.EVENT, 0, f"building {name}")
+        channel.send(FrameKind.EVENT, 0, f"building {name}")
         caller = _channel_to_caller(span) if span else channel
         titles.show(f"rank {rank} of {world_size}")
         emit = Emitter(caller, rank)
         target = cls(rank, world_size, device, communicator, emit)
     except Exception as error:  # whatever stops a worker from starting is for the caller to see
-        channel.send(Kind.ERROR, 0, failures.describe(error))
+        channel.send(FrameKind.ERROR, 0, failures.describe(error))
         return None
 
     if rank:
@@ -158,7 +161,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
-    channel.send(Kind.READY, 0, None)
+    channel.send(FrameKind.READY, 0, None)
     return Service(caller, target, communicator, rank, emit, boot["spins"], device)
 
 

@@ -17,7 +17,7 @@ REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver b
 _TAIL_BYTES = 8192
 
 
-class Link:
+class ChildLink:
     """What joins a child to its parent: a socket, a lifeline and a log.
 
     Attributes:
@@ -110,7 +110,7 @@ class Spawned:
         StartupError: it is not known which interpreter to start.
     """
 
-    def __init__(self, module: str, link: Link, environment: dict[str, str], *arguments: str) -> None:
+    def __init__(self, module: str, link: ChildLink, environment: dict[str, str], *arguments: str) -> None:
         if not sys.executable:
             raise StartupError("sys.executable is empty, so there is no interpreter to start the workers with")
         self._popen = subprocess.Popen(

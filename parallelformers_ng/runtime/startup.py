@@ -27,7 +27,7 @@ from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
 from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_end
-from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, Kind, why_no_memory
+from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
@@ -120,7 +120,7 @@ def launch(
                 "cpus": None if cpus is None else sorted(cpus[first + rank]),
                 "span": None if spans is None else spans[rank],
             }
-            worker.channel.send(Kind.REQUEST, 0, common | own, deadline)
+            worker.channel.send(FrameKind.REQUEST, 0, common | own, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
     if standard_error != 2:
@@ -174,10 +174,10 @@ def await_ready(
             except (ChannelClosedError, ProtocolError, RequestTimeoutError):
                 # The socket closes with the process, so its end needs no watch of its own while starting.
                 _fail_ended(worker, phases[worker.rank])
-            if kind is Kind.READY:
+            if kind is FrameKind.READY:
                 poll.unregister(fd)
                 del waiting[fd]
-            elif kind is Kind.EVENT:
+            elif kind is FrameKind.EVENT:
                 phases[worker.rank] = str(value)
             else:
                 _fail_raised(worker, value, phases[worker.rank])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.runtime.forks import Fork, ForkServer
-from parallelformers_ng.runtime.spawn import REAP_SECONDS, Link, Process, Spawned, is_readable, send_signal
+from parallelformers_ng.runtime.spawn import REAP_SECONDS, ChildLink, Process, Spawned, is_readable, send_signal
 from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
@@ -44,7 +44,7 @@ class WorkerProcess:
         self._environment = environment
         self._server = server
         with self._start_errors():
-            self.link = Link(f"rank-{rank}")
+            self.link = ChildLink(f"rank-{rank}")
             try:
                 self._process: Process = Fork(server, self.link) if server else self._spawn()
             except BaseException:

@@ -11,18 +11,17 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from parallelformers_ng.serving import errors
+from parallelformers_ng.serving import api_errors
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.api_page import api_page
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.embeddings import Embeddings
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.generation import Generation
-from parallelformers_ng.serving.guard import Guard
-from parallelformers_ng.serving.kinds import Kind
+from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.models import Models
-from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import (
@@ -35,6 +34,7 @@ from parallelformers_ng.serving.requests import (
 from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
 from parallelformers_ng.serving.scores import Scores
+from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.status import Status
 from parallelformers_ng.serving.transcription import Transcription
 
@@ -50,7 +50,7 @@ _POLICY = (
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
-def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> Guard:
+def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> AccessGuard:
     """Return the server of a model.
 
     Args:
@@ -78,7 +78,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     scores = Scores(engine, chat, options, kind.activation)
     # FastAPI's own page at /docs would fetch scripts from elsewhere; `api_page` makes one.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
-    errors.install(app)
+    api_errors.install(app)
     if options.cors:
         app.add_middleware(
             CORSMiddleware,
@@ -175,7 +175,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
         app.add_api_route(path, _asset(content, media_type), include_in_schema=False)
     app.add_api_route("/docs", _asset(api_page(app), "text/html"), include_in_schema=False)
-    return Guard(app, options, metrics, reads_media=processor is not None)
+    return AccessGuard(app, options, metrics, reads_media=processor is not None)
 
 
 def _asset(content: bytes | str, media_type: str) -> Any:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar
-from parallelformers_ng.serving.errors import bad_request
-from parallelformers_ng.serving.requests import Message, Part
+from parallelformers_ng.serving.requests import Message, MessagePart
 from parallelformers_ng.serving.structured import Constraint
 from parallelformers_ng.serving.tool_choice import ToolChoice
 from parallelformers_ng.serving.tool_prompts import plain_messages
@@ -170,7 +170,7 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
     return plain
 
 
-def _plain_part(part: Part, reads_pictures: bool) -> dict[str, Any]:
+def _plain_part(part: MessagePart, reads_pictures: bool) -> dict[str, Any]:
     if part.type == "text" and part.text is not None:
         return {"type": "text", "text": part.text}
     if part.type == "image_url" and part.image_url is not None and reads_pictures:

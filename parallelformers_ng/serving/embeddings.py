@@ -10,13 +10,13 @@ import torch
 from tokenizers import normalizers
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.forwards import run_rows
-from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import EmbeddingRequest
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 
 class Embeddings:

@@ -17,11 +17,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.model.parallelized import deployment_of
-from parallelformers_ng.serving.errors import ApiError, bad_request
+from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.models import peft_names
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _CANCEL_SECONDS = 60.0  # that ranks have to leave a call; workers that have not are started again
 _LOGITS_BYTES = 1 << 30  # what the logits of a prompt may take, where its probabilities are asked for
@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Step:
+class NewTokens:
     """New tokens of an answer, with a likelihood each where these were asked for."""
 
     tokens: list[int]
@@ -171,7 +171,7 @@ class Engine:
         """
         return 1 if self.model.config.is_encoder_decoder else len(ids)
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[Step, None]:
+    async def generate(self, asked: Asked) -> AsyncGenerator[NewTokens, None]:
         """The tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
         config = self._config(asked)
         arguments: dict[str, Any] = {
@@ -187,7 +187,7 @@ class Engine:
         processors = [each for each in (asked.penalties, recorder, *asked.processors) if each is not None]
         if processors:
             arguments["logits_processor"] = LogitsProcessorList(processors)
-        news: asyncio.Queue[Step | None] = asyncio.Queue()
+        news: asyncio.Queue[NewTokens | None] = asyncio.Queue()
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
         with self.metrics.answering(len(asked.ids)) as answer:
@@ -273,7 +273,7 @@ class _Tokens(BaseStreamer):
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Step | None], recorder: Recorder | None
+        self, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[NewTokens | None], recorder: Recorder | None
     ) -> None:
         self._loop = loop
         self._news = news
@@ -290,15 +290,15 @@ class _Tokens(BaseStreamer):
         if self._recorder is None or self._recorder.knows(self._told + len(self._held) - 1):
             self._loop.call_soon_threadsafe(self._news.put_nowait, self.rest())
 
-    def rest(self) -> Step | None:
+    def rest(self) -> NewTokens | None:
         """The tokens that are not told yet, None where there are none."""
         tokens, begin = self._held, self._told
         self._held, self._told = [], begin + len(tokens)
         if not tokens:
             return None
         if self._recorder is None:
-            return Step(tokens, [])
-        return Step(tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)])
+            return NewTokens(tokens, [])
+        return NewTokens(tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)])
 
     def end(self) -> None:
         pass

@@ -12,21 +12,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.serving.answers import Form, Piece, write_all
+from parallelformers_ng.serving.api_errors import api_error, bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
-from parallelformers_ng.serving.errors import api_error, bad_request
-from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.requests import (
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Request,
     TokenizeRequest,
 )
 from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
+from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
 from parallelformers_ng.serving.structured import Constraint
 
@@ -90,7 +90,7 @@ class Generation:
         chat = request.chat()
         return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
 
-    def _name(self, request: Request) -> str:
+    def _name(self, request: ApiRequest) -> str:
         """Return the name of the model that answers."""
         return request.model or self._options.name
 

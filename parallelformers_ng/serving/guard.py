@@ -13,10 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parallelformers_ng.runtime.freed_memory import give_back_freed
-from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.logs import current, log_access, new_record
 from parallelformers_ng.serving.metrics import CLIENT_WENT, Metrics
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _OPEN = "/health"
 """The path that needs no key, and that is served to the end."""
@@ -55,7 +55,7 @@ class _Pace:
         await asyncio.sleep(wait)
 
 
-class Guard:
+class AccessGuard:
     """Serves an application to those who may use it.
 
     A request is read whole, within its limits of bytes and seconds, before the application sees it. From then on the

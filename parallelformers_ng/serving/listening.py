@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # of NVIDIA, of WSL, of AMD
 

@@ -53,8 +53,8 @@ class Metrics:
     def __init__(self, name: str, rows: int = 16, cache_tokens: int = 1 << 20) -> None:
         self.running, self.waiting = 0, 0
         self._rows = rows
-        self._active: set[Answer] = set()
-        self._queue: deque[Answer] = deque()
+        self._active: set[AnswerMetrics] = set()
+        self._queue: deque[AnswerMetrics] = deque()
         self.restarts: Callable[[], int] = lambda: 0
         self.last_token = 0.0
         self._recent: deque[tuple[float, int]] = deque()
@@ -116,13 +116,13 @@ class Metrics:
         return sum(tokens for _, tokens in self._recent) / _RATE_SECONDS
 
     @contextmanager
-    def answering(self, prompt: int = 0) -> Iterator[Answer]:
+    def answering(self, prompt: int = 0) -> Iterator[AnswerMetrics]:
         """Counts one answer, while it waits and while it is written.
 
         Args:
             prompt: tokens of its prompt.
         """
-        answer = Answer(self, prompt)
+        answer = AnswerMetrics(self, prompt)
         self.waiting += 1
         self._queue.append(answer)
         self._admit()
@@ -161,7 +161,7 @@ class Metrics:
             answer.admitted = time.monotonic()
             self._active.add(answer)
 
-    def _leave(self, answer: Answer) -> None:
+    def _leave(self, answer: AnswerMetrics) -> None:
         self._active.discard(answer)
         if answer in self._queue:
             self._queue.remove(answer)
@@ -186,7 +186,7 @@ class Metrics:
         """All of it, as Prometheus reads it."""
         return generate_latest(self._registry)
 
-    def _note(self, answer: Answer, tokens: int) -> None:
+    def _note(self, answer: AnswerMetrics, tokens: int) -> None:
         now = time.monotonic()
         if answer.begun:
             for _ in range(tokens):
@@ -211,7 +211,7 @@ class Metrics:
             self._recent.popleft()
 
 
-class Answer:
+class AnswerMetrics:
     """One answer that is being counted.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from parallelformers_ng.checkpoint.location import base_of_adapter
-from parallelformers_ng.serving.errors import ApiError
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.api_errors import ApiError
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 
 class Models:

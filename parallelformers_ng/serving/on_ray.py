@@ -20,9 +20,9 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.serving import ray_router
 from parallelformers_ng.serving.app import create_app
-from parallelformers_ng.serving.kinds import kind_of
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.model_kinds import kind_of
 from parallelformers_ng.serving.run import load, say
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _NAME = "parallelformers_ng"
 

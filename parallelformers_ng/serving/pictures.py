@@ -12,8 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 
-from parallelformers_ng.serving.errors import bad_request
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.api_errors import bad_request
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_RATIO = 200

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, StrictInt, model_validator
 
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
 from parallelformers_ng.serving.structured import Fields, GuidedFields
 from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
@@ -27,7 +27,7 @@ _NO_TEMPLATE_VARIABLES = {
 """Arguments of `apply_chat_template` that are no variables of the template, or have fields of their own."""
 
 
-class Request(Fields):
+class ApiRequest(Fields):
     """A request. Unknown fields are ignored: clients send many that matter to other servers alone.
 
     Attributes:
@@ -40,7 +40,7 @@ class Request(Fields):
     model: str | None = None
 
     @model_validator(mode="after")
-    def _refuse(self) -> Request:
+    def _refuse(self) -> ApiRequest:
         extra = self.__pydantic_extra__ or {}
         for name in sorted(REFUSED.keys() & extra.keys()):
             field = REFUSED[name]
@@ -54,7 +54,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
-class Sampling(Request):
+class Sampling(ApiRequest):
     """How tokens of an answer are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -130,7 +130,7 @@ class ImageUrl(Fields):
     detail: Any = None
 
 
-class Part(Fields):
+class MessagePart(Fields):
     type: str
     text: str | None = None
     image_url: ImageUrl | None = None
@@ -149,7 +149,7 @@ class ToolCall(Fields):
 
 class Message(Fields):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -194,7 +194,7 @@ class Tool(Fields):
     function: ToolFunction
 
 
-class TemplateFields(Request):
+class TemplateFields(ApiRequest):
     """How messages become a prompt."""
 
     add_generation_prompt: bool | None = None
@@ -261,7 +261,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class EmbeddingRequest(Request):
+class EmbeddingRequest(ApiRequest):
     route = EMBEDDINGS
 
     input: str | list[str] | list[int] | list[list[int]]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import RESPONSES
 from parallelformers_ng.serving.requests import MOST_MESSAGES, ChatRequest, Count, Sampling
 from parallelformers_ng.serving.structured import Fields, StructuredOutputs

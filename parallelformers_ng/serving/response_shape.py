@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallelformers_ng.serving.answers import Piece
-from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.requests import ChatRequest
 from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.shapes import Shape

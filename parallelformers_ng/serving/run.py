@@ -22,13 +22,13 @@ from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
-from parallelformers_ng.serving.guard import Guard
-from parallelformers_ng.serving.kinds import Kind, is_gguf, kind_of
+from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import set_up_logs
+from parallelformers_ng.serving.model_kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.models import peft_names
-from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.protocol import PatientProtocol
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Guard, options: ServeOptions, say: Callable[[str], None], abandon: Callable[[], None]
+        self, app: AccessGuard, options: ServeOptions, say: Callable[[str], None], abandon: Callable[[], None]
     ) -> None:
         super().__init__(
             uvicorn.Config(

@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import RERANK, SCORE
-from parallelformers_ng.serving.requests import Request
+from parallelformers_ng.serving.requests import ApiRequest
 from parallelformers_ng.serving.structured import Fields
 
 _FIRST = ("text_1", "data_1", "queries")
 _SECOND = ("text_2", "data_2", "documents", "items")
 
 
-class ScoreRequest(Request):
+class ScoreRequest(ApiRequest):
     """Either one first text and any number of second ones, or as many of both."""
 
     route = SCORE
@@ -53,7 +53,7 @@ class Document(Fields):
     text: str
 
 
-class RerankRequest(Request):
+class RerankRequest(ApiRequest):
     route = RERANK
 
     query: str

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.errors import bad_request
 from parallelformers_ng.serving.forwards import run_rows
-from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tanh": torch.nn.Tanh}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallelformers_ng.serving.answers import Piece
-from parallelformers_ng.serving.errors import ApiError
+from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.likelihoods import Likelihood
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
 from parallelformers_ng.serving.token_bytes import TokenBytes

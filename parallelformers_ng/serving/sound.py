@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request
 
 _MOST_RATE = 192_000
 _MOST_CHANNELS = 8

@@ -9,10 +9,10 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.errors import ApiError
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 
 _READY_SECONDS = 5.0
 _MEMORY_SECONDS = 5.0  # between looks at the memory, for which ranks walk their pages

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request
 
 Choices = Annotated[list[str], Field(min_length=1)]
 

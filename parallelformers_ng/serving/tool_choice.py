@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from parallelformers_ng.serving.errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.structured import Fields
 
 

@@ -11,10 +11,10 @@ from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.engine import Engine, draw_seed
-from parallelformers_ng.serving.errors import ApiError, bad_request
 from parallelformers_ng.serving.models import Models
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.sound import read_sound
 from parallelformers_ng.serving.structured import Fields
 

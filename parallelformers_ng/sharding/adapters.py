@@ -20,7 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.sharding.calls import reads_parameters
+from parallelformers_ng.sharding.layer_uses import reads_parameters
 from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantizing import is_stored_quantized, refuse_high_precision

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.live_code.stock import foreign_layer, names_of
-from parallelformers_ng.sharding.calls import CONVOLUTIONS, is_only_called
 from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.layer_uses import CONVOLUTIONS, is_only_called
 from parallelformers_ng.sharding.linear import Column
 from parallelformers_ng.sharding.stored import store
 from parallelformers_ng.sharding.structure import Place, places, uses

@@ -18,8 +18,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
-from parallelformers_ng.sharding.calls import CONVOLUTIONS
 from parallelformers_ng.sharding.draft import Draft
+from parallelformers_ng.sharding.layer_uses import CONVOLUTIONS
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, width_of
 from parallelformers_ng.sharding.policy import Rule

@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import nn
 
-from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.layer_uses import is_only_called
 from parallelformers_ng.sharding.layers import LayerPlan
 from parallelformers_ng.sharding.placed import Placed, Stack, Stop
 from parallelformers_ng.sharding.plan import ShardPlan

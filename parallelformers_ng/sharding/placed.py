@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import output_capturing
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.sharing import share
+from parallelformers_ng.collectives.shared_result import share
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 

@@ -29,11 +29,11 @@ class Quantized(nn.Module):
         value: Any = super().__getattr__(name)  # where torch looks up parameters
         if name not in self.__dict__.get("encodings", ()):
             return value
-        stack = Stack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])
+        stack = ExpertStack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])
         return stack if value.ndim == 3 else stack.whole()
 
 
-class Stack:
+class ExpertStack:
     """The weights of many experts, put together one by one as they are asked for."""
 
     def __init__(self, numbers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:

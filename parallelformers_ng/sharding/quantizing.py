@@ -47,7 +47,7 @@ def choose_encodings(
             f"quantize: the weights of {type(model).__name__} are {kinds or 'quantized'} already; leave quantize out,"
             " or add 'dequantize': True, by which they are quantized anew"
         )
-    asked = _Asked(model, options, blocks) if options is not None else None
+    asked = _ParameterOptions(model, options, blocks) if options is not None else None
     found: dict[int, dict[str, Encoding | None]] = {}
     misfits: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -111,7 +111,7 @@ def _stored(model: nn.Module) -> dict[int, Encoding | None]:
     return {id(tensor): tensor.encoding for tensor in stored}
 
 
-class _Asked:
+class _ParameterOptions:
     """What the options say of each parameter."""
 
     def __init__(self, model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ OUT_OF_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is for."""
 
     REQUEST = 1
@@ -63,7 +63,7 @@ class Flag:
     TO_DEVICE = 8  # the tensors go to the device of the rank
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 _ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH | Flag.TO_DEVICE
 
 
@@ -122,7 +122,7 @@ class Frame:
         fds: open files that came with it.
     """
 
-    kind: Kind
+    kind: FrameKind
     flags: int
     sequence: int
     body: memoryview = field(repr=False)
@@ -140,7 +140,7 @@ class Frame:
 class FixedPart:
     """The first bytes of a frame, see `FIXED_PART`."""
 
-    kind: Kind
+    kind: FrameKind
     flags: int
     sequence: int
     size: int

@@ -31,7 +31,7 @@ from parallelformers_ng.wire.frame import (
     FileDescriptor,
     Flag,
     Frame,
-    Kind,
+    FrameKind,
     Packed,
     own_copy,
     write_memfd,
@@ -80,7 +80,7 @@ def encode(value: Any, place: str = "") -> Encoded:
         NotPortableError: a part of the value cannot be pickled. The message names its place.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _MessagePickler(buffer)
     try:
         pickler.dump(value)
     except NotPortableError:
@@ -94,7 +94,7 @@ def encode(value: Any, place: str = "") -> Encoded:
     return Encoded(buffer.getbuffer(), pickler.outside, pickler.fds)
 
 
-def pack(kind: Kind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
+def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
     """Lay a message out as a frame.
 
     Raises:
@@ -125,7 +125,7 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
     """Decode what `parcel` made. Raises what `decode` raises."""
-    return decode(Frame(Kind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
+    return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
 def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
@@ -235,7 +235,7 @@ def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
 
 
-class _Pickler(ByValuePickler):
+class _MessagePickler(ByValuePickler):
     """Puts the bytes of tensors, and open files, outside of the pickle.
 
     Attributes:
@@ -313,7 +313,7 @@ def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
 
 def _is_portable(value: Any) -> bool:
     try:
-        _Pickler(io.BytesIO()).dump(value)
+        _MessagePickler(io.BytesIO()).dump(value)
     except Exception:  # the very failure that is being located
         return False
     return True

@@ -17,7 +17,7 @@ from parallelformers_ng.wire.frame import (
     FixedPart,
     Flag,
     Frame,
-    Kind,
+    FrameKind,
     Packed,
     map_memfd,
     own_copy,
@@ -86,7 +86,7 @@ class Channel:
         self.connection.close()
         self._close_descriptors()
 
-    def send(self, kind: Kind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
+    def send(self, kind: FrameKind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
         """Encode a value and send it.
 
         Args:
@@ -128,7 +128,7 @@ class Channel:
             else:
                 rest, fds = memoryview(rest)[count:], []
 
-    def recv(self, deadline: float = math.inf) -> tuple[Kind, int, Any]:
+    def recv(self, deadline: float = math.inf) -> tuple[FrameKind, int, Any]:
         """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
         frame = self.receive(deadline)
         return frame.kind, frame.sequence, decode(frame)

@@ -22,9 +22,9 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.calls import is_only_called
+from parallelformers_ng.sharding.layer_uses import is_only_called
 from parallelformers_ng.sharding.policy import Selection
-from parallelformers_ng.sharding.quantized import Stack
+from parallelformers_ng.sharding.quantized import ExpertStack
 from parallelformers_ng.sharding.rules import Column, Heads, Row
 from tests.zoo.shuffled import ShuffledForCausalLM
 
@@ -202,8 +202,8 @@ def test_verify_compares_weights_in_few_bits_too(
     assert main(["verify", "gpt2", "--quantize", "int4"]) == 0
     assert "int4     48 tensors" in capsys.readouterr().out
     assert main(["verify", "gpt2", "--quantize", "int7"]) == 2
-    whole = Stack.whole
-    monkeypatch.setattr(Stack, "whole", lambda self: whole(self) * 1.01)  # what ranks compute with
+    whole = ExpertStack.whole
+    monkeypatch.setattr(ExpertStack, "whole", lambda self: whole(self) * 1.01)  # what ranks compute with
     assert main(["verify", "gpt2", "--quantize", "fp8"]) == 1
     assert "its outputs differ in fp8" in capsys.readouterr().out
 

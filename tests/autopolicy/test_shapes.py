@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-from parallelformers_ng.autopolicy.shapes import LONG, shapes_of
+from parallelformers_ng.autopolicy.config_numbers import LONG, shapes_of
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.twin_making import first_choice, make_twin
 

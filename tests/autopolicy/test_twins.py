@@ -11,18 +11,18 @@ from torch import nn
 
 from parallelformers_ng import plan
 from parallelformers_ng.autopolicy import twin_making
-from parallelformers_ng.autopolicy.observation import observe
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.trials import Trials, comparable_probes
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.autopolicy.twin_observation import observe
 from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.calls import is_only_called
 from parallelformers_ng.sharding.inject import cut
+from parallelformers_ng.sharding.layer_uses import is_only_called
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy, Stored
 

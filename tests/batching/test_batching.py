@@ -23,11 +23,11 @@ from parallelformers_ng import (
     WorkerError,
     parallelize,
 )
-from parallelformers_ng.batching import proof
+from parallelformers_ng.batching import batch_proof as proof
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
-from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.model.parallelized import deployment_of
@@ -406,7 +406,7 @@ def test_what_a_prompt_begins_with_runs_once(monkeypatch):
     lengths = forward_lengths(model, monkeypatch)
     for number, (ids, whole) in enumerate(zip(asked, want, strict=True)):
         prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
-        row = Row(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}))
+        row = BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}))
         prompts.add(row)
         ran = prompts.run(64)
         assert ran is not None

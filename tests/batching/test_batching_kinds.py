@@ -14,11 +14,11 @@ import transformers as tf
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.twin_making import make_twin
-from parallelformers_ng.batching import proof
+from parallelformers_ng.batching import batch_proof as proof
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
-from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.batching.whole_rows import whole_logits
@@ -150,7 +150,7 @@ def test_calls_with_a_cache_and_without_share_no_batch() -> None:
 def test_steps_that_are_not_recorded_say_why() -> None:
     model, captured = openai_gpt(), SimpleNamespace(reason="")
     prompts, rows = Prompts(model, Prefixes(0)), Rows(model, None, Prefixes(0), captured)
-    prompts.add(Row(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
+    prompts.add(BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
     ran = prompts.run(0)
     rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
     rows.step(positions=1000)
@@ -159,7 +159,7 @@ def test_steps_that_are_not_recorded_say_why() -> None:
 
 def test_what_cannot_be_padded_is_named() -> None:
     model = openai_gpt()
-    row = Row(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]])}))
+    row = BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]])}))
     row.call.model_kwargs["boxes"] = torch.zeros(1, 3, 4)
     with pytest.raises(BatchingError, match="how to pad boxes"):
         whole_logits(model, [row])

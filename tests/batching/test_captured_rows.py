@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache, GPT2Config, StaticCache
 
-from parallelformers_ng.batching import caches
+from parallelformers_ng.batching import row_caches as caches
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache
 
 CONFIG = GPT2Config(n_layer=2, n_embd=8, n_head=2)

@@ -20,11 +20,11 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from parallelformers_ng import parallelize, plan
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.app import create_app
-from parallelformers_ng.serving.guard import Guard
-from parallelformers_ng.serving.kinds import Kind
+from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.listening import bound
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.run import Server
+from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.sharding.plan import ShardPlan
 from tests.helpers.patience import PROMPTLY
 from tests.zoo.build import build
@@ -134,7 +134,7 @@ class Running:
 
     url: str
     server: Server
-    app: Guard
+    app: AccessGuard
     thread: threading.Thread
     said: list[str]
 

@@ -22,7 +22,7 @@ from parallelformers_ng.model.groups import RUNNER
 from parallelformers_ng.options import FitOptions, RayOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving import run as serving_run
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.patience import await_end, kill
 from tests.helpers.saved_model import save_tiny_model
 from tests.helpers.simulated_hosts import SimulatedHosts

@@ -17,7 +17,7 @@ from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.collectives.spanning import interface_of
 from parallelformers_ng.errors import ParallelError, StartupError, WorkerDiedError
 from parallelformers_ng.model.parallelized import deployment_of
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.patience import await_end, await_incarnation
 from tests.helpers.ray_cluster import add_node, ray_cluster
 from tests.helpers.saved_model import save_tiny_model

@@ -22,7 +22,8 @@ import parallelformers_ng
 from benchmarks import plots
 from parallelformers_ng import errors
 from parallelformers_ng.cli import commands as cli
-from parallelformers_ng.cli import forecast, health
+from parallelformers_ng.cli import device_flags as forecast
+from parallelformers_ng.cli import health
 from tests.helpers.apart import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]

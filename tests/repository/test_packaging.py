@@ -21,7 +21,7 @@ import logging; logging.basicConfig(level=logging.DEBUG)
 if __name__ == "__main__":
     import parallelformers_ng
     from parallelformers_ng.policies import gpt2
-    from parallelformers_ng.sharding.registry import written_policies
+    from parallelformers_ng.sharding.policy_registry import written_policies
     from parallelformers_ng.runtime.group import WorkerGroup
     print(parallelformers_ng.__file__, gpt2.__file__, len(written_policies()), sep="\\n")
     with WorkerGroup(1, target="parallelformers_ng.worker.runner:ModelRunner", threads=1) as group:

@@ -20,7 +20,7 @@ import torch
 from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import ChannelClosedError, GroupError, NotPortableError, ProtocolError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.frame import FIXED_PART, FileDescriptor, Kind
+from parallelformers_ng.wire.frame import FIXED_PART, FileDescriptor, FrameKind
 from parallelformers_ng.wire.message import Encoded, encode, pack
 from parallelformers_ng.wire.transport import Channel
 from tests.zoo.case import text_inputs
@@ -113,7 +113,9 @@ def read(data: bytes, fds: list[int]) -> None:
 )
 def test_sizes_are_bounded_before_memory_is_set_aside(offset, form, value):
     """Bytes, number of objects outside the pickle, number of descriptors."""
-    packed = pack(Kind.RESULT, 1, encode({"result": torch.ones(3)}) if form == "<Q" or offset == 24 else _with_file())
+    packed = pack(
+        FrameKind.RESULT, 1, encode({"result": torch.ones(3)}) if form == "<Q" or offset == 24 else _with_file()
+    )
     data = bytearray(packed.data)
     struct.pack_into(form, data, offset, value)
     before, files = psutil.Process().memory_info().vms, len(os.listdir("/proc/self/fd"))
@@ -131,7 +133,7 @@ def _with_file() -> Encoded:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_sizes_within_a_message_are_checked(place, value):
     """Of the pickle, of a tensor, of a file."""
-    packed = pack(Kind.RESULT, 1, encode([torch.ones(3), FileDescriptor(0)]))
+    packed = pack(FrameKind.RESULT, 1, encode([torch.ones(3), FileDescriptor(0)]))
     data = bytearray(packed.data)
     if struct.unpack_from("<q", data, FIXED_PART.size + 8 * place)[0] == value:
         return  # the right size
@@ -160,7 +162,7 @@ PICKLES = {
     "checkpoint/skeleton.py",  # inside such a message
     "hooks/pickling.py",  # inside such a message
     "live_code/changes.py",  # inside such a message
-    "collectives/sharing.py",  # from another rank, through memory that the group alone has
+    "collectives/shared_result.py",  # from another rank, through memory that the group alone has
 }
 
 

@@ -25,7 +25,7 @@ from parallelformers_ng.errors import (
 )
 from parallelformers_ng.runtime import forks
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.wire.frame import Kind
+from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.message import NOTHING, encode, pack
 from tests.helpers.patience import PROMPTLY, await_end, is_running, kill
 from tests.runtime.test_runtime_group import TARGET, environment
@@ -109,12 +109,12 @@ def test_a_stopped_worker_runs_into_the_deadline(group):
 
 def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
     source = random.Random(1)
-    data = bytearray(pack(Kind.RESULT, 1, encode({"result": 1})).data)
+    data = bytearray(pack(FrameKind.RESULT, 1, encode({"result": 1})).data)
     mangled = bytearray(data)
     mangled[source.randrange(4)] ^= 0xFF
-    stale = pack(Kind.RESULT, 9, encode({"result": 1})).data
-    foreign = pack(Kind.READY, 1, encode(None)).data
-    empty = pack(Kind.RESULT, 1, NOTHING).data
+    stale = pack(FrameKind.RESULT, 9, encode({"result": 1})).data
+    foreign = pack(FrameKind.READY, 1, encode(None)).data
+    empty = pack(FrameKind.RESULT, 1, NOTHING).data
     for frame in (bytes(mangled), stale, foreign, empty):
         with WorkerGroup(1, target=TARGET, threads=1) as group:
             assert isinstance(fault_of(group.call, "write_to_parent", frame), ProtocolError)

@@ -13,7 +13,7 @@ import torch
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.serving.errors import api_error
+from parallelformers_ng.serving.api_errors import api_error
 from tests.helpers.held_group import held
 from tests.helpers.server import Running, ScriptedModel, serving, tiny_model, tiny_tokenizer
 from tests.zoo.decoders import decoder

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.chaos_http import ALLOWED, HONEST, send_hostile
 from parallelformers_ng import parallelize
 from parallelformers_ng.model.parallelized import deployment_of
-from parallelformers_ng.serving.guard import Guard
+from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.metrics import Metrics
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.server import serving, tiny_model, tiny_tokenizer
 
 
@@ -74,7 +74,7 @@ async def _asked(status, bodies, monkeypatch, headers=()):
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
 
-    guard = Guard(answer, ServeOptions(model="x", client_timeout=3), Metrics("x"))
+    guard = AccessGuard(answer, ServeOptions(model="x", client_timeout=3), Metrics("x"))
     guard._giving_back = asyncio.get_running_loop().create_future()
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.get_running_loop(), "time", lambda: 50.0)

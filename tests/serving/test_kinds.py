@@ -10,7 +10,7 @@ import transformers as tf
 
 from parallelformers_ng.cli import commands
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.serving.kinds import kind_of
+from parallelformers_ng.serving.model_kinds import kind_of
 from parallelformers_ng.serving.run import warm_up
 
 

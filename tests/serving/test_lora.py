@@ -16,8 +16,8 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.cli import commands
 from parallelformers_ng.errors import CheckpointError, ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.serving.options import ServeOptions
 from parallelformers_ng.serving.run import load
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.adapters import peft
 from tests.helpers.server import Running, save_served_model, serving, tiny_tokenizer
 from tests.zoo.build import randomise

@@ -21,7 +21,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving import logs
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.patience import RESTART_SECONDS
 from tests.helpers.server import ScriptedModel, serving, tiny_model, tiny_tokenizer
 

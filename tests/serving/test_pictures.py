@@ -19,9 +19,9 @@ from PIL import Image
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.serving.kinds import kind_of
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.model_kinds import kind_of
 from parallelformers_ng.serving.run import _tokenizer, load
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.server import Running, serving
 from tests.helpers.serving_media import data_url, picture, save_idefics3, save_llava
 

@@ -19,9 +19,9 @@ import transformers as tf
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.serving.kinds import kind_of
-from parallelformers_ng.serving.options import ServeOptions
+from parallelformers_ng.serving.model_kinds import kind_of
 from parallelformers_ng.serving.run import _tokenizer, load, warm_up
+from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.server import Running, ScriptedModel, save_served_model, serving, tiny_tokenizer
 from tests.helpers.serving_media import save_whisper, sound_file, tone
 

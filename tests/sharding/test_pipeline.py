@@ -17,7 +17,7 @@ from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
 from parallelformers_ng.autopolicy.planning import better
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.cli.commands import main
-from parallelformers_ng.collectives.sharing import FIRST_BYTES, share
+from parallelformers_ng.collectives.shared_result import FIRST_BYTES, share
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
 from parallelformers_ng.model.parallelized import deployment_of

@@ -16,7 +16,7 @@ from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.policy_check import check_policy
-from parallelformers_ng.sharding.registry import written_policies
+from parallelformers_ng.sharding.policy_registry import written_policies
 from tests.zoo.build import build, largest_difference
 
 HEADS = Heads("num_heads", scaled=("embed_dim", "split_size"))

@@ -20,9 +20,9 @@ from transformers import (
 
 from parallelformers_ng import parallelize, plan
 from parallelformers_ng.autopolicy import twin_making
-from parallelformers_ng.autopolicy.search import Search
+from parallelformers_ng.autopolicy.rule_search import RuleSearch
 from parallelformers_ng.autopolicy.shrink import shrink
-from parallelformers_ng.batching import proof
+from parallelformers_ng.batching import batch_proof as proof
 from parallelformers_ng.errors import UnsupportedModelError
 from tests.strangers.agreement import assert_agree, assert_agree_in_a_batch, prompt
 from tests.zoo.build import build, largest_difference
@@ -104,9 +104,9 @@ def test_whatever_fails_in_a_proof_is_said_in_words(monkeypatch: pytest.MonkeyPa
     if place == "observing":
         monkeypatch.setattr(twin_making, "observe", fail)
     else:
-        monkeypatch.setattr(Search, "choose", fail)
+        monkeypatch.setattr(RuleSearch, "choose", fail)
         monkeypatch.setattr("parallelformers_ng.autopolicy.trials.Trials.match", lambda *_, **__: False)
-        monkeypatch.setattr(Search, "vocabulary_holds", lambda self: True)
+        monkeypatch.setattr(RuleSearch, "vocabulary_holds", lambda self: True)
     config = SpeechT5HifiGanConfig(model_in_dim=24 if place == "observing" else 28, upsample_initial_channel=32)
     with pytest.raises(UnsupportedModelError, match="IndexError: index 7 is out of range"):
         plan(SpeechT5HifiGan(config), 2)

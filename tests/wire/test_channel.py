@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ProtocolError, RequestTimeoutError
-from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, Frame, Kind
+from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, Frame, FrameKind
 from parallelformers_ng.wire.message import encode, pack
 from parallelformers_ng.wire.transport import Channel
 
@@ -31,12 +31,12 @@ def test_frames_that_come_at_once_keep_their_own_tensors_and_descriptors(ends):
     for number, fd in enumerate(files):
         os.write(fd, b"%d" % number)
     for number, fd in enumerate(files):
-        ends[0].send(Kind.EVENT, number, "plain")
+        ends[0].send(FrameKind.EVENT, number, "plain")
         tensor = torch.full((INLINE_BYTES if number == 1 else 3,), number)
-        ends[0].send(Kind.EVENT, number, [number, FileDescriptor(fd), tensor])
+        ends[0].send(FrameKind.EVENT, number, [number, FileDescriptor(fd), tensor])
     for number, fd in enumerate(files):
         os.close(fd)
-        assert ends[1].recv() == (Kind.EVENT, number, "plain")
+        assert ends[1].recv() == (FrameKind.EVENT, number, "plain")
         _, _, (value, descriptor, tensor) = ends[1].recv()
         assert value == number == tensor[-1]
         assert os.pread(descriptor.fd, 1, 0) == b"%d" % number
@@ -45,7 +45,7 @@ def test_frames_that_come_at_once_keep_their_own_tensors_and_descriptors(ends):
 
 
 def test_a_frame_with_an_unsealed_file_is_refused(ends):
-    packed = pack(Kind.RESULT, 1, encode(torch.ones(INLINE_BYTES)))
+    packed = pack(FrameKind.RESULT, 1, encode(torch.ones(INLINE_BYTES)))
     plain = os.memfd_create("unsealed")
     os.truncate(plain, 1 << 20)
     packed.fds[-1] = plain
@@ -60,7 +60,7 @@ def test_a_frame_with_an_unsealed_file_is_refused(ends):
 
 def _fill(channel):
     for number in range(1000):  # until the socket takes no more
-        channel.send(Kind.RESULT, number, "x" * (32 << 10), deadline=0.0)
+        channel.send(FrameKind.RESULT, number, "x" * (32 << 10), deadline=0.0)
 
 
 def test_waits_end_at_the_deadline_and_at_the_end_of_the_peer(ends):
@@ -75,7 +75,7 @@ def test_waits_end_at_the_deadline_and_at_the_end_of_the_peer(ends):
 
 def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
     before = len(os.listdir("/proc/self/fd"))
-    ends[0].send(Kind.EVENT, 1, FileDescriptor(0))
+    ends[0].send(FrameKind.EVENT, 1, FileDescriptor(0))
     frame = ends[1].receive()
     assert isinstance(frame, Frame)
     frame.discard()
@@ -88,12 +88,12 @@ def test_spinning_ends_with_a_frame_or_with_its_time(ends, blocking):
     start = time.monotonic()
     assert not ends[1].spin(start + 0.2)
     assert 0.2 <= time.monotonic() - start < 5
-    soon = threading.Timer(0.05, ends[0].send, (Kind.EVENT, 1, "it"))
+    soon = threading.Timer(0.05, ends[0].send, (FrameKind.EVENT, 1, "it"))
     soon.start()
     assert ends[1].spin(start + 60)
     soon.join()
     for name in ("second", "third"):
-        ends[0].send(Kind.EVENT, 1, name)
+        ends[0].send(FrameKind.EVENT, 1, name)
     assert [ends[1].recv()[2] for _ in range(2)] == ["it", "second"]
     assert ends[1].spin(start)  # at what was read ahead
     assert ends[1].recv()[2] == "third"
@@ -101,7 +101,7 @@ def test_spinning_ends_with_a_frame_or_with_its_time(ends, blocking):
 
 def test_a_channel_sleeps_after_it_has_spun(ends):
     start, busy = time.monotonic(), time.thread_time()
-    threading.Timer(0.5, ends[0].send, (Kind.EVENT, 1, "it")).start()
+    threading.Timer(0.5, ends[0].send, (FrameKind.EVENT, 1, "it")).start()
     assert not ends[1].spin(start + 0.1)
     assert ends[1].recv()[2] == "it"
     assert time.monotonic() - start >= 0.5
@@ -112,7 +112,7 @@ def test_a_frame_that_comes_in_parts_is_put_together(ends):
     """Descriptor included; whatever of it is there at the first poll."""
     file = os.memfd_create("test")
     os.write(file, b"content")
-    packed = pack(Kind.EVENT, 1, encode([FileDescriptor(file), "x" * 500, torch.arange(9)]))
+    packed = pack(FrameKind.EVENT, 1, encode([FileDescriptor(file), "x" * 500, torch.arange(9)]))
     for cut in (1, 31, 32, 33, 400, len(packed.data) - 1):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packed.fds))]
         ends[0].connection.sendmsg([packed.data[:cut]], rights)
@@ -128,7 +128,7 @@ def test_a_frame_that_comes_in_parts_is_put_together(ends):
 
 def test_descriptors_that_no_frame_announces_are_refused_and_closed(ends):
     before = len(os.listdir("/proc/self/fd"))
-    packed = pack(Kind.EVENT, 1, encode("plain"))
+    packed = pack(FrameKind.EVENT, 1, encode("plain"))
     packed.fds.append(0)
     ends[0].send_packed(packed)
     with pytest.raises(ProtocolError, match="more file descriptors"):

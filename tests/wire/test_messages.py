@@ -19,7 +19,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallelformers_ng.errors import NotPortableError
-from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, Handle, Kind
+from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, FrameKind, Handle
 from parallelformers_ng.wire.message import encode
 from parallelformers_ng.wire.transport import Channel
 from tests.helpers.runtime_target import Reading
@@ -36,7 +36,7 @@ Point = namedtuple("Point", "x y")
 def round_trip(value):
     ours, theirs = socket.socketpair()
     first, second = Channel(ours), Channel(theirs)
-    sender = threading.Thread(target=first.send, args=(Kind.RESULT, 3, value))
+    sender = threading.Thread(target=first.send, args=(FrameKind.RESULT, 3, value))
     sender.start()
     try:
         kind, sequence, result = second.recv()
@@ -44,7 +44,7 @@ def round_trip(value):
         sender.join()
         first.close()
         second.close()
-    assert (kind, sequence) == (Kind.RESULT, 3)
+    assert (kind, sequence) == (FrameKind.RESULT, 3)
     return result
 
 

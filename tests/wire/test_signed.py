@@ -13,7 +13,7 @@ import torch
 
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError, RequestTimeoutError
 from parallelformers_ng.wire import meeting
-from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, Kind
+from parallelformers_ng.wire.frame import INLINE_BYTES, FileDescriptor, FrameKind
 from parallelformers_ng.wire.meeting import Listener, call
 from parallelformers_ng.wire.signed import HEAD_BYTES, Session, SignedChannel
 from tests.helpers.patience import PROMPTLY
@@ -60,7 +60,7 @@ def ends(listener):
 
 def sent(ends, value):
     """The bytes of a record with this value, which the first end sends and the second does not read."""
-    ends[0].send(Kind.EVENT, 0, value)
+    ends[0].send(FrameKind.EVENT, 0, value)
     time.sleep(0.05)
     return ends[1].connection.recv(1 << 20)
 
@@ -79,11 +79,11 @@ def test_tensors_of_any_size_and_files_cross_as_what_they_hold(ends):
     file = os.memfd_create("test")
     os.write(file, b"what it holds")
     large = torch.randn(INLINE_BYTES)
-    ends[0].send(Kind.EVENT, 3, {"large": large, "file": FileDescriptor(file), "small": torch.arange(3)})
+    ends[0].send(FrameKind.EVENT, 3, {"large": large, "file": FileDescriptor(file), "small": torch.arange(3)})
     os.close(file)
-    ends[0].send(Kind.EVENT, 4, [large[:0], b"x" * 2000])
+    ends[0].send(FrameKind.EVENT, 4, [large[:0], b"x" * 2000])
     kind, sequence, value = ends[1].recv(time.monotonic() + PROMPTLY)
-    assert (kind, sequence) == (Kind.EVENT, 3)
+    assert (kind, sequence) == (FrameKind.EVENT, 3)
     assert torch.equal(value["large"], large)
     assert value["small"].tolist() == [0, 1, 2]
     assert os.pread(value["file"].fd, 100, 0) == b"what it holds"

@@ -1,4 +1,4 @@
-"""Whether calls of a model type share a batch: as `batching/proof.py` tries it, then on another twin, other calls."""
+"""Whether calls of a model type share a batch: by `batching/batch_proof.py`, then on another twin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from parallelformers_ng.autopolicy.twin_making import make_twin
-from parallelformers_ng.batching.proof import prove, why_alone
+from parallelformers_ng.batching.batch_proof import prove, why_alone
 from parallelformers_ng.errors import UnsupportedModelError
 from tests.zoo.catalogue import generating_classes
 from tests.zoo.overrides import SIGLIP, configuration

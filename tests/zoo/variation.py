@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from parallelformers_ng.autopolicy.observation import observe, observe_single_layers
+from parallelformers_ng.autopolicy.config_numbers import Shapes
 from parallelformers_ng.autopolicy.settings import parts_of, setting
-from parallelformers_ng.autopolicy.shapes import Shapes
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import build_tiny, first_choice
+from parallelformers_ng.autopolicy.twin_observation import observe, observe_single_layers
 from parallelformers_ng.errors import UnsupportedModelError
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")

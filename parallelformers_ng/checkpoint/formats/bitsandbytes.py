@@ -10,7 +10,7 @@ import torch
 
 from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.formats.numbers import Flat, Scaled, Unpacked
-from parallelformers_ng.checkpoint.formats.stored import FLOATS, Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, StoredTensors
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
@@ -21,7 +21,7 @@ _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 """Data types that 4-bit codes are stored as, whatever they mean."""
 
 
-def bitsandbytes(stored: Stored) -> dict[str, Node]:
+def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
     """`weight` with `SCB`, or `weight` with `weight.absmax` and what says how it is to be read."""
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
@@ -34,7 +34,7 @@ def bitsandbytes(stored: Stored) -> dict[str, Node]:
     return weights
 
 
-def _in_8_bits(stored: Stored, path: str) -> Node:
+def _in_8_bits(stored: StoredTensors, path: str) -> Node:
     name = f"{path}.weight"
     values = stored.take(name, f"{path}.SCB", (torch.int8,), (None, None))
     largest: Any = LazyTensor(stored.take(f"{path}.SCB", name, FLOATS, values.shape[:1]))
@@ -49,7 +49,7 @@ def _in_8_bits(stored: Stored, path: str) -> Node:
     return Decoded(tuple(turned.shape), stored.dtype, encoding, (turned.node, scales.transpose(0, 1).node))
 
 
-def _in_4_bits(stored: Stored, name: str, kind: str) -> Node:
+def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
     said = _state(stored, f"{name}{_STATE}{kind}", name)
     try:
         shape, block = tuple(map(int, said["shape"])), int(said["blocksize"])
@@ -80,7 +80,7 @@ def _in_4_bits(stored: Stored, name: str, kind: str) -> Node:
     return turned.transpose(0, 1).node if name in stored.transposed else weight
 
 
-def _state(stored: Stored, key: str, name: str) -> dict[str, Any]:
+def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
     text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
     try:
         said = json.loads(text)
@@ -91,6 +91,6 @@ def _state(stored: Stored, key: str, name: str) -> dict[str, Any]:
     return said
 
 
-def _table(stored: Stored, key: str, name: str, size: int) -> torch.Tensor:
+def _table(stored: StoredTensors, key: str, name: str, size: int) -> torch.Tensor:
     """What each code stands for."""
     return read(stored.take(key, name, FLOATS, (size,)), {}).float().clone()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.checkpoint.formats.numbers import Blocks, Unpacked, in_order
-from parallelformers_ng.checkpoint.formats.stored import FLOATS, INTEGERS, Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, INTEGERS, StoredTensors
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node
 
@@ -16,7 +16,7 @@ _TURNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of eight outputs of AWQ."""
 
 
-def gptq(stored: Stored) -> dict[str, Node]:
+def gptq(stored: StoredTensors) -> dict[str, Node]:
     """Integers are packed along inputs, zero points along outputs, and `g_idx` has the group of each input.
 
     A zero point is stored less 1, but for `checkpoint_format` gptq_v2 (github.com/ModelCloud/GPTQModel).
@@ -49,7 +49,7 @@ def gptq(stored: Stored) -> dict[str, Node]:
     return weights
 
 
-def awq(stored: Stored) -> dict[str, Node]:
+def awq(stored: StoredTensors) -> dict[str, Node]:
     """Integers and zero points are packed along outputs, eight in a word, in an order of their own (AutoAWQ's gemm)."""
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":
@@ -74,14 +74,14 @@ def _levels(bits: int) -> torch.Tensor:
     return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)
 
 
-def _bits(stored: Stored, known: tuple[int, ...]) -> int:
+def _bits(stored: StoredTensors, known: tuple[int, ...]) -> int:
     bits = stored.quantization.get("bits", stored.quantization.get("w_bit"))
     if bits not in known:
         raise stored.unread(f"says bits={bits}, and {', '.join(map(str, known))} can be read; it")
     return bits
 
 
-def _group(stored: Stored, inputs: int) -> int:
+def _group(stored: StoredTensors, inputs: int) -> int:
     """How many inputs share a scale; -1 stands for all."""
     size = stored.quantization.get("group_size", stored.quantization.get("q_group_size", 128))
     if not isinstance(size, int) or size < -1 or size == 0:
@@ -89,7 +89,7 @@ def _group(stored: Stored, inputs: int) -> int:
     return inputs if size == -1 else size
 
 
-def _parts(stored: Stored, path: str) -> tuple[str, Node, Node, Node]:
+def _parts(stored: StoredTensors, path: str) -> tuple[str, Node, Node, Node]:
     """The name of a weight, its words, the words of its zero points, and its scales."""
     name = f"{path}.weight"
     if name in stored.state:
@@ -99,7 +99,7 @@ def _parts(stored: Stored, path: str) -> tuple[str, Node, Node, Node]:
     return name, words, zeros, stored.take(f"{path}.scales", name, FLOATS, (None, None))
 
 
-def _turned(stored: Stored, name: str, node: Node) -> Node:
+def _turned(stored: StoredTensors, name: str, node: Node) -> Node:
     """Outputs first, as linear layers have them."""
     weight: Any = LazyTensor(node)
     return node if name in stored.transposed else weight.transpose(0, 1).node

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.checkpoint.formats.numbers import Blocks, Scaled, Unpacked, in_order
-from parallelformers_ng.checkpoint.formats.stored import FLOATS, FP8, INTEGERS, Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, FP8, INTEGERS, StoredTensors
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
@@ -19,7 +19,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_E2M1, -_E2M1])
 
 
-def fp8(stored: Stored) -> dict[str, Node]:
+def fp8(stored: StoredTensors) -> dict[str, Node]:
     """DeepSeek's: `weight` in 8-bit floats, `weight_scale_inv` with a scale for each block."""
     said = stored.quantization.get("weight_block_size")
     if said is not None and not (len(said) == 2 and all(isinstance(size, int) and size > 0 for size in said)):
@@ -36,7 +36,7 @@ def fp8(stored: Stored) -> dict[str, Node]:
     return weights
 
 
-def mxfp4(stored: Stored) -> dict[str, Node]:
+def mxfp4(stored: StoredTensors) -> dict[str, Node]:
     """gpt-oss's: `…_blocks`, two numbers in a byte and 32 in a block, `…_scales` with the exponent of each."""
     weights: dict[str, Node] = {}
     for name in stored.ending_with("_blocks"):
@@ -57,7 +57,7 @@ def mxfp4(stored: Stored) -> dict[str, Node]:
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 
 
-def compressed_tensors(stored: Stored) -> dict[str, Node]:
+def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
     """`weight` in 8 bits or `weight_packed` in fewer, with `weight_scale`, and for some `weight_zero_point` and
     `weight_g_idx`, the group of each input."""
     groups = _groups(stored)
@@ -89,7 +89,7 @@ _OF_ACTIVATIONS = tuple(
 )
 
 
-def _groups(stored: Stored) -> list[Mapping[str, Any]]:
+def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
     """What the configuration says of the weights of each group of layers."""
     said = stored.quantization
     if any((said.get("transform_config") or {}).get("config_groups") or {}):
@@ -107,7 +107,7 @@ def _groups(stored: Stored) -> list[Mapping[str, Any]]:
     return found
 
 
-def _packed(stored: Stored, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
+def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
     """Integers and zero points in words, each stored larger by half of what there are; and the bits of one."""
     words = stored.take(f"{name}_packed", name, (torch.int32,), (None, None))
     shape = tuple(read(stored.take(f"{name}_shape", name, INTEGERS, (2,)), {}).tolist())
@@ -130,7 +130,7 @@ def _packed(stored: Stored, name: str, groups: Sequence[Mapping[str, Any]]) -> t
 
 
 def _blocks(
-    stored: Stored, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
+    stored: StoredTensors, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Blocks, ...]:
     """The blocks of one of the groups of layers, of which there are as many as scales."""
     last, rest = shape[-1], (1,) * (len(shape) - 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.checkpoint.formats.stored import FLOATS, FP8, Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, FP8, StoredTensors
 from parallelformers_ng.checkpoint.nodes import Node
 
 _PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
@@ -16,7 +16,7 @@ _PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,)
 _FEW_BITS = ("int1", "int2", "int3", "int4")
 
 
-def torchao(stored: Stored) -> dict[str, Node]:
+def torchao(stored: StoredTensors) -> dict[str, Node]:
     """`_weight_qdata` with `_weight_scale`, and for some `_weight_zero_point`."""
     weights = {}
     for name, said in _described(stored).items():
@@ -51,13 +51,13 @@ def _bits(data: Mapping[str, Any]) -> int:
     return int(name[3:]) if name in _FEW_BITS else 8
 
 
-def _described(stored: Stored) -> dict[str, Any]:
+def _described(stored: StoredTensors) -> dict[str, Any]:
     """What each tensor is, by its name."""
     header = stored.header()
     return {name: _read(stored, header, name) for name in _read(stored, header, "tensor_names")}
 
 
-def _read(stored: Stored, header: Mapping[str, str], key: str) -> Any:
+def _read(stored: StoredTensors, header: Mapping[str, str], key: str) -> Any:
     try:
         return json.loads(header[key])
     except (KeyError, ValueError) as error:

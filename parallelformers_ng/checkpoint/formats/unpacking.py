@@ -13,13 +13,13 @@ from parallelformers_ng.checkpoint.encoded import stored_encoding
 from parallelformers_ng.checkpoint.formats.bitsandbytes import bitsandbytes
 from parallelformers_ng.checkpoint.formats.gptq import awq, gptq
 from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4
-from parallelformers_ng.checkpoint.formats.stored import Stored
+from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.torchao import torchao
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.errors import UnsupportedModelError
 
-_FORMATS: dict[str, Callable[[Stored], dict[str, Node]]] = {
+_FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
     "fp8": fp8,
     "compressed-tensors": compressed_tensors,
     "mxfp4": mxfp4,
@@ -30,7 +30,7 @@ _FORMATS: dict[str, Callable[[Stored], dict[str, Node]]] = {
 }
 
 
-def unpacked(stored: Stored) -> dict[str, LazyTensor]:
+def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
     """The tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.single_layers import single_layers
-from parallelformers_ng.autopolicy.twin import Probe, Twin, equal, run, sharing_copy
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, run, sharing_copy
 from parallelformers_ng.sharding.structure import Trace, dotted
 
 DRAWS = "its forward draws random numbers: two runs differ"
@@ -109,7 +109,7 @@ class _Observer:
         start = len(calls)
         for name, order in trace.calls.items():
             calls.setdefault(dotted(path, name), start + order)
-        self.twin.probes.append(Probe(path, inputs, [o.detach().clone() for o in outputs]))
+        self.twin.probes.append(TwinProbe(path, inputs, [o.detach().clone() for o in outputs]))
         return ""
 
 

@@ -12,7 +12,7 @@ from parallelformers_ng.autopolicy.trials import Choice, Trials
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.policy import Selection
-from parallelformers_ng.sharding.registry import written_places
+from parallelformers_ng.sharding.policy_registry import written_places
 from parallelformers_ng.sharding.rules import Column, Experts, Rule
 from parallelformers_ng.sharding.structure import called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
@@ -21,7 +21,7 @@ _SMALL = 5000
 """A layer with a smaller share of the parameters, one in so many, is not worth a gather."""
 
 
-class Search:
+class RuleSearch:
     """A search for rules for one number of ranks.
 
     Attributes:

@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
 
-class Stored:
+class StoredTensors:
     """What is stored, by name.
 
     Args:

@@ -55,7 +55,7 @@ def _packed(value: Any, device: torch.device) -> Tensor:
     what crosses first."""
     tensors: list[Tensor] = []
     buffer = io.BytesIO()
-    _Pickler(buffer, tensors).dump(value)
+    _TensorPickler(buffer, tensors).dump(value)
     text = buffer.getvalue()
     places = [_aligned(2 * _WORD + len(text))]
     for tensor in tensors:
@@ -80,7 +80,7 @@ def _aligned(place: int) -> int:
     return -(-place // _LINE) * _LINE
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(buffer, protocol=5)
         self._tensors = tensors

@@ -16,7 +16,7 @@ from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
-from parallelformers_ng.batching.row import Row
+from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.errors import UnsupportedModelError
 
@@ -154,9 +154,9 @@ def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
 
 def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[torch.Tensor]:
     prefixes = Prefixes(100 if in_pieces else 0, least=2)
-    rows, prompts, met = Rows(model, None, prefixes), Prompts(model, prefixes), list[Row]()
+    rows, prompts, met = Rows(model, None, prefixes), Prompts(model, prefixes), list[BatchRow]()
     for number, call in enumerate(calls):
-        met.append(Row(number, prepare(model, call)))
+        met.append(BatchRow(number, prepare(model, call)))
         prompts.add(met[-1])
         if not number:
             continue  # the first two run side by side, the last in pieces, and begins like the second
