@@ -96,11 +96,11 @@ def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     forked = []
     for _ in range(2):
-        with WorkerGroup(1, target="test_fork_server:Imports", threads=1) as group:
+        with WorkerGroup(1, target="tests.runtime.test_fork_server:Imports", threads=1) as group:
             assert parents(group) == {server().pid}
             forked.append(group.call("call_it", state_of_process))
     monkeypatch.setenv(forks.SWITCH, "0")
-    with WorkerGroup(1, target="test_fork_server:Imports", threads=1) as group:
+    with WorkerGroup(1, target="tests.runtime.test_fork_server:Imports", threads=1) as group:
         assert parents(group) == {os.getpid()}
         fresh = group.call("call_it", state_of_process)
     drawn = [draw for state in (*forked, fresh) for draw in state.pop("random")]
