@@ -108,7 +108,7 @@ def _fits(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def _serves(input: Tensor) -> bool:
-    return not input.is_cpu and may_serve(input.device.type)
+    return not (input.is_cpu or input.is_meta) and may_serve(input.device.type)
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
