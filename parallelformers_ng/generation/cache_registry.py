@@ -173,7 +173,7 @@ class CacheRegistry:
         if incarnation != handle.incarnation:
             return False
         numbers = [(handle.number,)] * group.world_size
-        held = group.call_each("cache_info", numbers, timeout=deadline - time.monotonic())
+        held = group.call_each("cache_info", numbers, deadline)
         return all(info == handle.info for info in held)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:

@@ -7,6 +7,7 @@ names a new meaning. Then its code does the work, and the numbers stay right.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Collection
 from typing import Any
@@ -34,10 +35,6 @@ from parallelformers_ng.sharding.quantized import QuantizedLinear, hold
 _TOLERANCE = 1e-4
 _logger = logging.getLogger(__name__)
 
-layers_agree: bool | None = None
-"""Whether decoder layers are computed as the installed transformers computes them; None until a rank has compared. The
-answer costs a rank a fifth of a second, so the caller passes on what the first ranks found."""
-
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
     """Change the classes of what the kernels can serve, where the kernels are there. They use as many threads as torch.
@@ -52,6 +49,18 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
     if _decode is not None:
         _decode.use_threads(torch.get_num_threads())
         _change(model, left)
+
+
+def compare_before_forks() -> None:
+    """Compare the kernels with transformers once for all ranks that this process will fork.
+
+    It starts no thread, which a fork would lack.
+    """
+    if _decode is not None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        layers_agree()
+        torch.set_num_threads(threads)
 
 
 def forget(model: nn.Module) -> None:
@@ -79,19 +88,21 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
             module.__class__ = StreamingQuantizedLinear
         elif is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
             module.__class__ = mixed(FusedRMSNorm, cls)
-        elif is_decoder_layer(cls) and (checked or _compare_layers()):
+        elif is_decoder_layer(cls) and (checked or layers_agree()):
             module.__class__ = mixed(FusedDecoderLayer, cls)
-        elif is_decoder(cls) and type(module.layers) is nn.ModuleList and (checked or _compare_layers()):
+        elif is_decoder(cls) and type(module.layers) is nn.ModuleList and (checked or layers_agree()):
             module.layers.__class__ = DecoderStack
             module.__class__ = with_layers_as_one(cls)
 
 
-def _compare_layers() -> bool:
-    global layers_agree
-    if layers_agree is None:
-        families = dict.fromkeys((*ATTENTIONS, *LAYERS))
-        layers_agree = all(map(_agrees, families)) and _agrees(LAYERS[0], quantized=True)
-    return layers_agree
+@functools.cache
+def layers_agree() -> bool:
+    """Return whether the kernels compute decoder layers as the installed transformers does.
+
+    The comparison takes a tenth of a second: see `compare_before_forks`.
+    """
+    families = dict.fromkeys((*ATTENTIONS, *LAYERS))
+    return all(map(_agrees, families)) and _agrees(LAYERS[0], quantized=True)
 
 
 def _agrees(family: str, quantized: bool = False) -> bool:
@@ -111,7 +122,7 @@ def _agrees(family: str, quantized: bool = False) -> bool:
 @torch.inference_mode()
 def _distance(family: str, quantized: bool) -> float:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would have CUDA seeded, too, in every fork
         width = 16 if quantized else 4  # integers of 4 bits come in groups of 32
         sizes = {"hidden_size": 2 * width, "intermediate_size": 4 * width, "head_dim": width}
         counts = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 8}

@@ -100,54 +100,65 @@ class Calls:
             dispatcher.edits.set_attribute(path, name, value)
 
     def call(
-        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
+        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
-        """As `Dispatcher.call`."""
+        """Run a method on the workers of one replica. See `Dispatcher.call`."""
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
-            return self.dispatchers[place].call(model, path, method, args, kwargs, how)
+            return self.dispatchers[place].call(model, path, method, args, kwargs, options)
 
     def generate(
-        self, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: Any,
+        module: Any,
+        path: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """`generate` on the workers; in this process, one forward per request, where something cannot cross to them.
+        """Run `generate` on the workers. If an argument cannot cross to them, run its loop here, a request a token.
 
         Args:
-            path: of the model, or of the model within it, that generates.
-            original: its class's `generate`.
+            model: the parallelized model.
+            module: the model, or the model within it that generates.
+            path: path of `module`.
+            original: `generate` of its class.
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
-            return self.generate_at(place, model, path, original, args, kwargs)
+            bound = inspect.signature(original).bind_partial(module, *args)
+            by_name = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
+            arguments = {**by_name, **kwargs}
+            options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
+            if arguments.get("assistant_model") is not None:
+                return self._generate_here(module, original, arguments, options)
+            dispatcher = self.dispatchers[place]
+            try:
+                if not path and self.shared:
+                    sequence = self._generate_together(self.shared[place], dispatcher, model, arguments, options)
+                    if sequence is not None:
+                        return sequence
+                return self._generate_alone(dispatcher, model, module, path, arguments, options)
+            except NotPortableError as error:
+                what = "generate runs its loop in this process, a request per token, which is slower"
+                self._say_once(what, str(error))
+                return self._generate_here(module, original, arguments, options)
 
-    def generate_at(
-        self, place: int, model: Any, path: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """`generate` by the replica at `place`."""
-        module = model.get_submodule(path)
-        bound = inspect.signature(original).bind_partial(module, *args)
-        named = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
-        merged = {**named, **kwargs}
-        own = {name: merged.pop(name, None) for name in ("seed", "timeout", "streamer")}
-        how = CallOptions(**own)
-        if merged.get("assistant_model") is not None:
-            return self._generate_here(module, original, merged, how)
-        dispatcher = self.dispatchers[place]
+    def _generate_together(
+        self, shared: SharedCalls, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
+    ) -> torch.Tensor | None:
+        """Decode a call together with others. Returns None if it has to run alone."""
         busy = dispatcher.replica.group.busy
-        if path or not self.shared or not self._may_share(self.shared[place], busy):
-            return self._generate_alone(dispatcher, model, path, original, merged, how)
-        # Beside others a call has no place in the order in which the caller's generator is drawn from.
-        shared = self.shared[place]
+        if not self._may_share(shared, busy):
+            return None
+        # Concurrent calls need their own seed: they have no place in the order of the caller's generator.
         draw_seed = self._stream.draw_seed if shared.busy or busy else None
-        try:
-            found = shared.generate(module, merged, how.seed, how.timeout, how.streamer, draw_seed)
-        except NotPortableError as error:
-            return self._generate_instead(module, original, merged, how, error)
-        if not isinstance(found, str):
-            self._tell_of_lost_notes(merged)
-            return found
-        log.debug("generate runs alone: %s", found)
-        return self._generate_alone(dispatcher, model, path, original, merged, how)
+        sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
+        if isinstance(sequence, str):
+            log.debug("generate runs alone: %s", sequence)
+            return None
+        self._tell_of_lost_notes(arguments)
+        return sequence
 
     def _may_share(self, shared: SharedCalls, busy: bool) -> bool:
         """By default calls share a batch from when two first come at the same time: others need no proof."""
@@ -159,40 +170,40 @@ class Calls:
         self,
         dispatcher: Dispatcher,
         model: Any,
+        module: Any,
         path: str,
-        original: Callable[..., Any],
-        given: dict[str, Any],
-        how: CallOptions,
+        arguments: dict[str, Any],
+        options: CallOptions,
     ) -> Any:
-        module, steps = model.get_submodule(path), None if path else dispatcher.steps
-        as_they_are = given
+        steps = None if path else dispatcher.steps
+        eager = arguments
         if dispatcher.replica.group.device == "cuda":
-            check_compiler(module, given, self.deployment.plan.world_size)
-            as_they_are = eager_generation(module, given)
-        sent, reason = (as_they_are, "") if steps is None else static_generation(module, given, steps)
+            check_compiler(module, arguments, self.deployment.plan.world_size)
+            eager = eager_generation(module, arguments)
+        static, reason = (eager, "") if steps is None else static_generation(module, arguments, steps)
         if steps is not None and (
             reason := "its modules have forward hooks" if self.hooks.paths and self.hooks.present() else reason
         ):
             self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
-            sent = as_they_are
+            static = eager
         not_captured = functools.partial(self._not_captured, dispatcher)
-        there = how if steps is None or not steps.captured or reason else replace(how, not_captured=not_captured)
+        captures = steps is not None and steps.captured and not reason
         try:
-            output = dispatcher.call(model, path, "generate", (), sent, there)
-            self._tell_of_lost_notes(given)
+            with_steps = replace(options, not_captured=not_captured) if captures else options
+            output = dispatcher.call(model, path, "generate", (), static, with_steps)
+            self._tell_of_lost_notes(arguments)
             return output
-        except NotPortableError as error:
-            return self._generate_instead(module, original, given, how, error)
         except torch.OutOfMemoryError as error:
-            if there is how or not not_captured(str(error).partition("\n")[0]) or how.streamer is not None:
-                raise  # what was streamed cannot be taken back
-            return dispatcher.call(model, path, "generate", (), as_they_are, how)
+            # What was streamed cannot be taken back.
+            if not captures or not not_captured(str(error).partition("\n")[0]) or options.streamer is not None:
+                raise
+            return dispatcher.call(model, path, "generate", (), eager, options)
 
-    def _tell_of_lost_notes(self, given: dict[str, Any]) -> None:
+    def _tell_of_lost_notes(self, arguments: dict[str, Any]) -> None:
         """Say once that functions among the arguments of a `generate` have written to global variables of the ranks."""
-        if given.keys().isdisjoint((*STATEFUL, "custom_generate")):
+        if arguments.keys().isdisjoint((*STATEFUL, "custom_generate")):
             return
-        for root in (*stateful_arguments(given), given.get("custom_generate")):
+        for root in (*stateful_arguments(arguments), arguments.get("custom_generate")):
             if root is not None and (names := globals_written_by(root)):
                 self._say_once(
                     f"what {described(root)} writes to the global {', '.join(names)} stays on the workers",
@@ -207,27 +218,23 @@ class Calls:
         self._say_once(steps.without, why)
         if steps.by_default:
             dispatcher.steps = None
-            dispatcher.replica.call("forget_steps")
+            dispatcher.replica.ready()[0].call("forget_steps")
         return steps.by_default
 
-    def _generate_instead(
-        self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions, why: Exception
+    def _generate_here(
+        self, model: Any, original: Callable[..., Any], arguments: dict[str, Any], options: CallOptions
     ) -> Any:
-        self._say_once("generate runs its loop in this process, a request per token, which is slower", str(why))
-        return self._generate_here(model, original, kwargs, how)
-
-    def _generate_here(self, model: Any, original: Callable[..., Any], kwargs: dict[str, Any], how: CallOptions) -> Any:
-        if how.streamer is not None:
-            kwargs = {**kwargs, "streamer": how.streamer}
+        if options.streamer is not None:
+            arguments = {**arguments, "streamer": options.streamer}
         # The time is that of the whole loop, not of each of its requests.
-        limit = deadline(checked_seconds(how.timeout, "timeout")) if how.timeout else contextlib.nullcontext()
-        if how.seed is None and not self._stream.is_own:
+        limit = deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
+        if options.seed is None and not self._stream.is_own:
             with limit, own_loop():
-                return original(model, **kwargs)
-        with limit, self._stream.of_call(how.seed) as (before, store):
+                return original(model, **arguments)
+        with limit, self._stream.of_call(options.seed) as (before, store):
             with own_loop(), torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(before)
-                output = original(model, **kwargs)
+                output = original(model, **arguments)
                 after = torch.get_rng_state()
             store(after)
         return output

@@ -22,7 +22,7 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.groups import attach, build_ranks, compare_code
+from parallelformers_ng.model.groups import attach, compare_code
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.runtime.supervisor import RestartLimit
@@ -97,7 +97,7 @@ class Deployment:
                 replica.group.wait_until_ready()
                 self._refuse_weights_from_here(type(model).__name__, replica)
                 self._find_foreign_code(model, replica)
-                build_ranks(replica.group, self._skeleton)
+                replica.group.call("build", self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             handed = self._checkpoint.of_model(self.plan)
             self._checkpoint.copy(store)
@@ -164,22 +164,18 @@ class Deployment:
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
-                return replica.call("ping")
+                return replica.ready()[0].call("ping")
             except GroupError as error:
                 errors.append(error)
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
         """What a method of `worker.memory.RankMemory` says on each rank, by device."""
-        return {
-            name: found
-            for replica in self.replicas
-            for name, found in zip(
-                replica.group.device_names,
-                replica.call_each("memory", *((what, name) for name in replica.group.device_names)),
-                strict=True,
-            )
-        }
+        memory: dict[str, Any] = {}
+        for replica in self.replicas:
+            group, names = replica.ready()[0], replica.group.device_names
+            memory |= zip(names, group.call_each("memory", [(what, name) for name in names]), strict=True)
+        return memory
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter or buffer, whole, on CPU."""

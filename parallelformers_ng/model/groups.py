@@ -104,16 +104,6 @@ def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
     return found
 
 
-def build_ranks(group: WorkerGroup, skeleton: Skeleton) -> None:
-    """Build the modules of a group's ranks. What the first ranks of this process find out about the kernels, later ones
-    are told."""
-    global _layers_agree
-    _layers_agree = group.call("build", skeleton, _layers_agree)
-
-
-_layers_agree: bool | None = None
-
-
 def revive(
     make_group: Callable[[], WorkerGroup],
     skeleton: Skeleton,
@@ -124,7 +114,7 @@ def revive(
     """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
     group = make_group()
     try:
-        build_ranks(group, skeleton)
+        group.call("build", skeleton)
         attach(group, plan, store, checkpoint)
     except BaseException:
         group.close()

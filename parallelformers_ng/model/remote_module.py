@@ -284,7 +284,7 @@ def generated(name: str, original: Callable) -> Callable:
     @_in_place_of(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         remote = remote_of(self)
-        return remote.calls.generate(remote.model, remote.path, original, args, kwargs)
+        return remote.calls.generate(remote.model, self, remote.path, original, args, kwargs)
 
     return generate
 

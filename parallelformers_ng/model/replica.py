@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,16 +99,6 @@ class Replica:
     def incarnation(self) -> int:
         """How often the workers were started again."""
         return self.supervisor.current[1]
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Have the ranks run a method; the first one's answer. Raises what a request would."""
-        deadline = self.deadline_of(None)
-        return self.ready(deadline)[0].call(method, *args, timeout=deadline - time.monotonic())
-
-    def call_each(self, method: str, *per_rank: tuple[Any, ...]) -> list[Any]:
-        """Have the ranks run a method, with the same arguments or with their own; the answers of all."""
-        deadline = self.deadline_of(None)
-        return self.ready(deadline)[0].call_each(method, per_rank, timeout=deadline - time.monotonic())
 
     def leave(self) -> None:
         """Stop the workers, or let go of borrowed ones. Idempotent."""
@@ -239,7 +228,7 @@ class Dispatcher:
             call.freed_caches = registry.take_freed()
         on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
         try:
-            answer: Answer = group.call("run", call, timeout=end - time.monotonic(), on_event=on_event, to_devices=True)
+            answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
             arrived()
             if answer.rng is not None:
                 stream[1](answer.rng.clone())  # torch wants its own storage

@@ -1,6 +1,6 @@
 """A process that has imported all that ranks need, and forks them: N ranks import once, and later ones not at all.
 
-It has one thread, runs no kernel and touches no device, so a fork of it is as good as a fresh process, and is there in
+It has one thread and touches no device, so a fork of it is as good as a fresh process, and is there in
 milliseconds. It is started as `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT MODULE`:
 REQUESTS is the descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends,
 of which `forks.py` tells, and MODULE what it imports.

@@ -169,7 +169,7 @@ class WorkerGroup:
         self,
         method: str,
         *args: Any,
-        timeout: float | None = None,
+        deadline: float | None = None,
         on_event: OnEvent | None = None,
         to_devices: bool = False,
         **kwargs: Any,
@@ -179,7 +179,8 @@ class WorkerGroup:
         Args:
             method: a public method of the target.
             *args: its arguments; anything that `message.encode` takes.
-            timeout: seconds from now until the answer must be there, the wait for other threads' calls included.
+            deadline: time of `time.monotonic` by which the answer must be there, the wait for other threads' calls
+                included; by default `timeout` seconds of the group from now.
             on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
                 cancelled and the exception goes on to the caller.
             to_devices: the tensors in the arguments, whatever holds them, arrive on the device of each rank.
@@ -197,13 +198,13 @@ class WorkerGroup:
             GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
-        return self._request(method, [(args, kwargs)], flags, timeout, on_event)[0]
+        return self._request(method, [(args, kwargs)], flags, deadline, on_event)[0]
 
     def call_each(
         self,
         method: str,
         per_rank: Iterable[tuple[Any, ...]],
-        timeout: float | None = None,
+        deadline: float | None = None,
         on_event: OnEvent | None = None,
         to_devices: bool = False,
     ) -> list[Any]:
@@ -212,7 +213,7 @@ class WorkerGroup:
         Args:
             method: a public method of the target.
             per_rank: for each rank, the tuple of its arguments; or one tuple for all.
-            timeout, on_event, to_devices: as in `call`.
+            deadline, on_event, to_devices: the same as in `call`.
 
         Returns:
             Each rank's value. Raises what `call` raises.
@@ -221,7 +222,7 @@ class WorkerGroup:
         if len(arguments) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
         flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
-        return self._request(method, arguments, flags, timeout, on_event)
+        return self._request(method, arguments, flags, deadline, on_event)
 
     def close(self) -> None:
         """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
@@ -266,17 +267,17 @@ class WorkerGroup:
         method: str,
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         flags: int,
-        timeout: float | None,
+        deadline: float | None,
         on_event: OnEvent | None,
     ) -> list[Any]:
         if self._is_over:
             self._processes.raise_why_over()
-        limit = self.timeout if timeout is None else timeout
-        if limit <= 0:
-            raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {-limit:.3g} s before")
+        now = time.monotonic()
+        deadline = now + self.timeout if deadline is None else deadline
+        if deadline <= now:
+            raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {now - deadline:.3g} s before")
         if threading.get_ident() in self._in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
-        deadline = time.monotonic() + limit
         messages = [call_of(method, args, kwargs) for args, kwargs in arguments]
         request = Request(method, messages, flags, deadline)
         try:

@@ -1,6 +1,6 @@
-"""Importing this imports all that ranks import sooner or later: what a fork server has done once for all of them."""
+"""Imports all that ranks need, and compares the kernels with transformers, once for all forks of a fork server."""
 
-from parallelformers_ng.kernels import recognition
+from parallelformers_ng.kernels import installation, recognition
 from parallelformers_ng.runtime import service
 from parallelformers_ng.worker import runner
 
@@ -8,3 +8,5 @@ __all__ = ["runner", "service"]
 
 for _family in dict.fromkeys((*recognition.ATTENTIONS, *recognition.LAYERS)):
     recognition.modelling(_family, "Model")
+
+installation.compare_before_forks()

@@ -87,19 +87,11 @@ class ModelRunner(RankWeights):
         self.adapters: ActiveAdapters | None = None
         self.alike = True
 
-    def build(self, skeleton: Skeleton, layers_agree: bool | None = None) -> bool | None:
-        """Build this rank's modules, still without weights. Everything that can fail without weights fails here.
-
-        Args:
-            layers_agree: what earlier ranks found out about the kernels, see `installation.layers_agree`.
-
-        Returns:
-            The same, now.
-        """
+    def build(self, skeleton: Skeleton) -> None:
+        """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
         self.drop()
         if skeleton.code is not None:
             self._take_code(skeleton.code)
-        installation.layers_agree = installation.layers_agree or layers_agree
         # Modelling code may also draw from these; seeded alike, the ranks draw alike.
         random.seed(0)
         np.random.seed(0)
@@ -113,7 +105,6 @@ class ModelRunner(RankWeights):
         self.model = model
         titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
-        return installation.layers_agree
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""

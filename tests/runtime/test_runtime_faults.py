@@ -100,7 +100,7 @@ def test_a_crash_in_native_code_is_a_death_by_its_signal_and_leaves_a_traceback(
 
 def test_a_stopped_worker_runs_into_the_deadline(group):
     os.kill(group.pids[1], signal.SIGSTOP)
-    error = fault_of(group.call, "sum_of_ranks", 1.0, timeout=0.5)
+    error = fault_of(group.call, "sum_of_ranks", 1.0, deadline=time.monotonic() + 0.5)
     assert isinstance(error, RequestTimeoutError)
     assert "no answer from ranks" in str(error)
     later = fault_of(group.call, "echo", 1)

@@ -199,7 +199,7 @@ def test_waiting_for_a_turn_ends_at_the_deadline_without_harm(group):
     thread.start()
     time.sleep(0.5)
     with pytest.raises(TimeoutError, match="did not get its turn"):
-        group.call("echo", 1, timeout=0.1)
+        group.call("echo", 1, deadline=time.monotonic() + 0.1)
     thread.join()
     assert group.call("echo", 1) == 1
 
