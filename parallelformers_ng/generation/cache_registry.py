@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -148,10 +147,9 @@ class CacheRegistry:
         group, incarnation = workers.ready(deadline)
         handle.check()  # after the group was chosen: of an older one, it is stale
         block = next(self.blocks)
-        timeout = deadline - time.monotonic()
         try:
             result, info = group.call(
-                "cache", handle.number, method, args, kwargs, block, subcache, timeout=timeout, to_devices=True
+                "cache", handle.number, method, args, kwargs, block, subcache, deadline=deadline, to_devices=True
             )
             handle.info = info
             if isinstance(result, Handle):

@@ -208,7 +208,7 @@ def test_layers_that_mean_something_new_are_left_to_transformers(
 ) -> None:
     """As in a later release, under the old names and with the same code: here, one that rotates the other way."""
     models("llama")
-    assert installation.layers_agree()
+    assert installation.layers_agree.__wrapped__()
     monkeypatch.setattr(installation, "layers_agree", functools.cache(installation.layers_agree.__wrapped__))
     assert calls
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -x)

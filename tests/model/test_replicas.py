@@ -16,6 +16,7 @@ from parallelformers_ng.errors import GroupError, ParallelError, PlacementError,
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.model.replica import CallOptions
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from tests.helpers.patience import await_end, await_incarnation, kill
@@ -63,8 +64,7 @@ def test_each_replica_gives_what_the_whole_model_gives(ranks: int) -> None:
         assert len(model.memory_allocated()) == len(set(deployment_of(model).pids)) == 2 * ranks
         pids = deployment_of(model).pids
         for dispatcher in remote_of(model).calls.dispatchers:
-            got = dispatcher.replica.call  # each is asked, whichever the next call would take
-            assert got("ping") == list(range(ranks))
+            assert dispatcher.replica.group.call("ping") == list(range(ranks))
         for _ in range(2):
             assert torch.allclose(model(**text_inputs()).logits, want, atol=1e-5)
     await_end(*pids)
@@ -109,8 +109,8 @@ def test_all_replicas_learn_what_the_caller_changes(model: Any) -> None:
     model.generation_config.max_new_tokens = 3
     try:
         calls = remote_of(model).calls
-        for place in range(len(calls.dispatchers)):
-            short = calls.generate_at(place, model, "", type(gpt2()).generate, (IDS,), {"do_sample": False})
+        for dispatcher in calls.dispatchers:
+            short = dispatcher.call(model, "", "generate", (IDS,), {"do_sample": False}, CallOptions())
             assert torch.equal(short, before[:, : IDS.shape[1] + 3])
     finally:
         model.generation_config.max_new_tokens = None
