@@ -1,4 +1,4 @@
-"""Which kinds of layers a model repeats, and which of them a small copy lacks."""
+"""The kinds of layers that a model repeats, and the kinds that a small copy lacks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Proof:
 
     Attributes:
         selection: the policies to use, the written ones included.
-        tried: what failed and why, in words.
+        tried: tried: failed attempts and their reasons, in words.
         unproven: the parts that no inputs reach, which stay whole, and why.
         chosen: the rules found, which a search for another number of ranks tries first.
     """
@@ -55,7 +55,7 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
         model: the model, on any device; only its class and configuration are read.
         base: policies that apply already, possibly none.
         world_size: number of ranks, at least 1.
-        parts: what part of the model each rank is to hold, as for `build_plan`.
+        parts: parts: fraction of the model for each rank, as for `build_plan`.
 
     Raises:
         UnsupportedModelError: no twin could be made, or every proposal failed.
@@ -195,7 +195,7 @@ def twin_of(model: PreTrainedModel) -> Twin:
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a twin is made of: models with the same identity share it."""
+    """Return a key for everything that a twin depends on: models with the same key share it."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     return type(model), shape, attention_of(model), transformers.__version__, LiveEdits(model).key
 

@@ -25,7 +25,7 @@ class RuleSearch:
     """A search for rules for one number of ranks.
 
     Attributes:
-        tried: what failed and why, in words.
+        tried: tried: failed attempts and their reasons, in words.
         chosen: the rules found.
 
     Args:
@@ -144,7 +144,7 @@ class RuleSearch:
         return []
 
     def bisect(self, parts: list[Choice], vocabulary: bool, beside: Sequence[Choice] = ()) -> list[Choice]:
-        """Those of many small proposals that pass together with `beside`."""
+        """Return the small proposals that pass together with `beside`."""
         if not parts or self.trials.match([*beside, *parts], vocabulary):
             return parts
         if len(parts) == 1:
@@ -158,7 +158,7 @@ class RuleSearch:
         self.tried.append(f"{what} ({self.trials.failure})")
 
     def check_tokens(self, chosen: list[Choice], vocabulary: bool) -> None:
-        """Generate past the length of any window; where tokens differ, the layers of attention are gathered instead."""
+        """Generate past the length of any window; if tokens differ, gather the layers of attention instead."""
         inputs = self.trials.prompt()
         if inputs is None:
             return

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 
 def setting(config: Any, name: str) -> Any:
-    """An attribute of a configuration under its own or its standard name, None where it has none or one per layer."""
+    """Return an attribute of a configuration under its own or its standard name, None if it is absent or is a list."""
     return vars(config).get(stored_name(config, name))
 
 

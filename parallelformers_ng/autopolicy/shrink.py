@@ -1,6 +1,6 @@
 """Makes a configuration small and keeps its shape: head counts, layer pattern, and every ratio between widths.
 
-All widths are multiplied by one power of two. Where it divides them, sums and products between them (a fused q|k|v, a
+All widths are multiplied by one power of two. If it divides them, sums and products between them (a fused q|k|v, a
 projection into another tower's width, `heads · head_dim`) hold afterwards as before; head counts are left alone.
 """
 
@@ -44,18 +44,18 @@ VOCABULARY = 131
 
 @dataclass(frozen=True)
 class Shrinking:
-    """What to spare, and what not.
+    """Settings to spare and settings to shrink.
 
     Attributes:
         spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
             their own (norms over 32 groups, say).
         keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
         keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
-        heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
-            with so many heads that they cannot be made tiny otherwise.
+        heads: heads: powers of two that divide all head counts, if they divide: for models whose heads are too many to
+            be tiny.
         filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
         layers: the fewest layers to keep.
-        shapes: what the model shows of the numbers in its configuration.
+        shapes: shapes: meaning of the configuration's numbers, seen on the model.
     """
 
     spare: int = 0
@@ -197,8 +197,8 @@ def _scale(value: Any, factor: float) -> Any:
 def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     """The sections of a head that rotate by time, height and width still fill half of what rotates of a head.
 
-    Modelling code that reads sections has others of its own where there are none, and all other code reads none: so
-    they are written down everywhere. Sections that are equal stay equal.
+    Code that reads sections has defaults of its own, and other code ignores them: so sections are always written.
+    Sections that are equal stay equal.
     """
     sections = rope.get("mrope_section") or _SECTIONS
     heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)

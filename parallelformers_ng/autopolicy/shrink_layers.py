@@ -12,19 +12,20 @@ _LAYERS = ("layers", "layer", "depth", "blocks")
 _SHARED = "num_kv_shared_layers"
 """How many of the last layers take keys and values from those before."""
 _ONCE = "num_layers_per_stack"
-"""How many layers there are, where the main setting counts each as often as it runs."""
+"""Return the number of layers, even if the main setting counts a layer once for each time it runs."""
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
 _KINDS = 6
 """A list that names more is no list of kinds."""
 
 
 def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
-    """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow.
+    """Return the fewest layers that show every kind in the configuration's lists; lists with an item per layer follow.
 
     Args:
         config: one part of a configuration.
         fewest: how many layers are left, at least.
-        shapes: what the model shows. Layers that share their weights are in no list of modules.
+        shapes: shapes: meaning of the numbers, seen on the model. Layers that share their weights are in no list of
+            modules.
     """
     main = stored_name(config, "num_hidden_layers")
     sections = _sections(config, main)
@@ -91,7 +92,7 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
 
 
 def _longest_period(config: Any, count: int) -> int:
-    """After how many layers the kinds of layers repeat, where the configuration says so; else 0."""
+    """Return the period after which kinds of layers repeat, 0 if unknown."""
     periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
     lists = [items for _, items in own_settings(config) if isinstance(items, (list, tuple))]
     lengths = [len(items) for items in lists if items and all(isinstance(item, str) for item in items)]

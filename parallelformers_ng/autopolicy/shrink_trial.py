@@ -55,7 +55,7 @@ Chosen = Callable[[tuple[int, ...]], bool]
 
 
 def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
-    """Which settings to halve, by their numbers, and from which number on; what promises most first."""
+    """Yield the settings to halve, by their numbers, and the least number to halve; the most promising first."""
     found = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
     values = sorted(filter(None, found), key=max, reverse=True)
     return [(lambda numbers: max(numbers) >= _WIDTH, _WIDTH), *((value.__eq__, 2) for value in values)]
@@ -82,7 +82,7 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
-    """A copy in which the numbers of `chosen` settings are halved, those of `least` and more."""
+    """Return a copy that halves the numbers of `chosen` settings that are at least `least`."""
 
     def half(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

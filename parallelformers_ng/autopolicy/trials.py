@@ -38,7 +38,7 @@ class Trials:
         twin: the twin.
         base: the policies that are part of every trial.
         world_size: number of ranks.
-        parts: what part of the twin each rank holds, as for `build_plan`.
+        parts: parts: fraction of the twin for each rank, as for `build_plan`.
         failure: why the latest trial failed, or "".
     """
 
@@ -148,7 +148,7 @@ def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """The generated tokens, and whatever else `generate` returns, such as speech."""
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     output = model.generate(**given, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
-    return [gathered(tensor) for tensor in tensors(output)]  # here, where the other ranks gather, too
+    return [gathered(tensor) for tensor in tensors(output)]  # here, since the other ranks gather here, too
 
 
 def _in_short(error: Exception) -> str:

@@ -41,7 +41,7 @@ _SHRINKS: Sequence[Shrinking] = (
     Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
     Shrinking(spare=12, keep_vocabulary=True, keep_images=True),
 )
-"""In which order they are tried: those that make a comfortable size first, then those that make a bearable one."""
+"""Order the shrinkings to try: comfortable sizes first, then bearable ones."""
 
 
 def make_twin(
@@ -58,8 +58,8 @@ def make_twin(
         cls: the model's class.
         config: its configuration; a small one is taken as it is.
         attention: attention implementation, "eager", "sdpa", ….
-        seed: of its parameters and inputs.
-        layers: how many it has at least, where the model has as many.
+        seed: seed: seed of its parameters and inputs.
+        layers: layers: least number of layers, if the model has as many.
         edits: code that the program has changed since the class built the model.
 
     Raises:
@@ -83,7 +83,7 @@ def make_twin(
             break
         if best is None or len(twin.gradients) > len(best.gradients):
             best = twin
-        # A larger copy draws as well; where it draws a length, that may be endless.
+        # A larger copy draws as well; if it draws a length, that may be endless.
         if time.thread_time() > end or twin.unreached.startswith(DRAWS):
             break
     if best is not None:
@@ -95,7 +95,7 @@ def make_twin(
 
 
 def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
-    """What to spare at first, and the fewest layers that show as many kinds of them as a small copy can have."""
+    """Return the settings to spare at first, and the fewest layers that show all kinds that a small copy can have."""
     whole = _skeleton(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
@@ -172,8 +172,8 @@ def _models(
 
 
 def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> PreTrainedConfig | None:
-    """A small copy of a configuration whose settings say in no known words how large the model is, or of which less
-    can be changed than is usual."""
+    """Make a small copy of a configuration whose settings use unknown words for sizes, or allow fewer changes than
+    usual."""
 
     whole = _skeleton(cls, config)
     taken = None if whole is None else _taken_on_meta(whole)
@@ -198,7 +198,7 @@ def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | 
     that looks at values takes none.
 
     Args:
-        only: which inputs to try; None for all.
+        only: only: names of the inputs to try; None for all.
     """
     with torch.inference_mode(), torch.device("meta"):
         for number, arguments in enumerate(candidate_inputs(skeleton)):

@@ -1,4 +1,4 @@
-"""Runs a twin on inputs made for it, and notes which layers are called and which weights influence the outputs."""
+"""Runs a twin on inputs made for it. Notes the layers that are called and the weights that influence the outputs."""
 
 from __future__ import annotations
 

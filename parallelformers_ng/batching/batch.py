@@ -101,7 +101,7 @@ class Batch:
         return Round(self._batch, calls, left, *limits, self._steps, self._adapters, positions)
 
     def _admitted(self) -> dict[int, Ticket]:
-        """Who comes next, in the order in which they came."""
+        """Yield the next calls, in the order of their arrival."""
         rows, joins = [*self._running.values()], dict[int, Ticket]()
         for number, ticket in self._waiting.items():
             longest = max(row.call.tokens[1] for row in (*rows, ticket))
@@ -115,7 +115,7 @@ class Batch:
         return joins
 
     def take(self, news: list[News], asked: Round, seconds: float) -> None:
-        """What the ranks say of a round. Tokens are the same on all; what failed, and states, one knows."""
+        """Merge the ranks' reports of a round. Tokens are the same on all; failures and states are known to one."""
         for number in asked.joins:
             self._running[number].arrived()
         met = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
@@ -181,8 +181,8 @@ class Batch:
         """The group has ended, or this batch cannot go on.
 
         Args:
-            error: what calls are told whose rows run.
-            others: what those are told that wait; None: another group can have them.
+            error: error: error for the calls with running rows.
+            others: others: error for the waiting calls; None: another group can have them.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)

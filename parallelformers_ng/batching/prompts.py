@@ -19,7 +19,7 @@ from parallelformers_ng.errors import BatchingError
 
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 _OF_THEIR_OWN = ("mems", "past_buckets_states")
-"""As what XLNet and Reformer give their caches, which depend on how long the sequence is."""
+"""XLNet and Reformer: their caches depend on the length of the sequence."""
 
 
 @dataclass(eq=False)
@@ -28,8 +28,8 @@ class Ran:
 
     Attributes:
         rows: whose they are.
-        logits: of their last tokens, `[rows, vocabulary]`.
-        cache: of all of them; None where the model runs whole sequences at every step.
+        logits: logits: logits of their last tokens, `[rows, vocabulary]`.
+        cache: cache: cache of all of them; None if the model runs whole sequences at every step.
         mask: `[rows, columns]`, 0 where the cache has padding.
     """
 
@@ -44,7 +44,7 @@ class Prompts:
 
     Args:
         model: the rank's.
-        prefixes: what prompts may begin with that has run already.
+        prefixes: prefixes: known beginnings of prompts, already run.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
@@ -166,8 +166,8 @@ class Prompts:
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:
-    """Whether a prompt may run beside others of which the longest has so many tokens: no token of it is padding, and
-    its cache keeps all of them."""
+    """Return whether a prompt may run beside others, the longest of them `longest` tokens long. No token of it may
+    be padding, and its cache must keep all tokens."""
     if row.cache is None:
         return False
     windows = [getattr(layer, "sliding_window", None) or longest + 1 for layer in row.cache.layers]

@@ -26,12 +26,12 @@ from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel
 
 _PIECES_AT_ONCE = 2
-"""Where no row waits for its next token: long pieces cost less a token than short ones."""
+"""If no row waits for its next token: long pieces cost less a token than short ones."""
 
 
 @dataclass
 class Round:
-    """What the ranks are asked to do.
+    """The orders of a round, for the ranks.
 
     Attributes:
         batch: number of the batch; rows of an earlier one are forgotten.
@@ -40,7 +40,7 @@ class Round:
         piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
-        adapters: those that all rows run with, None where the model has none.
+        adapters: adapters: adapters of all rows, None if the model has none.
         positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do.
     """
 
@@ -56,7 +56,7 @@ class Round:
 
 @dataclass
 class News:
-    """What has become of the rows, as one rank knows it.
+    """The fate of the rows in a round, as one rank knows it.
 
     Attributes:
         tokens: number of a row → its new tokens.
@@ -64,8 +64,8 @@ class News:
         failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
             what its processors raise.
         states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
-        token_bytes: of the keys and values of one token on this rank; 0 where no row runs.
-        free_bytes: of the rank's own device; 0 where that is the host.
+        token_bytes: token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
+        free_bytes: free_bytes: free bytes of the rank's own device; 0 if that is the host.
         uncaptured: why steps became no CUDA graphs that should, "" where they did.
     """
 
@@ -107,7 +107,7 @@ class RankBatch:
             calls: number of a row that joins → arguments of its `generate`, or why they could not be read.
 
         Raises:
-            Exception: what a forward raises; then no row of the batch can go on.
+            Exception: Exception: the forward failed; then no row of the batch can go on.
         """
         if asked.batch != self._batch:
             self._batch, self._prefixes = asked.batch, Prefixes(asked.prefixes)

@@ -1,4 +1,4 @@
-"""What a cache of transformers holds for the rows of a batch, so that rows can be added and taken away."""
+"""Adds rows to a cache of transformers, and takes rows away."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 _NAMES = (*CACHES, "state")
 _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexer_position_ids": (1, -1)}
-"""What layers hold for each token, and which of its dimensions are rows and columns."""
+"""Tensors of a layer, and the dimensions that are rows and columns."""
 
 
 @dataclass
@@ -24,9 +24,9 @@ class _Held:
 
     Attributes:
         place: attributes of a layer, or a list or dictionary of states.
-        key: where in it.
-        aligned: which of its dimensions are rows and columns; None where it has no columns: it is a state, `[rows, …]`,
-            as convolutions and linear attention keep them.
+        key: key: place in that object.
+        aligned: aligned: dimensions of rows and columns; None without columns: a state, `[rows, …]`, of convolutions or
+            linear attention.
     """
 
     place: Any
@@ -45,12 +45,12 @@ class _Held:
 
 
 def name_in(arguments: Mapping[str, Any]) -> str:
-    """As what a model takes its cache, or gives it, among such arguments; "" where there is none."""
+    """Return the name of the cache among a model's arguments or outputs; "" if there is none."""
     return next((name for name in _NAMES if arguments.get(name) is not None), "")
 
 
 def is_of_tokens_alone(cache: Any) -> bool:
-    """Whether a cache, which may be empty yet, is to hold keys and values and no states."""
+    """Return whether a cache, maybe still empty, will hold keys and values and no states."""
     held = (item for holder in _holders(cache) for item in holder.items())
     return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in held)
 
@@ -79,8 +79,8 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     Args:
         cache: has `count` rows afterwards, or had them.
         others: its rows are aligned with those of `cache` at their ends.
-        rows: where they go.
-        columns: of the longer of the two.
+        rows: rows: rows for them.
+        columns: columns: columns of the longer cache.
     """
     for ours, its in zip(_all_held(cache), _all_held(others), strict=True):
         held, new = ours.tensor, its.tensor
@@ -124,7 +124,7 @@ def _all_held(cache: Any) -> Iterator[_Held]:
     """Every tensor that has rows.
 
     Raises:
-        BatchingError: there is one of which it is not known how rows are added to it.
+        BatchingError: BatchingError: the cache has a part to which rows cannot be added.
     """
     for holder in _holders(cache):
         for name, value in holder.items():
@@ -137,7 +137,7 @@ def _all_held(cache: Any) -> Iterator[_Held]:
 
 
 def _holders(cache: Any) -> list[dict[str, Any]]:
-    """The attributes of a cache, of which some models have a mere list, and those of its layers."""
+    """Return the attributes of a cache (some models have a mere list) and of its layers."""
     own = {"": cache} if isinstance(cache, list) else vars(cache)
     return [own, *(vars(layer) for layer in layers_of(cache))]
 

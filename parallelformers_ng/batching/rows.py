@@ -71,8 +71,8 @@ class Rows:
         """Take rows in whose prompts have run, and choose their first tokens.
 
         Args:
-            logits: of their newest tokens, `[rows, vocabulary]`.
-            cache: of their prompts; None where every step runs whole sequences.
+            logits: logits: logits of their newest tokens, `[rows, vocabulary]`.
+            cache: cache: cache of their prompts; None if every step runs whole sequences.
             mask: `[rows, columns]`, 0 where the cache has padding.
 
         Raises:
@@ -133,7 +133,7 @@ class Rows:
         return rows
 
     def _forward(self, newest: torch.Tensor, positions: int) -> Any:
-        """What the model gives for one more token of each row."""
+        """Run the model for one more token of each row."""
 
         def inputs(cache: Any) -> dict[str, Any]:
             given = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
@@ -167,7 +167,7 @@ class Rows:
             row.take(*each[row.number % ranks])
 
     def _pack(self) -> None:
-        """Where too much of the batch is empty, let go of rows and columns that are."""
+        """Drop empty rows and columns if there are too many."""
         full = [index for index, row in enumerate(self._slots) if row is not None]
         first = int(self._mask[full].any(0).to(torch.uint8).argmax())
         rows, columns = self._mask.shape

@@ -1,4 +1,4 @@
-"""Which calls of `generate` may share a batch with others, and how they are asked for."""
+"""Decides which calls of `generate` may share a batch, and packs them for the ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SharedCall:
     """A call of `generate` whose row may join others.
 
     Attributes:
-        kwargs: what the ranks are given.
-        seed: of its random stream, None where it has none.
-        tokens: of its prompt, and with all that may follow.
-        endings: what ends it that the caller sees to: stop strings, which need a tokenizer, and its time, for which the
-            ranks have clocks of their own.
-        objects: the mutable parts of its processors and criteria, None where there are none.
-        adapters: those that it runs with, None where the model has none.
+        kwargs: kwargs: arguments for the ranks.
+        seed: seed: seed of its random stream, None if it has none.
+        tokens: tokens: tokens of its prompt, and the most tokens in all.
+        endings: endings: criteria checked by the caller: stop strings (they need a tokenizer) and its time limit (ranks
+            have clocks of their own).
+        objects: objects: mutable parts of its processors and criteria, None if there are none.
+        adapters: adapters: its adapters, None if the model has none.
     """
 
     kwargs: dict[str, Any]
@@ -77,9 +77,9 @@ def shared_call(
     Args:
         model: the caller's; its settings hold where the call says nothing.
         given: arguments of `generate` by name.
-        seed: of the call's random stream.
-        draw_seed: gives one to a call that samples without; None where such a call runs alone, and draws from the
-            caller's generator what it would draw in one process.
+        seed: seed: seed of the call's random stream.
+        draw_seed: draw_seed: draws a seed for a sampling call without one. None if such a call runs alone: then it
+            draws from the caller's generator, as in one process.
     """
     kwargs = {name: value for name, value in given.items() if value is not None or name not in (*STATEFUL, "tokenizer")}
     if "inputs" in kwargs:

@@ -32,7 +32,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
         The logits of their newest tokens, `[rows, vocabulary]`.
 
     Raises:
-        BatchingError: the model takes something of which it is not known how to pad it.
+        BatchingError: BatchingError: an argument of the model cannot be padded.
     """
     inputs = [_inputs(model, row, row.ids) for row in rows]
     lengths = [each["input_ids"].shape[1] for each in inputs]
@@ -54,7 +54,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
 
 
 def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
-    """What the model is called with for a sequence, `generate`'s own way."""
+    """Return the model's arguments for a sequence, made in `generate`'s own way."""
     given = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
     }

@@ -27,9 +27,9 @@ def balanced_device_map(
     batch: int = 1,
     length: int = 0,
 ) -> dict[str, int | str]:
-    """Where each part of a model goes so that the fullest device holds as little as it can: what
-    `from_pretrained(device_map=…)` takes. Layers that follow one another share a device; each is counted in bytes, the
-    embedding and the head too. What transformers says must not be split stays whole, and tied weights stay together.
+    """Divide a model over devices so that the fullest holds as little as possible: a map for
+    `from_pretrained(device_map=…)`. Consecutive layers share a device. Embedding and head are counted in bytes, like
+    every layer. Modules that transformers does not split stay whole, and tied weights stay together.
 
     Args:
         model_or_config: a model on any device, also `meta`; or a configuration alone.

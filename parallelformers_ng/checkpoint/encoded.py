@@ -1,8 +1,8 @@
 """Quantized weights as expressions: small numbers and scales of a weight that is read, the weight of those that are.
 
-A rank asks for its slice of numbers and scales. What they are made of is read a few rows at a time, so that nobody
-holds more of the weight. Where a scale is that of a whole row the row is read whole, on whichever ranks its parts will
-be; where it is that of a group, the rank reads the groups that it holds.
+A rank asks for its slice of numbers and scales. Their sources are read a few rows at a time, so that nobody holds more
+of the weight. With one scale a row, a row is read whole, even if several ranks share it. With one scale a group, a rank
+reads its own groups.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Decoded(Computed):
 
 
 Taken = Callable[[Tensor], Tensor]
-"""Cuts a tensor along the dimension of which some lines were computed whole."""
+"""Cuts a tensor along a dimension in which some lines were computed whole."""
 
 
 class InLines(Computed):
@@ -84,14 +84,14 @@ class InLines(Computed):
 
     @abstractmethod
     def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
-        """What computes the lines that a cut takes, and takes of them what is wanted.
+        """Return the node that computes the lines of a cut, and the cut to take of its result.
 
         Args:
             rank: whose shards to prefer where several ranks stored the same.
         """
 
     def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        """How some of each line comes about: what is read of the lines, and what is taken of the computed ones."""
+        """Return the parts of each line to read, and the part of the computed line to take."""
         return {}, Shard(dim, wanted).of
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
@@ -145,7 +145,7 @@ class _Encoding(InLines):
 
     @abstractmethod
     def _of(self, weight: Tensor, taken: Taken) -> Tensor:
-        """What is wanted of some lines of the weight."""
+        """Return a cut of some lines of the weight."""
 
 
 class Numbers(_Encoding):
@@ -166,7 +166,7 @@ class Scales(_Encoding):
 
 
 def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
-    """What ranks hold of a tensor, each by its name, given how to read the tensor."""
+    """Return the tensors that ranks hold for one tensor, by name, from the tensor's node."""
     encoding = plan.quantized.get(name)
     if encoding is None:
         return {name: node}
@@ -184,8 +184,8 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
 
 def stored_encoding(node: Node) -> Decoded | None:
-    """What a weight is stored as that is quantized already, whatever its data type is to be, and also where it is put
-    together from several such as experts are; None for another."""
+    """Return the encoding of a weight that is stored quantized, also if it is assembled from several (experts); None
+    for others."""
     if isinstance(node, Decoded):
         return node
     if not isinstance(node, Operation) or node.name not in _PASSED:
@@ -205,7 +205,7 @@ def stored_encoding(node: Node) -> Decoded | None:
         return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
 
     def passed(which: int, per: int) -> Operation:
-        """The same operation of numbers or scales, of which there is one for so many of the weight."""
+        """Apply an operation to numbers or scales; one scale stands for several numbers."""
         shape, sources = list(node.shape), [each.parts[which] for each in stored]
         shape[dim] //= per
         args = (sources if stacked else sources[0], *node.args[1:])

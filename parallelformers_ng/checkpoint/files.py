@@ -40,16 +40,16 @@ _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 class CheckpointFile:
     """One file of a checkpoint, held open by the process that found it.
 
-    The workers open it again through that process (`/proc/PID/fd`), now or after a restart, so that they read the same
-    file even where another has taken its name meanwhile: a save over the directory that the model came from, say. Those
-    on other hosts open what is there under its name, or in the hub's cache, where that is as long and begins alike.
+    The workers open it again through that process (`/proc/PID/fd`), now or after a restart. So they read the same file
+    even if another has taken its name: a save over the model's own directory, say. Workers on other hosts open the file
+    of that name, or its copy in the hub's cache, if size and beginning match.
 
     Args:
-        path: where it is.
+        path: path: path of the file.
 
     Attributes:
         entries: shape and data type of everything stored.
-        metadata: what the file says besides, name → text.
+        metadata: metadata: further text in the file, name → text.
 
     Raises:
         CheckpointError: it is not there.
@@ -104,7 +104,7 @@ class CheckpointFile:
         return os.stat(name).st_size == self._identity[2]
 
     def _name_elsewhere(self) -> str:
-        """As `name_to_open`, on a host that may have other files under the same names."""
+        """Return the name to open on a host that may have other files under the same names; see `name_to_open`."""
         names = [self.path]
         if self._in_cache is not None:
             names.append(os.path.join(constants.HF_HUB_CACHE, self._in_cache))
@@ -260,7 +260,7 @@ def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
 
 
 def mounts() -> tuple[str, str]:
-    """What this process shares with those for whom the same names are the same files: the machine, and its mounts."""
+    """Return an id of the machine and its mounts: processes with the same id see the same files."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
 
 

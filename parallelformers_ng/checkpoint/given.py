@@ -34,8 +34,8 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     """A plain model like a quantized one, whose weights are unread; None for one that is plain.
 
     Args:
-        dtype: of weights in high precision; None is that of the model.
-        dequantize: as in `open_source`.
+        dtype: dtype: data type of weights in high precision; None: the model's.
+        dequantize: dequantize: same as in `open_source`.
 
     Raises:
         UnsupportedModelError: it is quantized in a way that cannot be read, or not without high precision.
@@ -74,7 +74,7 @@ class Given:
 
     Args:
         model: the model, which changes in place.
-        plain: what `open_given` made of it.
+        plain: plain: result of `open_given`.
     """
 
     def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:
@@ -118,7 +118,7 @@ def _unpacked(layer: nn.Module) -> bool:
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint of the model would hold."""
+    """Return the state that a checkpoint of the model would hold."""
     for name, tensor in state.items():
         if hasattr(tensor, "tensor_data_names"):
             path, _, short = name.rpartition(".")
@@ -133,7 +133,7 @@ def _names_of_parts(tensor: Any) -> list[str]:
 
 
 def _description(tensor: Any) -> dict[str, Any]:
-    """What the header of torchao's files says of a tensor."""
+    """Return the header text of torchao's files for a tensor."""
     data: dict[str, Any] = {"block_size": list(getattr(tensor, "block_size", ()))}
     if hasattr(tensor, "target_dtype"):
         data["target_dtype"] = str(tensor.target_dtype)

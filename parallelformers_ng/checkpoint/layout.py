@@ -1,4 +1,4 @@
-"""Where each rank's shards lie in the memory files and files of a store."""
+"""The places of each rank's shards in the memory files and files of a store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, 
 
 
 class Layout:
-    """Where the shards of a plan lie, side by side, 64-byte aligned, large ones on pages of their own. It follows from
-    the plan alone, so that parent and workers work it out for themselves and only file descriptors cross.
+    """The layout of the shards of a plan: side by side, 64-byte aligned, large ones on pages of their own. It follows
+    from the plan alone: parent and workers compute it, and only file descriptors cross.
 
     Region `r` below `world_size` belongs to rank r; the next one holds the tensors that all ranks share whole; the
     last ones are files, with what the plan leaves to the disk of each rank.

@@ -32,7 +32,7 @@ class LazyTensor(torch.Tensor):
     """A CPU tensor without memory.
 
     Args:
-        node: what it stands for.
+        node: node: source of its values.
         stride: strides that operations on it shall assume; contiguous by default.
     """
 
@@ -48,7 +48,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """How it is stored, where it is quantized."""
+        """Encoding of the stored tensor, if it is quantized."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
@@ -157,7 +157,7 @@ def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> P
 
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """For real: where the answer is not a tensor, or is written to one."""
+    """Compute it for real: the result is no tensor, or an argument is written to."""
     result = func(*tree_map_only(LazyTensor, _values, args), **tree_map_only(LazyTensor, _values, kwargs))
     for arg in args:
         if isinstance(arg, LazyTensor):

@@ -42,7 +42,7 @@ from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_ten
 
 
 class Checkpoint:
-    """What every tensor of a model that lies in files follows from.
+    """The files of a model's tensors, and the way to each tensor.
 
     Args:
         nodes: name of a parameter or buffer → how to read it. What is not named is in memory.
@@ -65,7 +65,7 @@ class Checkpoint:
         return cls(nodes, [tensor.name for tensor in plan.stored() if _must_be_copied(tensor, plan, nodes)])
 
     def of_model(self, plan: ShardPlan) -> list[str]:
-        """What is not in files: parameters that were missing, and buffers that are computed."""
+        """Return the tensors outside of files: missing parameters, and buffers that are computed."""
         return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
     def held(self, plan: ShardPlan) -> Checkpoint:
@@ -114,7 +114,7 @@ def open_source(
     """A model in evaluation mode whose weights have not been read.
 
     Args:
-        source: where they are, and the arguments of `from_pretrained` that came with it.
+        source: source: source of the files, with the arguments of `from_pretrained`.
         model: a model on `meta` that is to get them; anything else stands for a new one.
         dtype: data type to load in; None as `from_pretrained` chooses, or as the model is.
         dequantize: whether weights may be put in high precision that are quantized in a way that nothing computes with.
@@ -157,7 +157,7 @@ def fill_skeleton(
 
     Args:
         dtype: data type to load in; None is the model's own.
-        dequantize: as in `open_source`.
+        dequantize: dequantize: same as in `open_source`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
@@ -179,7 +179,7 @@ def fill_skeleton(
 def _plain_state(
     location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool
 ) -> dict[str, LazyTensor]:
-    """What a checkpoint holds, under the names of a plain one where it is quantized."""
+    """Return the tensors of a checkpoint, under the names of a plain one if it is quantized."""
     state, said = lazy_state(location), stored_quantization(location)
     return (
         state if said is None else unpacked(StoredTensors(state, said, location, dtype, plain, dequantize=dequantize))
@@ -202,7 +202,7 @@ def model_of(
     """A model of a class whose weights are those of a state that has not been read.
 
     Args:
-        location: where the state comes from, for errors.
+        location: location: origin of the state, for errors.
         dtype, options: arguments of `from_pretrained`.
 
     Raises:
@@ -265,7 +265,7 @@ def _refuse_codes(
     state: dict[str, LazyTensor],
     location: object,
 ) -> None:
-    """Raise for a weight that is stored as numbers of few bits, of which nothing says what they stand for."""
+    """Raise for a weight of few bits without a description of its numbers."""
     lacking = {name.rpartition(".")[0] for name in missing}
     beside = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
     stored = {name: [state[name].node] for name in beside}

@@ -1,5 +1,5 @@
-"""Which checkpoint is meant, and where its files are: in a directory or in the cache of the hub, as `from_pretrained`
-finds them. Each of its arguments acts or is refused."""
+"""Finds a checkpoint and its files, in a directory or in the hub's cache, as `from_pretrained` does. Each of its
+arguments acts or is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint is; the arguments of the same names of `from_pretrained`.
+    """Location of a checkpoint: the arguments of the same names of `from_pretrained`.
 
     Attributes:
         path: a directory or a model id of the hub.
@@ -84,7 +84,7 @@ class Location:
 
     @property
     def directory(self) -> Path:
-        """Where its files lie, where it is a local one."""
+        """Return the folder of the files of a local checkpoint."""
         return Path(self.path) / self.subfolder
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Source:
     """A checkpoint of which nothing but the configuration has been read.
 
     Attributes:
-        location: where it is.
+        location: location: location of the checkpoint.
         config: its configuration, with the attributes that were passed; None where the model brings its own.
         trust_remote_code: allow code that comes with it to run here.
         options: further arguments of `from_pretrained`.
@@ -141,7 +141,7 @@ def read_source(
     Args:
         path: a directory or a model id of the hub.
         given: name → value. What is an attribute of the configuration overrides it.
-        model_class: as in `Source`.
+        model_class: model_class: same as in `Source`.
         of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:
@@ -183,7 +183,8 @@ def _refuse_by_name(name: str) -> None:
 
 
 def read_generation_config(location: Location) -> GenerationConfig:
-    """As `from_pretrained` finds it: its own file, else what older configurations hold."""
+    """Return the generation configuration as `from_pretrained` does: its own file, or else settings of older
+    configurations."""
     try:
         return GenerationConfig.from_pretrained(location.path, **location.download)
     except OSError:
@@ -193,7 +194,7 @@ def read_generation_config(location: Location) -> GenerationConfig:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """What the configuration beside the weights says of how they are quantized; None where there is none."""
+    """Return the quantization configuration beside the weights; None if there is none."""
     try:
         said, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
     except OSError:  # weights alone
@@ -240,7 +241,7 @@ def _variant(name: str, variant: str | None) -> str:
 
 
 def _cached(location: Location, name: str) -> str | None:
-    """Where a file is, fetched if need be; None where there is none of that name."""
+    """Return the path of a file, fetched if need be; None if there is no file of that name."""
     try:
         return cached_file(
             location.path,

@@ -1,4 +1,4 @@
-"""Which class a configuration stands for; and a model made of nothing but a configuration."""
+"""Finds the class of a configuration, and builds models from a configuration alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def class_of(
 
     Args:
         config: the configuration.
-        location: where it came from, which may have code of its own.
+        location: location: origin of the configuration, which may have code of its own.
         trust_remote_code: allow that code to run here.
 
     Raises:

@@ -67,7 +67,7 @@ class Operation(Node):
     Attributes:
         name: the operation with its overload, as `str` prints it: "aten.cat.default".
         args, kwargs: its arguments; nodes stand for tensors.
-        output: which of its results this is, None where it has one.
+        output: output: index of this result among several, None for a single result.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ShardedNode(Node):
 
 @dataclass(eq=False)
 class Computed(Node, ABC):
-    """A tensor of which a part can be computed from parts of others."""
+    """A tensor; parts of it can be computed from parts of others."""
 
     @property
     @abstractmethod
@@ -101,7 +101,7 @@ class Computed(Node, ABC):
         """A part of it.
 
         Args:
-            cut: what is wanted: dimension → ranges along it, side by side.
+            cut: cut: ranges to read: dimension → ranges along it, side by side.
             rank: whose shards to prefer where several ranks stored the same.
         """
 

@@ -1,4 +1,4 @@
-"""What a cut of an operation's result asks of its operands: the operations that a slice passes through."""
+"""The operations that a slice passes through: from the cut of a result to the cuts of its operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Cut = dict[int, tuple[Range, ...]]
 """What is wanted of a tensor: dimension → ranges along it, side by side. One that is not named is wanted whole."""
 
 Place = dict[int, Range]
-"""Where in a tensor something goes: dimension → range along it."""
+"""Target ranges in a tensor: dimension → range along it."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 """Another view of a tensor."""
@@ -37,8 +37,8 @@ class OperandPart(NamedTuple):
 
     Attributes:
         source: the operand.
-        cut: what to take of it; single where the cut of the result is.
-        then: what makes it the part of the result.
+        cut: cut: part of the operand to take; single if the cut of the result is single.
+        then: then: function that turns it into the part of the result.
     """
 
     source: Node

@@ -31,7 +31,7 @@ def read_shard(
     """One rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
 
     Args:
-        shard: which part.
+        shard: shard: the part.
         rank: whose shards to prefer where several ranks stored the same.
         copy: False gives any view, contiguous or not, for a caller that copies it at once and then releases the node.
         rows_apart: a view of a matrix whose rows are contiguous, but not the matrix, need not be copied either.
@@ -135,7 +135,7 @@ def _run(node: Operation, rank: int | None) -> torch.Tensor:
 
 
 def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
-    """Which stored parts make up a cut: (part, where it goes, what to take of it)."""
+    """Return the stored parts that make up a cut: (part, target, cut of the part)."""
     ranks = sorted(node.parts, key=lambda index: (index != rank, index))
     parts = [node.parts[index] for index in ranks]
     if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:

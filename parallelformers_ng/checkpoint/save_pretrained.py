@@ -51,7 +51,8 @@ def write_pretrained(
     Args:
         model: the model, whose weights are on `meta` or with workers.
         nodes: name of a parameter or buffer → where to read it.
-        max_shard_size, save_original_format: as in `PreTrainedModel.save_pretrained`.
+        max_shard_size, save_original_format: max_shard_size, save_original_format: same as in
+            `PreTrainedModel.save_pretrained`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -106,7 +107,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(tensor: Any) -> Any:
-    """A stand-in on `meta`, by which transformers knows that it has to look up which weights are tied."""
+    """Make a stand-in on `meta`, so that transformers looks up tied weights."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 
@@ -121,7 +122,7 @@ def shard_checkpoint(
 
     Args:
         model: from `load_skeleton`.
-        plan: of the same model.
+        plan: plan: plan of the same model.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)

@@ -78,8 +78,8 @@ def write_index(
     """Write the configuration and, last of all, the index.
 
     Args:
-        plan: of the model.
-        names: what is saved of what the ranks hold.
+        plan: plan: plan of the model.
+        names: names: names of the tensors to save.
         ranks: for each rank what `write_rank` returned.
     """
     write_configs(model, directory)
@@ -115,7 +115,7 @@ def write_index(
 
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """What `save_pretrained` writes besides weights."""
+    """Write the files of `save_pretrained` other than weights."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -181,7 +181,7 @@ class CheckedLeaf(FileLeaf):
     """A tensor in a file whose bytes are compared with their checksum when a process first reads it.
 
     Attributes:
-        checksum: what it must be.
+        checksum: checksum: expected checksum.
     """
 
     checksum: int
@@ -205,7 +205,7 @@ def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> Chec
 
 
 def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> dict[str, list[str]]:
-    """Which tensors a rank writes to which file."""
+    """Divide the tensors of a rank over its files."""
     own = {name: plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero}
     shared = {name: tensor for name, tensor in own.items() if tensor.is_replicated and rank == 0}
     cut = {name: tensor for name, tensor in own.items() if not tensor.is_replicated}

@@ -115,8 +115,8 @@ class _SkeletonPickler(ReferencePickler):
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:
-    """The tables of forward hooks with those that are part of how a model computes. The caller's go with each call, and
-    those by which transformers records outputs each copy of a model installs itself."""
+    """Replace the tables of forward hooks by tables of hooks that belong to the model's computation. The caller's
+    hooks go with each call; each copy of a model installs transformers' recording hooks itself."""
     return {
         table: OrderedDict(
             (number, hook)

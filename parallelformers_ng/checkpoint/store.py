@@ -130,7 +130,7 @@ class ShardStore:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """One rank's part of what the ranks hold, mapped for as long as it is used."""
+        """One rank's part of the weights, mapped while it is used."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -167,7 +167,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
     The descriptors may be closed afterwards; the mappings live as long as the tensors.
 
     Args:
-        fds: of its own region, the shared one, and the one that is a file.
+        fds: fds: descriptors of its own region, of the shared one, and of the file.
     """
     layout = Layout(plan)
     mappings = {
@@ -233,7 +233,7 @@ def take_back(
 
     Args:
         read: gives a tensor, whole; the second argument says whether it may then be let go where it was.
-        names: which; all by default.
+        names: names: names of the tensors; all by default.
     """
     for group in names_of_each(model, plan, names):
         # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.

@@ -1,4 +1,4 @@
-"""What parallelization gives on this machine: prefill and decode of a model on its workers, against one process."""
+"""Compares parallelization with one process on this machine: prefill and decode of a model."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Report:
     """Figures of one model, one value for each round.
 
     Attributes:
-        model: what was asked for.
+        model: model: name or path of the model.
         random_weights: whether it came without weights.
-        device, ranks: where the workers ran, and how many.
+        device, ranks: device, ranks: device and number of the workers.
         prompt, tokens: lengths in tokens.
         weight_bytes: bytes of weights that a decoded token reads: all but the rows of an embedding that is not tied to
             the head (a mixture of experts reads fewer).
         bandwidth: bytes per second that the devices read together, measured before the first round.
-        scheme: of which the ranks hold weights, None as the model has them.
-        held_bytes: what a decoded token reads of the weights as the ranks hold them.
+        scheme: scheme: scheme of the ranks' weights, None for the model's own.
+        held_bytes: held_bytes: bytes of weights that a decoded token reads on the ranks.
         prefill, decode: contestant → tokens per second, round by round.
     """
 
@@ -142,7 +142,7 @@ def bench(
 
     Raises:
         UnsupportedModelError: the model does not generate.
-        ParallelError: what `parallelize` raises.
+        ParallelError: ParallelError: `parallelize` failed.
     """
     if min(prompt, tokens, rounds) < 1:
         raise ValueError(f"bench: prompt {prompt}, tokens {tokens} and rounds {rounds} must all be at least 1")

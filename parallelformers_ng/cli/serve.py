@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reader(kind: Any) -> type:
-    """What makes a value of that type, or of that an item of which is, of a word."""
+    """Return the converter for one command-line word: for a type, or for the items of a list type."""
     among = set(_types(kind))
     return float if float in among else int if int in among else str
 

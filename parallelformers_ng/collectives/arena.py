@@ -48,8 +48,8 @@ def arena_bytes(world_size: int, slot_bytes: int) -> int:
 
 
 class Arena:
-    """An arena mapped into this process: its words by name. The parent makes one with `Arena.create` and hands its `fd`
-    to the workers, each of which maps it.
+    """An arena mapped into this process: its words by name. The parent makes one with `Arena.create`, and each worker
+    maps its `fd`.
 
     It is anonymous memory. Nothing of it has a name in the file system, so nothing can leak; it lives as long as a
     process has it open.
@@ -88,8 +88,8 @@ class Arena:
             slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message goes in several rounds.
             one_shot_bytes: with three ranks or more, a sum up to this size in bytes is taken by every rank for
                 itself (one round); a larger one is reduce-scattered and gathered (two rounds, less traffic).
-            cpus: how many CPUs the ranks have together, by default this process's. Where they are fewer than the
-                ranks, a rank that waits gives its CPU up at once: a spin would only keep off the peer it waits for.
+            cpus: cpus: number of CPUs of all ranks together, by default this process's. If there are fewer CPUs than
+                ranks, a waiting rank gives up its CPU at once: a spin would only delay the peer that it waits for.
 
         Raises:
             ValueError: `world_size` is out of range.
@@ -194,8 +194,8 @@ def available_memory() -> int:
     """Return the bytes that can be had without swapping: of the machine, or of this process's control groups if they
     have less.
 
-    The kernel's own tmpfs, where a memfd lives, has no limit: a reservation beyond this would not fail but bring on
-    the out-of-memory killer, which ends other processes first.
+    The kernel's own tmpfs, which holds memfds, has no limit. A reservation beyond this would not fail: it would wake
+    the out-of-memory killer, and that ends other processes first.
     """
     with open("/proc/meminfo") as lines:
         for line in lines:

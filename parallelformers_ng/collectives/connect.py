@@ -1,4 +1,4 @@
-"""Which backend serves a group, and how a rank joins it."""
+"""Chooses the backend of a group, and connects a rank."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def connect(
         backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
             memory, or gloo where its C was not built.
         rank, world_size: this rank and the number of ranks, of this host.
-        device: where the tensors of the collectives live.
+        device: device: device of the tensors.
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
         rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
-        span: where the group has ranks on other hosts, too: `number` of this one, `counts` of the ranks of each, the
-            `address` at which the others know this one, and of the first rank here `links`: number of another host →
-            socket, and keys of its connection there.
+        span: span: places of the ranks on other hosts, if there are any: `number` of this host, `counts` of ranks per
+            host, the `address` of this host for the others, and, for the first rank here, `links`: number of another
+            host → socket, and keys of its connection there.
     """
     arena = Arena(arena_fd, world_size)
     backend = chosen_backend(backend, device.type)

@@ -70,7 +70,7 @@ class _Link:
 
         Raises:
             DivergedError: another record came.
-            ProtocolError: what came was not signed by the other leader.
+            ProtocolError: ProtocolError: a record has a wrong signature.
         """
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
@@ -109,7 +109,7 @@ class Links:
     Args:
         host: number of this host.
         connections: number of each other host → the connection to its leader, and its keys.
-        arena: that of this host, with the abort word.
+        arena: arena: arena of this host, with the abort word.
         timeout: how long to wait for another leader, in seconds.
     """
 
@@ -123,10 +123,10 @@ class Links:
         self._generation = self._step = 0
 
     def exchange(self, own: Buffer, sizes: Sequence[int]) -> list[Buffer]:
-        """What the leaders of all hosts hold, in the order of the hosts.
+        """Exchange the values of the leaders of all hosts; return them in the order of the hosts.
 
         Args:
-            own: what this one holds.
+            own: own: value of this host.
             sizes: bytes of each; those of a host that contributes nothing do not travel.
 
         Raises:

@@ -103,7 +103,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raises what a status of the kernel stands for; where this rank is the first to know, its peers are told."""
+        """Raise the error of a kernel's status. If this rank is the first to know, tell its peers."""
         if status == DONE:
             return
         if status == ABORTED:

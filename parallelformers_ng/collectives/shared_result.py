@@ -21,13 +21,13 @@ _WORD, _LINE = 8, 64
 
 
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
-    """What `compute` gives on rank `source`, on every rank. All call this together; what `compute` raises, the caller
-    makes known by an abort, as in any collective.
+    """Return the result of `compute` on rank `source` to every rank. All ranks call this together. If `compute` raises,
+    the caller aborts, as in any collective.
 
     Args:
         source: the rank whose result counts.
         compute: makes it; None on a rank that only takes it. Others may compute too, and keep what they have.
-        device: where the communicator's tensors are.
+        device: device: device of the communicator's tensors.
     """
     result: Any = None if compute is None else compute()
     if communicator.world_size == 1:

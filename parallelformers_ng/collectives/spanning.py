@@ -64,12 +64,12 @@ class SpanningNcclCommunicator(NcclCommunicator):
     Args:
         between: the same ranks, for what NCCL needs in order to connect. It belongs to this communicator.
         place: this rank's among those of its host.
-        arena: that of its host.
+        arena: arena: arena of its host.
         address: at which this host is known to the others. NCCL is kept to its interface.
-        timeout, device: as in NcclCommunicator.
+        timeout, device: timeout, device: same as in NcclCommunicator.
 
     Raises:
-        StartupError: as NcclCommunicator; or no interface has the address.
+        StartupError: StartupError: see NcclCommunicator; also if no interface has the address.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
     @contextlib.contextmanager
     def _abort_for_failure(self) -> Iterator[None]:
-        """Where NCCL fails it is often since a peer on another host has aborted: what that raised is the cause."""
+        """If NCCL fails, a peer on another host has often aborted first: its error is the cause."""
         try:
             yield
         except dist.DistBackendError as error:

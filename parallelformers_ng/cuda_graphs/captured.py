@@ -1,16 +1,15 @@
 """`parallelize(decode="cuda_graphs")`: a decode step is recorded once and then only run again, without its Python.
 
-The prompt's pass runs as it is. Of the steps that follow, alike in the shapes of their arguments, the first runs as it
-is and is watched, the second is recorded, and the recording serves from then on, also in later calls: what it reads and
-writes lies in memory that stays, its arguments in buffers and the keys and values in a cache whose memory is reused.
+The prompt's pass runs plainly. Of the following steps of equal argument shapes, the first runs plainly and is watched.
+The second is recorded, and the recording serves from then on, also in later calls. It reads and writes memory that
+stays: arguments in buffers, keys and values in a cache whose memory is reused.
 
 Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache is made for its bucket, and a call with fewer rows works
 on the first of them: the prompt's pass and the reordering of beams see a view of just those, while the recorded step
 takes all. The rows of a step do not mix, so what the others compute is never looked at.
 
-No recording is trusted unseen. What it freezes besides shapes (a position that the model counts in Python, say) would
-show at another position, so at its first two steps, of which only one is that of the recording, the step is run both
-ways from the same state, and the logits must agree.
+No recording is trusted unseen. It freezes more than shapes: a position counted in Python, for example, and that would
+show at another position. So its first two steps run both ways from the same state, and the logits must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Forward = Callable[..., Any]
 """The forward of a model."""
 
 PROOFS = 2
-"""Steps at which a recording is compared with the step as it is."""
+"""Number of steps that compare a recording with the plain step."""
 
 MOST_KINDS_OF_STEP = 64
 """Recordings of one cache; a model that needs more gives its steps a number that changes from one to the next."""
@@ -46,8 +45,8 @@ class CapturedStep:
 
     Args:
         run: the model's forward.
-        arguments: what the step was given, the cache among it.
-        reusable: that cache.
+        arguments: arguments: arguments of the step, with the cache.
+        reusable: reusable: the cache among them.
         width: rows that the recording computes.
         communicator: the ranks, whose exchanges are in the recording.
 
@@ -124,7 +123,7 @@ class CapturedSteps:
     """The recorded steps of one rank's model.
 
     Args:
-        recorder: what records them.
+        recorder: recorder: recorder of the steps.
         communicator: the ranks, which record and give up together.
 
     Attributes:
@@ -148,7 +147,7 @@ class CapturedSteps:
 
     @contextlib.contextmanager
     def capturing(self, model: Any) -> Iterator[None]:
-        """Within it, `model.generate` over a static cache has its steps captured, where that can be."""
+        """Within it, `model.generate` over a static cache has its steps captured if possible."""
         self.reason = _model_obstacle(model)
         if self.reason:
             yield
@@ -177,11 +176,11 @@ class CapturedSteps:
         """The cache for so many rows, or a few more.
 
         Args:
-            tokens: that it has to have room for.
+            tokens: tokens: least room, in tokens.
             length: tokens of one that has to be made, by `make`.
 
         Returns:
-            None, and a `reason`, where the model's has no reusable form.
+            None, and a `reason`, if the model's cache has no reusable form.
         """
         self.reason = ""
         bucket = bucket_of(rows)
@@ -205,7 +204,7 @@ class CapturedSteps:
         return self._step(reusable, model.forward, (), arguments)
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
-        """What transformers asks for once a call, when all lengths are known: here a reusable static cache."""
+        """Return a reusable static cache. transformers asks for one once a call, when all lengths are known."""
         tokens = how["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
@@ -286,8 +285,8 @@ class CapturedSteps:
 
 
 def odd_output(output: Any, cache: Any) -> str:
-    """What a step's output has besides the logits and the cache, which are all that a recording gives; "" where it has
-    no more."""
+    """Name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are no
+    more."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")

@@ -1,9 +1,9 @@
 """`parallelize(decode="compile")` and `"cuda_graphs"`: decode steps over caches of a fixed size.
 
-transformers compiles the forward of a decode step where the cache is static; the prompt's own pass stays as it is. What
-is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask
-for the same cache, and for no compiler; `captured.py` does the rest, on the workers. On CUDA devices that is the
-default, for calls that would not notice, until a device shows that it cannot.
+transformers compiles the forward of a decode step if the cache is static; the prompt's pass stays plain. This file asks
+for that if it is possible, and says so if it is not. Steps that become CUDA graphs need the same cache and no compiler;
+`captured.py` does the rest, on the workers. On CUDA devices that is the default, for calls that would not notice, until
+a device shows that it cannot.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class StaticSteps:
 
     Attributes:
         options: arguments of `generate` that ask for it.
-        without: what is said where a call cannot have it.
+        without: without: message for a call that cannot have it.
         captured: whether they become CUDA graphs.
-        by_default: whether nobody asked for it. A call then has it only if its answer is of the same kind without it,
-            and no call has it after one that could not.
+        by_default: by_default: whether the mode is a default. A call then uses it only if its answer is of the same
+            kind without it, and no call uses it after a failure.
     """
 
     options: Mapping[str, Any]
@@ -46,7 +46,7 @@ class StaticSteps:
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
-    """What `parallelize` was asked for.
+    """The decode mode of `parallelize`.
 
     Args:
         decode: its argument.
@@ -123,8 +123,8 @@ def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_s
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
 
-    On accelerators transformers compiles steps over a static cache unasked, in a mode that records them as CUDA graphs;
-    of several ranks, each would record the others' exchanges. Where the caller says how to compile, that holds.
+    On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
+    several ranks, each would record the others' exchanges. If the caller says how to compile, that holds.
     """
     given = {**arguments}
     config = given.get("generation_config") or model.generation_config

@@ -1,4 +1,5 @@
-"""What records a decode step and runs it again, a CUDA graph; what a step is given; what in it cannot be recorded."""
+"""Records a decode step as a CUDA graph and runs it again; also the arguments of a step, and the parts that cannot
+be recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
-"""Arguments whose first dimension is that of the rows, where they have so many dimensions."""
+"""Arguments whose first dimension is the rows, with their number of dimensions."""
 
 
 class CudaRecorder:

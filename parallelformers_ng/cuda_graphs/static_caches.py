@@ -22,7 +22,7 @@ def bucket_of(rows: int) -> int:
 
 
 class ReusableLayer(StaticLayer):
-    """A layer whose memory has a bucket of rows, of which a call uses the first few.
+    """A layer with memory for a bucket of rows. A call uses the first few.
 
     `keys` and `values`, `[rows, heads, tokens, width]`, are views of it, so that whatever transformers does with a
     layer it does as in one of its own. `renew` makes it look as it did before its first use.
@@ -157,9 +157,9 @@ class ReusableCache:
         length: tokens that it has room for.
 
     Attributes:
-        layers: those that hold something.
-        steps: what was recorded of the steps that write to it: None for one that was seen once, a reason where one is
-            not to be recorded. Whoever has a layer take memory elsewhere has them forgotten.
+        layers: layers: layers that hold something.
+        steps: steps: recordings of the steps that write to it: None for a step seen once, a reason for a step that is
+            not recorded. A layer that moves to other memory forgets them.
     """
 
     def __init__(self, cache: StaticCache, length: int) -> None:
@@ -234,7 +234,7 @@ class ReusableCache:
 
     @property
     def phase(self) -> tuple[bool, ...]:
-        """What a step depends on besides tensors: which windows are full."""
+        """Return the state that a step depends on besides tensors: which windows are full."""
         return tuple(layer.is_full for layer in self._windows)
 
     def advance(self) -> None:

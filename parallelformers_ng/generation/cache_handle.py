@@ -16,7 +16,7 @@ from parallelformers_ng.generation.caches import SUBCACHES, CacheInfo
 
 
 class Registry(Protocol):
-    """What a handle is entered in: it knows the workers that hold the cache, and asks them."""
+    """The registry of a handle: it knows the workers that hold the cache, and asks them."""
 
     @property
     def incarnation(self) -> int | None:
@@ -183,8 +183,8 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
-    that object becomes the handle."""
+    """Return a handle for cache `number` of the workers of `incarnation`. If the caller already holds an object for
+    it, that object becomes the handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)

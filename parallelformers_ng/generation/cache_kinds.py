@@ -93,7 +93,7 @@ def check_kind(kind: str | None, device: str, decode: Any) -> None:
 
 
 def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
-    """`kind`, where a model's caches can be kept so.
+    """Return `kind` if a model's caches can be kept so.
 
     Raises:
         ParallelError: they cannot; it says why.

@@ -21,7 +21,7 @@ _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
 
 
 class Workers(Protocol):
-    """What has a group of workers, and starts another in the place of one that died."""
+    """The holder of a group of workers, which replaces a group that died."""
 
     @property
     def incarnation(self) -> int:
@@ -68,7 +68,7 @@ class CacheRegistry:
     # -- with requests -------------------------------------------------------------------------------------------
 
     def send(self, cache: Cache, sent: dict[int, Cache]) -> Handle:
-        """What goes to the workers for a cache, which is noted in `sent` by its number.
+        """Return the value that stands for a cache in a message; note the cache in `sent` by its number.
 
         Raises:
             ParallelError: it is another model's, or was filled in this process.
@@ -120,11 +120,11 @@ class CacheRegistry:
         return freed
 
     def free_after_failure(self, incarnation: int, numbers: list[int], sent: Mapping[int, Cache] | None = None) -> None:
-        """What a failed request should have freed, or made and nobody will ever hold.
+        """Free the caches that a failed request should have freed, or has made.
 
         Args:
-            incarnation: of the workers that the request was for.
-            numbers: of caches and blocks.
+            incarnation: incarnation: incarnation of the request's workers.
+            numbers: numbers: numbers of caches and blocks.
             sent: caches that went with the request, by number. Handles among them are used no more before the ranks
                 were asked; of the caller's own empty ones, what the ranks may have begun to fill is dropped.
         """

@@ -1,4 +1,4 @@
-"""Key/value caches that stay in the worker: each rank keeps those of its own heads, the caller holds a handle."""
+"""Key/value caches that stay in the worker: each rank keeps its own heads, the caller holds a handle."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from parallelformers_ng.wire.frame import Handle
 
 @dataclass
 class CacheInfo:
-    """What a handle can answer by itself.
+    """Facts about a cache, which a handle answers by itself.
 
     Attributes:
-        module, name: of the cache's class.
+        module, name: module, name: place and name of the cache's class.
         lengths: tokens held by each layer, -1 for a layer that does not count them.
         batch_size: rows, -1 before the first update.
         flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
@@ -94,7 +94,7 @@ class CacheTable:
         return getattr(cache, subcache) if subcache else cache
 
     def info(self, number: int) -> CacheInfo:
-        """What a cache has become."""
+        """Return the facts about a cache as it is now."""
         return info_of(self._held[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
@@ -125,7 +125,7 @@ class CacheTable:
                 del self._ids[id(cache)]
 
     def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """What the caller gets for a cache.
+        """Return the caller's handle for a cache.
 
         Args:
             cache: one that is held, or will be from now on.

@@ -64,8 +64,7 @@ def _in_place(concatenate: Any) -> Any:
 def extended(
     layer: Any, tokens: int, key_like: Tensor | None = None, value_like: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Lengthen what a layer holds by so many tokens, whose keys and values are for the caller to write. In inference
-    mode only.
+    """Lengthen the layer's keys and values by so many tokens; the caller writes them. In inference mode only.
 
     Args:
         layer: a `DynamicLayer`.

@@ -32,7 +32,7 @@ class ObjectState:
 
     Args:
         roots: the objects.
-        there: what to send for a value besides the parts; by default itself.
+        there: there: function that returns the stand-in for a value in the message; by default the value itself.
         with_globals: their functions were sent by value, so that global variables, defaults and attributes of these are
             parts as well.
     """
@@ -188,7 +188,7 @@ class _Global:
     name: str
 
     def held(self) -> dict[str, Any]:
-        """Its name and value, where it has one."""
+        """Return its name and value if it has a name."""
         return {self.name: self.namespace[self.name]} if self.name in self.namespace else {}
 
 

@@ -30,7 +30,8 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
             return usual(tensor, index)
         slices = tuple(map(_slice, given))
         part = usual(tensor, slices) if _BASIC.issuperset(map(type, slices)) else None
-        # It is a copy, as that of a list. Where the number is out of range, it has nothing, and a list's error says so.
+        # It is a copy, as that of a list. If the number is out of range, nothing is selected, and the error of a list
+        # says so.
         return usual(tensor, index) if part is None or not part.numel() else part.clone()
 
     return indexed

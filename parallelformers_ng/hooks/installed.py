@@ -24,7 +24,7 @@ class InstalledHooks:
 
     Args:
         model: the rank's model.
-        hand_out: what the caller gets for a cache.
+        hand_out: hand_out: function that returns the caller's handle for a cache.
     """
 
     def __init__(self, model: nn.Module, hand_out: Callable[[Cache], Handle]) -> None:
@@ -61,7 +61,7 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """What the hooks noted in the call of that number; None where they were not installed for it."""
+        """Return the notes of the hooks in the call of that number; None if they were not installed for it."""
         if self._state is None or number != self._number:
             return None
         return self._state.changes(), {place: self._there(value) for place, value in self._attributes.items()}

@@ -37,11 +37,11 @@ class Hook:
     """One forward hook.
 
     Attributes:
-        path: of the module that has it.
+        path: path: path of the module with the hook.
         kind: the module's table that holds it.
         number: its place in that table.
-        call: what is called.
-        with_kwargs, always: as it was registered.
+        call: call: function or object to call.
+        with_kwargs, always: with_kwargs, always: options of the registration.
     """
 
     path: str
@@ -58,7 +58,7 @@ class PackedHooks:
 
     Attributes:
         data: a pickle.
-        tensors: what it refers to by number.
+        tensors: tensors: tensors that the pickle names by number.
         parts: how many mutable parts `ObjectState` finds in them, there as here.
     """
 

@@ -1,4 +1,4 @@
-"""Which hooks the modules of a parallelized model have, and which they cannot have."""
+"""The forward hooks on the modules of a parallelized model, and the refusal of hooks that cannot work."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class CallHooks:
     """The hooks of one call.
 
     Attributes:
-        packed: as they travel.
+        packed: packed: the hooks, ready to be sent.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:

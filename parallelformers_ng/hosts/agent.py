@@ -1,9 +1,9 @@
 """The agent: what stands on a host for the caller of a group. It starts the host's ranks, steers them and ends them.
 
-It calls the caller, over TCP, and connects each rank to the caller and the first one to those of the other hosts. Then
-it hands these connections over: what ranks say does not pass through it. To its ranks it is what a caller is on one
-host, so all of `runtime` is as it is there: memory that they share, the process that forks them, and the pipes by which
-the kernel ends them with the agent.
+It calls the caller over TCP, connects each rank to the caller, and connects the first rank to the first ranks of other
+hosts. Then it hands these connections over: the ranks' messages do not pass through it. To its ranks it is the caller
+of a single host, so `runtime` works as there: shared memory, the process that forks ranks, and the pipes by which the
+kernel ends them with the agent.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name)
 
 
 def machine() -> str:
-    """What tells this machine, since it was started, from all others."""
+    """Return an id of this machine since its start."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """What a connection of a group is for."""
+    """Return the purpose of a connection of a group."""
     return f"{what} {number} {token.hex()}".encode()
 
 
@@ -49,10 +49,10 @@ def serve(made: tuple[socket.socket, Session], address: Address, key: bytes, num
 
     Args:
         made: the connection to the caller, whose purpose is `host NUMBER`.
-        address: where the caller listens.
-        key: what it knows.
-        number: of this host among those of the group.
-        name: what errors call this host; by default, its own name.
+        address: address: address at which the caller listens.
+        key: key: the group's key.
+        number: number: number of this host in the group.
+        name: name: name of this host in errors; by default, its own name.
     """
     connection, session = made
     control = SignedChannel(connection, session)
@@ -82,8 +82,8 @@ class _Agent:
 
     Args:
         control: to the caller.
-        listener: where agents of other hosts call.
-        order: what the caller wants started.
+        listener: listener: listener for agents of other hosts.
+        order: order: the caller's order for the start.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class Connection:
     last that uses it, by `close` or by dropping it.
 
     Args:
-        options: which cluster.
+        options: options: options of the cluster.
 
     Raises:
         ParallelError: Ray is not installed, or this process is connected to another cluster.
@@ -71,7 +71,7 @@ class Connection:
 
     @staticmethod
     def nodes() -> list[dict[str, float]]:
-        """What each node of the cluster has in all."""
+        """Return the resources of each node of the cluster."""
         return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
     @staticmethod
@@ -87,7 +87,7 @@ class RayHosts:
     """A `Launcher`: a placement group, and an agent on each of its hosts.
 
     Args:
-        options: of the user.
+        options: options: options of the user.
         connection: to the cluster, which it closes.
         width: ranks of each bundle.
     """
@@ -152,7 +152,7 @@ class RayHosts:
         return {bundle: ray.get(answer) for bundle, answer in asked.items()}
 
     def _in_bundle(self, bundle: int, devices: int = 0) -> dict[str, Any]:
-        """Options of what is to run in a bundle, with so many of its devices."""
+        """Return the options of a task or actor in a bundle, with so many of its devices."""
         place = _ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
         return {
             "num_cpus": self._options.cpus,
@@ -190,7 +190,7 @@ class RayHosts:
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
-    """What Ray is asked to reserve for the ranks of a stage, on one node; where there are no stages, for a rank."""
+    """Return the resources to reserve for the ranks of a stage, on one node; without stages, for a rank."""
     each = {"CPU": options.cpus, **({"GPU": 1} if device == "cuda" else {}), **options.resources}
     return {name: amount * width for name, amount in each.items()}
 
@@ -200,8 +200,8 @@ def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[
     1 where there is no room for all of them.
 
     Args:
-        bundle: what one takes.
-        nodes: what each node has.
+        bundle: bundle: resources of one bundle.
+        nodes: nodes: resources of each node.
     """
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
     widths = [width for width in range(1, world_size + 1) if world_size % width == 0]

@@ -32,7 +32,7 @@ KEY = "PARALLELFORMERS_NG_KEY"
 """The environment variable with what only the nodes of a job know."""
 
 INTERFACE = "PARALLELFORMERS_NG_ADDRESS"
-"""The environment variable with the address at which the caller's node is reached, where that is not MASTER_ADDR."""
+"""The environment variable with the address of the caller's node, if it is not MASTER_ADDR."""
 
 _KEY_LENGTH = 32
 _POLL_SECONDS = 60.0
@@ -96,7 +96,7 @@ def _serve() -> NoReturn:
 
 
 def _announced() -> Address:
-    """Where the caller listens, once it does."""
+    """Publish the address at which the caller listens."""
     store = _store()
     while True:
         with contextlib.suppress(dist.DistStoreError):  # not yet
@@ -106,8 +106,8 @@ def _announced() -> Address:
 
 
 def _store() -> dist.Store:
-    """That in which the processes of the job find each other, which torchrun itself has opened. Anybody who reaches it
-    can read it and write to it, so that nothing secret goes through it, and what it says is trusted with nothing."""
+    """Return the store of torchrun, through which the processes of the job find each other. Anybody who reaches it
+    can read and write it: so no secret goes through it, and its content is not trusted."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     made = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
@@ -115,7 +115,7 @@ def _store() -> dist.Store:
 
 
 def _key() -> bytes:
-    """What all nodes know; with one node, what nobody else needs to."""
+    """Return the key that all nodes know; with one node, a random key."""
     if _number("GROUP_WORLD_SIZE") == 1:
         return secrets.token_bytes(_KEY_LENGTH)
     text = os.environ.get(KEY, "")
@@ -157,7 +157,7 @@ class Torchrun:
         return self._listener, [world_size // nodes] * nodes
 
     def check(self) -> None:
-        """The agents end with this process; where one dies, torchrun ends the job."""
+        """The agents end with this process; if one dies, torchrun ends the job."""
 
     def close(self, patient: bool) -> None:
         """The agents wait for the next group."""

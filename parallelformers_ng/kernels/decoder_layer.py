@@ -1,5 +1,5 @@
-"""Llama's decoder layer and its many copies for one new token of each sequence: two calls of `_layer.h`, one for each
-half, and the sums over the ranks behind them, where the modelling code takes some fifty operators.
+"""Llama's decoder layer and its many copies for one new token of each sequence. Two calls of `_layer.h`, one for each
+half, and a sum over the ranks behind each, replace some fifty operators of the modelling code.
 
 The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. The modules stay what they are and serve
 whatever the kernel does not: prompts, gradients, hooks, other caches.
@@ -68,7 +68,7 @@ class FusedDecoderLayer(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
-        """What the kernel knows of this layer, remembered for as long as it is so."""
+        """Return the kernel's arguments for this layer, kept until something changes."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = AttentionHalf.of(self), FeedHalf.of(self)
@@ -114,7 +114,7 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Itself, None where a module has a forward of its own, which must be called."""
+        """Return the module, None if a module has a forward of its own, which must be called."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
@@ -141,7 +141,7 @@ class AttentionHalf(_Half):
 
     @classmethod
     def of(cls, layer: Any) -> AttentionHalf | None:
-        """That of a decoder layer, None where the kernel does not compute it."""
+        """Return the kernel's view of a decoder layer, None if the kernel does not compute the layer."""
         attention = layer.self_attn
         kind: type = type(attention)
         if kind.__bases__[0] is HeadParallel:
@@ -176,8 +176,8 @@ class AttentionHalf(_Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """What `run` needs besides the cache, given the arguments of the layer; None where the kernel does not compute
-        them."""
+        """Return the arguments of `run` besides the cache, from the layer's arguments; None if the kernel does not
+        compute them."""
         cache = others.pop(CACHE, None)
         if (
             not self.may_stand_for_modules(hidden)
@@ -206,7 +206,7 @@ class AttentionHalf(_Half):
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """What the attention adds to `hidden`."""
+        """Return the attention's contribution to `hidden`."""
         out, places = torch.empty_like(hidden), self.lengthen(cache)
         _decode.attention_half(
             *self.static, *places, hidden.data_ptr(), out.data_ptr(), *step.positions, *step.mask,
@@ -231,7 +231,7 @@ class AttentionHalf(_Half):
 
 
 class Step:
-    """What all layers of a step share, looked at once.
+    """The shared facts of all layers in a step, looked up once.
 
     Attributes:
         rows: sequences.
@@ -294,7 +294,7 @@ class FeedHalf(_Half):
 
     @classmethod
     def of(cls, layer: Any) -> FeedHalf | None:
-        """That of a decoder layer, None where the kernel does not compute it."""
+        """Return the kernel's view of a feed-forward, None if the kernel does not compute it."""
         mlp = layer.mlp
         kind: type = type(mlp)
         if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
@@ -307,7 +307,7 @@ class FeedHalf(_Half):
         return cls(mlp, linears, norms).unless_patched() if fits else None
 
     def fits(self, hidden: Tensor, attended: Tensor) -> bool:
-        """Whether the kernel computes it for what came into the layer and what its attention adds."""
+        """Return whether the kernel computes this layer's input and the attention's contribution."""
         alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
         return alike and self.may_stand_for_modules(hidden)
 

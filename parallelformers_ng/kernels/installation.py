@@ -37,7 +37,8 @@ _logger = logging.getLogger(__name__)
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of what the kernels can serve, where the kernels are there. They use as many threads as torch.
+    """Change the classes of modules that the kernels can serve, if the kernels were built. They use as many threads as
+    torch.
 
     With several threads, layers that are called one by one are left to torch, whose threads do not sleep in between;
     but not those of integers, which torch would have to widen first.

@@ -1,4 +1,4 @@
-"""What a decode step on a device computes in fewer kernels, and with fewer bytes, than the modelling code takes.
+"""Parts of a decode step on a device, in fewer kernels and fewer bytes than the modelling code.
 
 | what | kernels, bytes | before |
 | --- | --- | --- |

@@ -30,7 +30,7 @@ except ImportError as error:  # installed without a compiler, or a clone that hi
     logging.getLogger("parallelformers_ng").debug("decode steps are computed in torch: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-# Where the processor multiplies bfloat16 in vectors alone, torch does so twice as fast as the kernel, which widens it.
+# If the processor multiplies bfloat16 in vectors alone, torch is twice as fast as the kernel, which widens it.
 _IN_VECTORS = torch.cpu._is_avx512_bf16_supported() and not getattr(_decode, "HAS_TILES", False)
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _IN_VECTORS else 32}
 """With more rows torch's matrix product is as fast or faster."""
@@ -178,8 +178,8 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def install_attention() -> None:
-    """From now on the models of this process that ask transformers for "sdpa" get the kernel for single queries, where
-    it is there and torch has one thread. Idempotent."""
+    """Give models of this process that ask transformers for "sdpa" the kernel for single queries, if it was built
+    and torch has one thread. Idempotent."""
     if _decode is not None and torch.get_num_threads() == 1:
         usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if not hasattr(usual, "__wrapped__"):
@@ -280,8 +280,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 class Guard:
-    """The conditions under which a kernel may do the work of modules without calling them: their parameters are those
-    whose addresses it has, and none has a hook.
+    """The conditions under which a kernel may replace modules without calling them: their parameters are at the known
+    addresses, and no module has a hook.
 
     It is asked at each step, of hundreds of modules, and answers with a few passes over flat lists.
 

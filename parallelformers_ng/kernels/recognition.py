@@ -1,4 +1,4 @@
-"""What a class of transformers computes, known by the instructions of its forward, under whatever name it goes."""
+"""Recognises the computation of a transformers class by the instructions of its forward, under any name."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
                       x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
 
-A decode step on a device is many small products: one in the place of three is launched once, and reads its input once.
-The weights lie side by side in one tensor, of which each layer has a view, so that each stays what it was, to whoever
-saves it, hooks it or gives it another weight.
+A decode step on a device is many small products. One product in the place of three is launched once, and reads its
+input once. The weights lie side by side in one tensor, and each layer has a view of it: saving, hooks and new weights
+work as before.
 
-Which layers these are is not told by names. Those of one module that take inputs of one width are laid side by side,
-and are computed as one from the pass on in which all were given the same tensor, and one product gave what they did.
+Names do not tell these layers. Layers of one module with inputs of one width are laid side by side. They are computed
+as one after a pass in which all got the same tensor and the single product gave equal results.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """See what a layer gives, computed by itself, as long as it is not known whether the layers agree."""
+        """Watch a layer that is computed by itself, until it is known whether the layers agree."""
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
                 return self.part()
@@ -105,7 +105,7 @@ class SideBySide:
                 self.part()
 
     def output(self, layer: nn.Linear, input: Tensor) -> Tensor:
-        """What a layer gives, one of those that agree."""
+        """Return the output of one of the layers that agree."""
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
         if self._outputs or any(held.get(name) is not tensor for held, name, tensor in self._held):

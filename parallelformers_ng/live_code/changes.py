@@ -22,7 +22,7 @@ ABSENT = b""
 """The digest of a place that holds nothing."""
 _NOTHING = object()
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
-"""Where transformers 5.17 notes the classes of the models that a process has built, which are others in a rank."""
+"""transformers 5.17 notes the classes of all models of a process there, and a rank builds other models."""
 
 
 def attentions_of(model: nn.Module) -> set[str]:

@@ -86,8 +86,8 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """The globals in which the code that `reach` follows looks names up: name of the module → dictionaries. Code that
-    came by value has globals of its own, which no import finds."""
+    """Collect the globals in which code that `reach` follows looks up names: name of the module → dictionaries. Code
+    that came by value has globals of its own, and no import finds them."""
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
     return {name: [*scopes.values()] for name, scopes in walk.scopes.items()}

@@ -1,5 +1,5 @@
-"""What peft puts around a model, while that is parallelized: these objects stay what they are, in the caller. What they
-ask of the model within goes to the workers; what they would do to its weights is refused."""
+"""peft's objects around a model while it is parallelized. They stay in the caller: calls of the inner model go to
+the workers, and changes of its weights are refused."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__: Any) -> Iterator[None]:
-    """What peft does around a forward and a `generate` for `adapter_names`: here, have the call run with the one named.
+    """Replace peft's handling of `adapter_names` around a forward and a `generate`: run the call with the named
+    adapter.
 
     Raises:
         ParallelError: there are several.
@@ -171,8 +172,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
-    """A state dict in which those tensors are gathered that peft writes of some adapters; the others stay where they
-    are.
+    """Return a state dict with the tensors that peft writes for some adapters; other tensors stay on the workers.
 
     Args:
         embeddings: whether those of the model are written too; "auto" as peft chooses.

@@ -1,5 +1,5 @@
-"""What goes with a call besides its arguments: where the random numbers begin, and what the caller has changed in the
-model's configurations and modules and the workers do not know yet."""
+"""State that goes with a call besides its arguments: the start of its random numbers, and the caller's changes of
+configurations and modules that the workers do not know yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
 
 
 class RandomStream:
-    """What calls without a seed of their own follow.
+    """The random stream of calls without a seed of their own.
 
     Args:
         seed: begins a stream of the model's own; None: calls follow the caller's generator.
@@ -94,7 +94,7 @@ class Snapshot:
 
 
 class Edits:
-    """What the caller has changed since the model was parallelized, and which of it the workers do not know yet.
+    """The caller's changes since the model was parallelized, and the ones that the workers do not know yet.
 
     Args:
         model: the model, as the workers have it.
@@ -127,7 +127,7 @@ class Edits:
             only_step: look at the code of a forward pass alone.
 
         Raises:
-            ParallelError, NotPortableError: as `LiveCode.update`.
+            ParallelError, NotPortableError: ParallelError, NotPortableError: see `LiveCode.update`.
         """
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()

@@ -53,7 +53,7 @@ class Calls:
         hooks: the caller's.
         adapters: the model's, None where it has none.
         dispatchers: one for each replica.
-        shared: of each replica the calls that are decoded together; none where each call runs alone.
+        shared: shared: calls that are decoded together, for each replica; empty if each call runs alone.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Calls:
                 )
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
-        """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""
+        """Handle steps that could not be captured. By default no more steps are captured then: returns True."""
         steps = dispatcher.steps
         if steps is None:
             return False
@@ -264,7 +264,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-        """Which replica a call goes to: the one that has its caches, else the one with the least to do."""
+        """Choose the replica of a call: the one with its caches, or else the one with the least to do."""
         if len(self.dispatchers) == 1:
             yield 0
             return
@@ -284,7 +284,7 @@ class Calls:
         return not self.dispatchers[place].replica.group.alive, self._in_flight[place]
 
     def _place_of_caches(self, arguments: Any) -> int | None:
-        """Which replica has the caches that a call takes, None where it takes none.
+        """Return the replica that holds the caches of a call, None for a call without caches.
 
         Raises:
             ParallelError: they are with several.

@@ -1,4 +1,4 @@
-"""What stands behind a parallelized model: its plan, its workers and the memory that holds its shards."""
+"""The workers, plan and shard memory behind a parallelized model."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Deployment:
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
         show_progress: show a bar when the weights are gathered.
-        checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
-            again after a restart.
-        given: what the model was given as, where it was quantized, and is again in the end.
+        checkpoint: checkpoint: files of the tensors that the model does not hold. The workers read them, and again
+            after a restart.
+        given: given: original form of a model that was quantized in memory; restored in the end.
         code: the code that the model runs in this process.
     """
 
@@ -170,7 +170,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """What a method of `worker.memory.RankMemory` says on each rank, by device."""
+        """Return the result of a method of `worker.memory.RankMemory` on each rank, by device."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             group, names = replica.ready()[0], replica.group.device_names
@@ -221,7 +221,7 @@ class Deployment:
             self._release_store()
 
     def restore(self) -> None:
-        """Make the model what it was given as, after `gather`, where that is more than its weights."""
+        """Restore the original form of the model, after `gather`, if it is more than weights."""
         if self._given is not None:
             self._given.restore()
 

@@ -1,4 +1,4 @@
-"""Keeps the code on the ranks as it is in the caller's process, which may change it at any time."""
+"""Keeps the code on the ranks equal to the code in the caller's process, even if that changes later."""
 
 from __future__ import annotations
 

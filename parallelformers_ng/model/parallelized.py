@@ -1,5 +1,5 @@
-"""What a parallelized model can do. The model keeps its class, its name and its place in memory; its work moves to the
-workers."""
+"""The methods of a parallelized model. The model keeps its class, its name and its place in memory; its work moves
+to the workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Parallelized(RemoteModule):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs may be put. The workers move them on, and outputs come back here."""
+        """Return the device for inputs. The workers move them on, and outputs come back here."""
         return torch.device("cpu")
 
     hf_device_map = property(hf_device_map)
@@ -95,7 +95,7 @@ class Parallelized(RemoteModule):
         return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.to`, after the end of the parallelization if that changes the weights' data type or device."""
+        """Do the same as `nn.Module.to`; end the parallelization first if the weights' data type or device changes."""
         if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
             return self
         return self._ended_by("to").to(*args, **kwargs)

@@ -34,17 +34,17 @@ FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 
 
 class Remote:
-    """What carries a module's calls to the workers.
+    """The connection of a module to the workers.
 
     Args:
         model: the parallelized model.
-        calls: what carries its calls.
-        path: of the module in it, "" for the model itself.
+        calls: calls: calls of the model.
+        path: path: path of the module in it, "" for the model itself.
 
     Attributes:
-        parts: of the model itself: its modules that are remote.
-        plain_parts: of the model itself: its modules that compute here too.
-        around: of the model itself: what peft has put around it.
+        parts: parts: for the model itself: its remote modules.
+        plain_parts: plain_parts: for the model itself: its modules that compute here too.
+        around: around: for the model itself: peft's objects around it.
         tables: the parameters, buffers and children that the module had, and will have again.
     """
 
@@ -196,7 +196,7 @@ class _Gathered:
 
 
 class _Locked(dict):
-    """Parameters, buffers or children of a module, none of which can be replaced."""
+    """Parameters, buffers or children of a module. They cannot be replaced."""
 
     def __init__(self, items: dict[str, Any], module: nn.Module) -> None:
         super().__init__(items)
@@ -232,14 +232,14 @@ class _MoveRecorder(nn.Module):
 
 
 def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `move`, which calls `to` or one of its relatives, does to each tensor of a module."""
+    """Return the conversion of each tensor that `move`, a call of `to` or a relative, does to a module."""
     asked = _MoveRecorder()
     move(asked)
     return asked.conversion
 
 
 def remote_of(module: nn.Module) -> Remote:
-    """Where the work of a module of a parallelized model is done."""
+    """Return the connection of a module of a parallelized model."""
     return vars(module)[REMOTE]
 
 

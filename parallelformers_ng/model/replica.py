@@ -114,14 +114,15 @@ class Replica:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What is asked of one call alone.
+    """Options of one call.
 
     Attributes:
-        seed: where its random stream begins; None follows the model's, or the caller's generator.
+        seed: seed: start of its random stream; None follows the model's, or the caller's generator.
         timeout: seconds until it must be done; None is the group's.
         streamer: is given the tokens as they are chosen.
-        not_captured: its decode steps become CUDA graphs, and this is told why, where they do not; None: they stay.
-        unsure: as in `Call`.
+        not_captured: not_captured: receives the reason if its decode steps cannot become CUDA graphs; None: steps stay
+            plain.
+        unsure: unsure: same as in `Call`.
     """
 
     seed: int | None = None
@@ -142,15 +143,15 @@ class Dispatcher:
     Args:
         model: the parallelized model.
         replica: the workers.
-        stream: what calls without a seed follow.
+        stream: stream: random stream of calls without a seed.
         hooks: the caller's.
         adapters: the model's, None where it has none.
         steps: how decode steps are compiled or captured, None where they are not.
         code: the code that the model runs in this process.
 
     Attributes:
-        steps: as given; None, too, once these workers have shown that they cannot capture any.
-        edits: what the workers do not know yet of the model's settings.
+        steps: steps: argument `steps`; None, too, once these workers have failed to capture any.
+        edits: edits: changes of the model's settings that the workers do not know yet.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Dispatcher:
         Args:
             path: dotted path of the module, "" for the model.
             method: its method.
-            how: what is asked of this call alone.
+            how: how: options of this call.
 
         Raises:
             NotPortableError: an argument cannot cross by value; nothing was run.

@@ -36,7 +36,7 @@ def save_sharded(
 
     Args:
         model: a parallelized model.
-        directory: where to.
+        directory: directory: target folder.
         max_shard_size: bytes of a file, as a number or as "5GB"; a larger tensor has a file of its own.
         progress: show a progress bar where standard error is a terminal.
 
@@ -80,9 +80,9 @@ def shard(
 
     Args:
         source: a directory or a model id of the hub.
-        directory: where to.
+        directory: directory: target folder.
         num_gpus: number of ranks.
-        max_shard_size: as in `save_sharded`.
+        max_shard_size: max_shard_size: same as in `save_sharded`.
         dtype: data type to save in; None as `from_pretrained` chooses.
         quantize: hold weights in few bits, as in `parallelize`.
         progress: show a progress bar where standard error is a terminal.

@@ -149,7 +149,7 @@ class SharedCalls:
 
         Args:
             prompt: its tokens.
-            tokens: of the prompt and all that may follow.
+            tokens: tokens: most tokens in all, prompt included.
 
         Raises:
             BatchingError: it may.
@@ -171,7 +171,7 @@ def _refused(option: str, message: str) -> BatchingError:
 
     Args:
         option: option of `batching=` that sets the limit.
-        message: what is wrong.
+        message: message: description of the problem.
     """
     error = BatchingError(f"{message} with batching={{{option!r}: …}}")
     error.option = option

@@ -1,4 +1,4 @@
-"""What `fit={"max_memory": …}` says, in the words of accelerate: a size for each device, and for the "cpu"."""
+"""Reads `fit={"max_memory": …}` in the words of accelerate: a size for each device, and for the "cpu"."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Budget:
     """Bytes of weights.
 
     Attributes:
-        devices: for each rank of a replica what it may hold, on the least of its devices, and what that is called.
-        cpu: what all ranks of a replica together may have in RAM besides.
-        folder: where the rest goes, None for nowhere.
+        devices: devices: weight budget of each rank of a replica, on the smallest of its devices, and the name of that
+            device.
+        cpu: cpu: RAM for the overflow of all ranks of a replica.
+        folder: folder: folder for the rest, None for none.
         is_cuda: the ranks compute on CUDA devices, to which weights in RAM must come. CPU ranks read them there.
     """
 

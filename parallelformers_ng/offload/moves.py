@@ -21,7 +21,7 @@ class MovedLayer:
     Attributes:
         module: the layer.
         coming: done when it has come; None where nobody has asked for it.
-        next: what ran after it last time.
+        next: next: layer that ran after it last time.
     """
 
     next: MovedLayer
@@ -47,8 +47,8 @@ class MovedLayer:
 
 
 class MappedLayer(MovedLayer):
-    """Weights that are views of mapped files. They are right at any time; what comes and goes is the memory that holds
-    them: copies of the files, read past the system's cache, where that can be, else pages of that cache.
+    """Weights that are views of mapped files. They are right at any time. Memory comes and goes: copies of the files,
+    read past the system's cache if possible, or else pages of that cache.
 
     Args:
         tensors: the views.
@@ -77,14 +77,14 @@ class MappedLayer(MovedLayer):
 
 
 class CopiedLayer(MovedLayer):
-    """Weights in host memory or in mapped files, of which a device gets copies. Copies from page-locked memory go ahead
-    while the device computes; files are read ahead, and copied when the layer runs.
+    """Weights in host memory or in mapped files; a device gets copies. Copies from page-locked memory run ahead while
+    the device computes; files are read ahead, and copied when the layer runs.
 
     Args:
         places: the dictionaries of parameters that have them, and the names there. While the layer does not run they
             hold the weights as they lie in host memory: whoever reads one reads the right numbers.
-        staging: what carries them to the device if they are in mapped files, of which a copy would wait for each piece;
-            None if they are in page-locked memory.
+        staging: staging: buffer for copies from mapped files, since a direct copy would wait for each piece; None for
+            page-locked memory.
         device: the CUDA device.
         stream: for copies that go ahead.
     """

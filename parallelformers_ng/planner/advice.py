@@ -1,4 +1,4 @@
-"""What to say of the ways to lay a model out: which to take and why, or what is missing."""
+"""Advice on the ways to lay a model out: the best one and why, or what is missing."""
 
 from __future__ import annotations
 

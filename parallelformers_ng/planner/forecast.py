@@ -32,16 +32,16 @@ _TITLES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a model would need and give.
+    """A forecast of a model's memory and speed.
 
     Attributes:
         model: its class.
         device: name of the device.
         hosts, gpus_per_host: how many there are.
         batch, length: sequences at a time, and tokens of each, prompt and answer together.
-        dtype: that it computes in.
+        dtype: dtype: data type of the computation.
         arrangements: ways to lay it out, those that fit first, the fastest of them first.
-        notes: what there is to say of them, in sentences.
+        notes: notes: remarks on them, in sentences.
     """
 
     model: str
@@ -94,7 +94,7 @@ def forecast(
     custom_policies: CustomPolicies = None,
     quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> Forecast:
-    """What `model` would need and give on devices that may not be here. A model on `meta` will do.
+    """Forecast the memory and speed of `model` on devices that may not be here. A model on `meta` will do.
 
     A rank's share of the model runs on `meta`, once as a prompt and once as a decode step; what it does is timed by
     data sheets: docs/planning.md has the model, its sources, and how it compares with what was measured.
@@ -108,10 +108,10 @@ def forecast(
         batch: sequences that are decoded at a time, over all replicas.
         length: tokens of each, prompt and answer together; memory and speed are those at the end.
         network: between hosts: "infiniband-ndr", "ethernet-100g", ….
-        decode: as in `parallelize`: "eager", "cuda_graphs" or "compile"; "auto" is "cuda_graphs".
-        dtype: as in `parallelize`.
-        custom_policies: as in `parallelize`.
-        quantize: as in `parallelize`.
+        decode: decode: decode mode of `parallelize`: "eager", "cuda_graphs" or "compile"; "auto" is "cuda_graphs".
+        dtype: dtype: same as in `parallelize`.
+        custom_policies: custom_policies: same as in `parallelize`.
+        quantize: quantize: same as in `parallelize`.
 
     Raises:
         ParallelError: an argument has a value that it does not take.

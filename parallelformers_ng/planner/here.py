@@ -1,5 +1,4 @@
-"""This machine's CPU ranks as a device, measured in seconds: how fast they read, compute and exchange what they are
-given to, and what a step takes besides."""
+"""This machine's CPU ranks as a device, measured in seconds: reading, arithmetic, exchanges, and the rest of a step."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ _LAYERS, _TOKENS, _PROMPT, _ROUNDS = 17, 16, 128, 5
 
 @dataclass(frozen=True)
 class Probe:
-    """What so many ranks were measured to take, in seconds, bytes and operations a second of one rank.
+    """Measurements of a number of ranks, in seconds, bytes and operations a second of one rank.
 
     Attributes:
-        step: of a decode step without a layer.
-        layer: of a decoder layer that one call computes, its sums included, without bytes worth naming.
-        operator: of an operator of another layer.
+        step: step: seconds of a decode step without a layer.
+        layer: layer: seconds of a decoder layer in one call, its sums included, with hardly any bytes.
+        operator: operator: seconds of an operator of another layer.
         layer_bandwidth: bytes that such decoder layers read.
         bandwidth: bytes that other operators read.
         flops: operations.
@@ -60,10 +59,10 @@ def as_cluster(found: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> 
     rank alone is theirs.
 
     Args:
-        found: what they take.
-        alone: what one rank takes.
+        found: found: measurements of the ranks.
+        alone: alone: measurements of one rank.
         devices: ranks that there may be, between which the memory is shared out.
-        dtype: that they compute in.
+        dtype: dtype: data type of the computation.
     """
     device = Device(
         available_memory() / devices,
@@ -122,7 +121,7 @@ def _plain(width: int, heads: int, layers: int) -> PreTrainedConfig:
 
 
 def _more(long: float, short: float) -> float:
-    """What something takes longer than a part of it. On a machine that others use it may be seen to take less."""
+    """Return the extra seconds of a whole over its part; at least 0, as other programs disturb the measurements."""
     return max(long - short, 1e-9)
 
 

@@ -64,7 +64,7 @@ class Pass:
     """One forward.
 
     Attributes:
-        work: what it does, in order.
+        work: work: operations, in order.
         peak: bytes of what is neither weights nor caches, at most.
         given: bytes of what each unit gives, in their order.
     """
@@ -81,7 +81,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rank does with sequences of some length.
+    """The work of a rank for sequences of some length.
 
     Attributes:
         batch, length: sequences, and tokens of each.
@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):
         self._given.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
 
     def record(self, forward: Callable[[], Any]) -> tuple[Pass, Any]:
-        """What a forward does, and what it gives."""
+        """Run a forward; return its work and its output."""
         self.work, self._lives, self._given = [], [], []
         with self:
             output = forward()
@@ -290,8 +290,8 @@ class _Peers(Communicator):
 
 
 def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
-    """Have stacked experts note what they read and compute, in the place of doing so, as the router's numbers would say
-    which of them are asked.
+    """Have stacked experts note their reads and operations instead of computing: the router's numbers, absent here,
+    would choose the experts.
 
     Of `E` experts, `n` tokens that choose `k` each, all as likely, meet E (1 - (1 - k / E) ** n) different ones.
     """
@@ -316,7 +316,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What there is of a tensor in memory: of one that repeats itself, each number once."""
+    """Return the bytes of a tensor in memory; a repeated number counts once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

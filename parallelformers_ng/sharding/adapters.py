@@ -83,7 +83,7 @@ def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """What a copy of a model has in common with it, by id: tensors, and modules without others in them."""
+    """Pair a model with its copy, by id: shared tensors, and modules that hold no tensors and no modules."""
     modules = (module for module in model.modules() if not module._modules)
     return {id(each): each for each in (*model.parameters(), *model.buffers(), *modules)}
 
@@ -161,7 +161,7 @@ class _Place:
     """A place in a model where a layer has adapters, or copies.
 
     Attributes:
-        path: of the place.
+        path: path: path of the place.
         layers: paths of the layer itself and of its copies.
         layer: the layer itself.
         adapters: the adapter layers by path; several lie within each other, each for a parameter of the layer.
@@ -173,7 +173,7 @@ class _Place:
     adapters: dict[str, Any]
 
     def moved(self, name: str) -> list[str]:
-        """Where what has that name without adapters lies with them: of the layer itself, then of its copies."""
+        """Return the new path of a tensor once its layer has adapters: the layer's own, then those of its copies."""
         return [layer + name.removeprefix(self.path) for layer in self.layers]
 
     @property
@@ -186,7 +186,7 @@ class _Place:
         """How the tensors of the adapters are cut, by name.
 
         Args:
-            plan: of the model without adapters.
+            plan: plan: plan of the model without adapters.
             is_cut: whether ranks compute with parts of the layer.
         """
         found: dict[str, _Cut] = {}
@@ -199,14 +199,14 @@ class _Place:
         return found
 
     def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
-        """Paths of the modules that take norms of the layer's outputs over inputs of which each rank has some."""
+        """Return the paths of modules that take norms of the layer's outputs over sharded inputs."""
         for path, adapter in self.adapters.items():
             for name in adapter.lora_magnitude_vector.keys() if hasattr(adapter, "lora_magnitude_vector") else ():
                 if any(shard.dim is not None for shard in cuts[f"{path}.lora_A.{name}.weight"][0]):
                     yield f"{path}.lora_magnitude_vector.{name}"
 
     def _counted(self, weight: TensorPlan | None, stacked: bool) -> str:
-        """What the dimension counts in which the layer's weight is cut, "" where it is whole.
+        """Return the unit of the dimension in which the layer's weight is cut, "" if the weight is whole.
 
         Args:
             stacked: it may be that of several layers, which lies as transformers' interface of experts says.
@@ -234,9 +234,9 @@ def _cut(
     """How one of an adapter's tensors is cut.
 
     Args:
-        counts: which of the layer's dimensions its own are.
-        weight: of the layer.
-        counted: which of those is cut.
+        counts: counts: dimensions of the layer that the adapter's dimensions stand for.
+        weight: weight: weight of the layer.
+        counted: counted: dimension of `counts` that is cut.
     """
     if weight is None or not counted:
         return (WHOLE,) * ranks, ""
@@ -248,7 +248,7 @@ def _cut(
 
 
 def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:
-    """What becomes of what the injector does to a layer: where adapters add to what it gives, the sum is exchanged."""
+    """Adapt what the injector does to a layer: if adapters add to its output, the sum is exchanged."""
     if place is None or not place.adapters or layer.cls is StoredInParts:
         return [replace(layer, path=path) for path in moved(layer.path)]
     inner = place.layers[0].removeprefix(f"{place.path}.")
@@ -257,7 +257,7 @@ def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[Lay
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Where adapters are.
+    """Return the places of adapters.
 
     Raises:
         UnsupportedModelError: one is of a kind that cannot be cut.

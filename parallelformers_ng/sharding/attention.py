@@ -103,8 +103,8 @@ class WavLMAttentionParallel(HeadParallel):
         gate = σ(a) ⊙ (σ(b) cₙ − 1) + 2,   (a, b) = sums of four columns each of xₙ U
         zₙ   = softmax(qₙ kₙᵀ / √d + gate ⊙ Bₙ) vₙ
 
-    where xₙ are the columns of the whole hidden state that belong to head n. The modelling code hands the weights to
-    torch's `multi_head_attention_forward`, which takes square projections alone.
+    xₙ are the columns of the whole hidden state that belong to head n. The modelling code hands the weights to torch's
+    `multi_head_attention_forward`, which takes square projections alone.
 
     Attributes:
         head_indices: this rank's heads.
@@ -151,5 +151,5 @@ class WavLMAttentionParallel(HeadParallel):
 
 
 def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
-    """What transformers shows: the mean over the heads, once for each of them."""
+    """Return what transformers shows: the mean over the heads, repeated for each head."""
     return weights.mean(1, keepdim=True).expand_as(weights)

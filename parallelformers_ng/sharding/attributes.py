@@ -28,7 +28,7 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 def set_config(model: nn.Module, name: str, value: Any) -> None:
     """Change `name`, dotted from the model on, of a configuration, also in the copies that `set_attribute` made of it.
 
-    A copy whose value differs was given a value of its own, which stays.
+    A copy with another value was set on purpose, and stays.
     """
     owner, _, last = name.rpartition(".")
     held = attrgetter(owner)(model)

@@ -1,8 +1,8 @@
 """The data types of a model after `dtype=`: those that `from_pretrained(dtype=…)` would have given it.
 
 `from_pretrained` does not cast every tensor. It builds the class with another default type: tensors whose type the
-modelling code names (rotary frequencies, a router's bias) keep theirs, and all others change, also buffers that no
-checkpoint holds. A copy of the class, built in the same way on `meta`, shows which is which.
+modelling code names (rotary frequencies, a router's bias) keep theirs, and all others change, including buffers outside
+checkpoints. A copy of the class, built likewise on `meta`, tells them apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The data type that `fp16` and `dtype` of `parallelize` ask for, None for none.
+    """Return the data type asked for by `fp16` and `dtype` of `parallelize`, or None.
 
     Raises:
         ParallelError: they contradict each other, or name none.

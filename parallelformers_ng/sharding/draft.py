@@ -1,4 +1,4 @@
-"""What a plan is drafted in: the cuts and layers noted so far, and how widths and attributes are shared out."""
+"""The draft of a plan: the cuts and layers noted so far, and how widths and attributes are divided."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Draft:
 
     Attributes:
         world_size: number of ranks.
-        parts: what part of all each rank is to have, 1 in all; none where all are to have the same.
-        shares: what part each rank is to have of what is not counted in heads, as for `spread`.
+        parts: parts: fraction of the whole for each rank, 1 in all; empty for equal fractions.
+        shares: shares: fraction for each rank of widths that are not counted in heads, as for `spread`.
         group: how much of that is to stay together, as for `spread_columns`.
         modules: dotted path → module.
         foreign: dotted path of a module that runs code of the program's → what it is; none if a proof has run it.
         cuts: tensor name → one shard per rank, and the rule that made them.
-        layers: what the injector will do, each once.
+        layers: layers: jobs of the injector, each once.
         who: the policy, rule and place that is being applied, for errors.
         counter: the module that counts the heads for it; None where none does.
     """
@@ -54,7 +54,7 @@ class Draft:
         self.counter: nn.Module | None = None
 
     def notes(self) -> tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]:
-        """What is noted so far, for `restore`."""
+        """Return a snapshot of the draft for `restore`."""
         return dict(self.cuts), dict(self.layers)
 
     def restore(self, notes: tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]) -> None:
@@ -69,7 +69,7 @@ class Draft:
         """Cut a tensor along `dim`.
 
         Args:
-            ranges: what each rank holds.
+            ranges: ranges: ranges held by each rank.
             zero: for each rank, whether it holds zeros instead; none does by default.
         """
         zeros = zero or [False] * self.world_size
@@ -108,7 +108,7 @@ class Draft:
         heads: list[HeadShare],
         interleaved: bool = False,
     ) -> list[tuple[Range, ...]]:
-        """What each rank holds of a dimension of `size`, made of parts that lie side by side, or `interleaved`
+        """Return the ranges of each rank in a dimension of `size`, made of adjacent parts, or of parts `interleaved`
         within the group of each key/value head."""
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)

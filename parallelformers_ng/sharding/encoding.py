@@ -2,8 +2,8 @@
 
     w ≈ q · s          q: small numbers, s: a scale for each block of them along one dimension
 
-Symmetric, as torchao's weight-only schemes are: what a cut weight is made of is, bit for bit, the slices of what
-torchao makes of the whole one.
+Symmetric, like torchao's weight-only schemes: slices of the quantized whole weight are, bit for bit, the quantized
+slices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the small numbers are.
+    """The format of the small numbers.
 
     Attributes:
         dtype: the data type in which they are held.
@@ -52,7 +52,7 @@ class Encoding:
     """How one weight is held.
 
     Attributes:
-        kind: what the small numbers are: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
+        kind: kind: format of the small numbers: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
         dim: the dimension along which numbers share a scale, that of the inputs, counted from the last one, -1.
         block: how many of them share one. The plan cuts between blocks, or shares the only one.
     """
@@ -100,13 +100,13 @@ class Encoding:
         return ""
 
     def parts(self, tensor: TensorPlan) -> tuple[TensorPlan, TensorPlan]:
-        """What ranks hold in the place of a tensor: small numbers and scales."""
+        """Small numbers and scales that ranks hold in the place of a tensor."""
         kind, dim = _KINDS[self.kind], self.dim % len(tensor.shape)
         numbers = replace(_divided(tensor, dim, kind.per_byte), dtype=kind.dtype)
         dtype = tensor.dtype if kind.own_scales is None else torch.float32
         name, storage = tensor.name + SCALE, tensor.storage + SCALE
         scales = replace(_divided(tensor, dim, self.block), name=name, storage=storage, dtype=dtype)
-        if scales.shape[dim] == 1:  # that of a whole row, of which a rank may have a part
+        if scales.shape[dim] == 1:  # one scale for a whole row; a rank may hold a part of that row
             shards = (replace(s, dim=None, ranges=(), zero=False) if s.dim == dim else s for s in scales.shards)
             scales = replace(scales, shards=tuple(shards))
         return numbers, scales
@@ -163,14 +163,15 @@ class Encoding:
         return out
 
     def spread(self, scales: Tensor, shape: torch.Size) -> Tensor:
-        """Scales as they are to be multiplied with numbers of `shape`, of which they are."""
+        """Broadcast scales to `shape`, the shape of the numbers that they multiply."""
         if scales.shape[self.dim] in (1, shape[self.dim]):
             return scales
         return scales.repeat_interleave(self.block, self.dim)
 
 
 def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
-    """A tensor of which one element stands for so many along a dimension, cut at the same places."""
+    """Cut the small tensor at the places of the large one; each of its elements stands for several along a
+    dimension."""
     shape = list(tensor.shape)
     shape[dim] //= by
     shards = (replace(s, ranges=divided(s.ranges, by)) if s.dim == dim else s for s in tensor.shards)

@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.partition import HeadShare
 from parallelformers_ng.sharding.policy import Rule
 
 Place = int | str
-"""Where a tensor is among the outputs of a module: an index in a tuple or a key in a dictionary."""
+"""Place of a tensor among the outputs of a module: an index in a tuple or a key in a dictionary."""
 
 
 class HeadParallel(ParallelLayer):
@@ -43,7 +43,7 @@ class HeadParallel(ParallelLayer):
         return output
 
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """What others get for the weights of this rank's heads: all heads' when they look.
+        """Return the weights of all heads to callers that look at attention weights.
 
         Args:
             weights: four or more dimensions; a tensor of another shape has no heads in it.
@@ -62,8 +62,8 @@ class HeadParallel(ParallelLayer):
         return OwnHeads(weights, dim, self.head_sizes, gather)
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
-        """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
-        out."""
+        """Gather the weights of all heads. A rank without heads computes some of a copied head, and contributes
+        none."""
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
         return self.communicator.all_gather(own, dim, self.head_sizes)
 
@@ -227,7 +227,7 @@ class RenewedAttention(ParallelLayer):
     """A module that changes between full and sparse attention by making a new one around the same layers.
 
     Attributes:
-        carried: what the new one takes over from the old: its counts of heads and what `HeadParallel` needs.
+        carried: carried: state that the new one takes over: its counts of heads, and the needs of `HeadParallel`.
     """
 
     carried: Sequence[str]
@@ -244,12 +244,12 @@ class RenewedAttention(ParallelLayer):
 
 
 def own_part(value: Any) -> Any:
-    """What this rank has of the weights of all heads, which is what attention reads; anything else as it is."""
+    """Return this rank's part of the weights of all heads, which attention reads; return any other value unchanged."""
     return value.own if type(value) is OwnHeads else value
 
 
 def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same outputs with the tensor at `place` changed; as they are, where there is none."""
+    """Return the outputs with the tensor at `place` changed; unchanged if there is none."""
     step: Any
     step, *rest = place
     known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)

@@ -31,7 +31,7 @@ _ROWS = re.compile(
     r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
     r"|self\.weight\[([^\[\],]|\[\d\])*\]"
 )
-"""What the forward of an embedding may return that is to be cut by columns: rows of its weight, at most scaled."""
+"""Return whether an embedding that is cut by columns returns rows of its weight, at most scaled."""
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
@@ -89,7 +89,8 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
 
 
 def _functions(method: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """What a member of a class runs: itself, what its decorators wrap, the getter of a property."""
+    """Return the functions that a member of a class runs: itself, functions that its decorators wrap, a property's
+    getter."""
     if isinstance(method, property):
         method = method.fget
     elif isinstance(method, (classmethod, staticmethod, cached_property)):

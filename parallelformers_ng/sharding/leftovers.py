@@ -45,7 +45,7 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     """Cut parameters of two and more dimensions that no policy cut, kind by kind, the largest first.
 
     Args:
-        draft: what the policies cut.
+        draft: draft: draft with the cuts of the policies.
         exhaustive: cut whatever can be cut, as a proof does; otherwise stop once the ranks hold about the same.
     """
     where = places(draft.model)
@@ -65,7 +65,7 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
 
 
 def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftover]], int, int]:
-    """What could be cut, by kind; the bytes that are whole so far, and all bytes."""
+    """Return cuttable layers by kind, the bytes that are whole so far, and all bytes."""
     used = uses(draft.model)
     kinds: dict[tuple[str, str, str], list[_Leftover]] = {}
     whole = total = 0

@@ -31,19 +31,19 @@ class Column(Rule):
     """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
 
     Args:
-        unit: what the outputs are counted in; "key" marks key and value projections of a model with fewer key/value
-            than query heads.
+        unit: unit: unit of the outputs; "key" marks key and value projections of a model with fewer key/value than
+            query heads.
         fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
             `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
             Each part is cut on its own; one whose heads have a width of their own is a `Part`. Projections interleaved
             *per head* (Bloom) are one part: a head is contiguous.
         interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
             group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
-        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        heads: heads: path of the `Heads` rule that counts this layer; by default the nearest above.
         gather: put the cut outputs together again, for a layer whose reader needs all of them.
         gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
-        widths: attributes of the module that holds the layer that are as large as its outputs are many (`conv_dim`),
-            where the forward reads them.
+        widths: widths: attributes of the parent module that equal the number of outputs (`conv_dim`) and are read by
+            its forward.
     """
 
     unit: Unit = ""
@@ -97,9 +97,9 @@ class Row(Rule):
     """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
 
     Args:
-        unit: what the inputs are counted in, as in `Column`.
+        unit: unit: unit of the inputs, as in `Column`.
         fused: parts packed side by side along the input, as in `Column`.
-        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        heads: heads: path of the `Heads` rule that counts this layer; by default the nearest above.
         reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
     """
 
@@ -127,10 +127,10 @@ class Slice(Rule):
 
     Args:
         dim: the dimension to cut.
-        unit: what that dimension is counted in, as in `Column`.
+        unit: unit: unit of that dimension, as in `Column`.
         fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
             `Heads` rule.
-        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+        heads: heads: path of the `Heads` rule that counts it; by default the nearest above.
         partial: its products are summed over the ranks, so a rank without heads holds zeros.
     """
 
@@ -220,7 +220,7 @@ class GatheredColumnParallel(ParallelLayer):
 
 
 class GatheredInput(ParallelLayer):
-    """Puts its inputs together, of which each rank has some, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
+    """Gathers its sharded inputs, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
 
     Attributes:
         input_sizes: inputs that each rank has to give, 0 for a rank with nothing but a copy.
@@ -234,7 +234,7 @@ class GatheredInput(ParallelLayer):
 
 
 class GroupedColumnParallel(ParallelLayer):
-    """A convolution in groups of channels of which this rank computes some outputs, each from its own group's inputs.
+    """A grouped convolution. A rank computes some of the output channels, each from the inputs of its own group.
 
     Attributes:
         pieces: for each group that has outputs here, the range of its input channels and how many outputs they are.
@@ -270,7 +270,7 @@ def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: s
 
 
 def _pieces(module: nn.Conv1d, held: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
-    """What of each group's outputs lies in the ranges held, with the group's input channels."""
+    """Return the outputs of each group within the ranges of a rank, with the group's input channels."""
     inputs, outputs = module.in_channels // module.groups, module.out_channels // module.groups
     found = []
     for start, stop in held:
@@ -297,7 +297,7 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]
 
 
 def _output_dim(module: nn.Module) -> int:
-    """Where a layer's outputs have their columns, or channels."""
+    """Return the dimension of a layer's output that has its columns or channels."""
     return -module.weight.ndim + 1 if isinstance(module, CONVOLUTIONS) else -1
 
 

@@ -21,7 +21,7 @@ class OwnHeads(Tensor):
     """A tensor with the shape of all heads. Whatever is computed from it is computed from all heads.
 
     Attributes:
-        own: what this rank has, as the attention of this rank reads it.
+        own: own: attention weights of this rank, as its attention reads them.
         head_dim, head_sizes: the dimension of heads, and how many of them each rank has.
     """
 
@@ -35,7 +35,7 @@ class OwnHeads(Tensor):
     def __new__(cls, own: Tensor, dim: int, sizes: Sequence[int], gather: Callable[[], Tensor]) -> OwnHeads:
         """
         Args:
-            own: what this rank has.
+            own: own: attention weights of this rank.
             dim: its dimension of heads.
             sizes: heads of each rank.
             gather: gives the tensor of all heads; a collective.
@@ -80,7 +80,7 @@ def gathered(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AllHeads:
-    """An `OwnHeads` on its way to the ranks of other stages, of which each takes the heads that are its own there."""
+    """An `OwnHeads` on its way to the ranks of other stages. Each takes its own heads of it."""
 
     whole: Tensor
     dim: int
@@ -92,6 +92,6 @@ class AllHeads:
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:
-        """What rank `rank` of a stage has; one without heads of its own computes some of a copied one."""
+        """Return the heads of rank `rank` of a stage; a rank without heads computes some of a copied one."""
         own = self.whole.narrow(self.dim, sum(self.sizes[:rank]) if self.sizes[rank] else 0, max(1, self.sizes[rank]))
         return OwnHeads(own, self.dim, self.sizes, lambda: self.whole)

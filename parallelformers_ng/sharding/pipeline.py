@@ -28,10 +28,10 @@ def in_stages(
     Args:
         plan: for the ranks of one stage.
         model: the model, on any device.
-        shares: what part of the model each stage is to hold, 1 in all.
-        merged: of blocks that follow one another in a stage, only the last one's result goes to the others.
-        plain: the model without adapters, where it has any: they go with the part that they are in. A part of a module
-            that has trained copies is on all ranks.
+        shares: shares: fraction of the model for each stage, 1 in all.
+        merged: merged: whether, of consecutive blocks of a stage, only the last result goes to the other stages.
+        plain: plain: the model without adapters, if it has any: they go with their part. A part of a module that has
+            trained copies is on all ranks.
 
     Returns:
         The plan for all ranks, those of a stage beside each other.
@@ -91,7 +91,7 @@ def _parts(model: nn.Module) -> list[str]:
 
 
 def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int, merged: bool) -> list[LayerPlan]:
-    """Which modules become placed ones, and which run blocks one after another."""
+    """Return the modules that become placed ones, and the modules that run blocks one after another."""
     found = []
     lists: dict[str, list[str]] = {}
     order = list(stage_of)
@@ -115,5 +115,6 @@ def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int,
 
 
 def _held(shard: Shard, rows: int) -> Shard:
-    """A shard as a rank of the stage holds it: what it holds whole is a range, too, as the others hold none of it."""
+    """Return a shard as a rank of the stage holds it. A whole tensor becomes a range, since other stages hold none
+    of it."""
     return Shard(0, ((0, rows),)) if shard.dim is None and not shard.zero else shard

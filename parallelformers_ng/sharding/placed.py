@@ -32,7 +32,7 @@ from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a module is computed.
+    """The stage that computes a module.
 
     Attributes:
         holders: ranks that have its weights. The result of the first is what the others get.
@@ -60,10 +60,10 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 class _OverStages(ParallelLayer):
-    """What is done by all ranks, whatever its own layers exchange within their stage.
+    """Exchanges among all ranks, whatever the module's own layers exchange within their stage.
 
     Attributes:
-        everyone: what all ranks exchange through.
+        everyone: everyone: communicator of all ranks.
     """
 
     takes_part = False
@@ -78,7 +78,7 @@ class Placed(_OverStages):
     """A module that some ranks compute and whose result every rank gets: z = f(x) there, z everywhere.
 
     Attributes:
-        stop: where.
+        stop: stop: first rank after the stage.
     """
 
     stop: Stop
@@ -113,7 +113,7 @@ class Placed(_OverStages):
         return run.output
 
     def _shared(self, args: Any, kwargs: Any, collector: dict[str, Any] | None = None) -> Any:
-        """The output on all ranks; and in `collector` what was noted beneath the module, for a caller who asked."""
+        """Send the output to all ranks; collect what was noted beneath the module if the caller asked for it."""
         notes = {name: items for name, items in (collector or {}).items() if isinstance(items, list)}
 
         def compute() -> Any:

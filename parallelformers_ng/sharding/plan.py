@@ -30,11 +30,11 @@ class ShardPlan:
         model_class: name of the model's class.
         world_size: number of ranks.
         tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
-        layers: what the injector does, in order.
+        layers: layers: jobs of the injector, in order.
         blocks: paths of the modules that the policies apply to, or that lie in one stage; what lies beneath one may
             hold only part of a result, or nothing.
         policy: names of the policies that apply.
-        source: where they came from, as in `Selection`.
+        source: source: origin of the policies, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
@@ -45,8 +45,8 @@ class ShardPlan:
         misfits: name of one that was to be quantized and stays in high precision → why.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.
-        why: why that strategy was taken, where it was left open.
-        tiers: where weights lie that have no room on the devices; None where all have.
+        why: why: reason for the strategy, if it was left open.
+        tiers: tiers: places of weights that have no room on the devices; None if all have room.
     """
 
     model_class: str
@@ -84,7 +84,7 @@ class ShardPlan:
         return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
 
     def parts(self, name: str) -> tuple[TensorPlan, ...]:
-        """What ranks hold of a tensor: itself, or its integers and its scales."""
+        """Return the tensors that ranks hold for a tensor: itself, or its integers and its scales."""
         tensor, encoding = self.tensors[name], self.quantized.get(name)
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
@@ -156,7 +156,7 @@ class ShardPlan:
 
     @property
     def why_uncut(self) -> str:
-        """What the program's own code keeps whole, for people; "" if nothing."""
+        """Describe, for people, the modules that the program's own code keeps whole; "" if there are none."""
         if not self.uncut:
             return ""
         kinds: dict[str, str] = {}
@@ -231,7 +231,7 @@ class ShardPlan:
             yield f"rank {rank}: {device} on its device, {ram} in RAM, {disk} on disk; {moved} moved for each token"
 
     def _quantization_in_words(self) -> Iterator[str]:
-        """Lines about what is quantized, what of the cuttable is not, and why if it was to be."""
+        """Return lines about quantized weights, and about cuttable weights that are not quantized, with reasons."""
         if not self.quantized and not self.misfits:
             return
         kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()})) or "quantized"

@@ -25,7 +25,7 @@ from parallelformers_ng.sharding.policy_words import Word
 
 @dataclass(frozen=True)
 class Rule(Word):
-    """What becomes of the layer that a policy names. A rule is declared beside the parallel layer that it makes."""
+    """The treatment of a layer that a policy names. A rule is declared beside the parallel layer that it makes."""
 
     def mistake(self) -> str:
         """Why its arguments contradict each other, in words; "" where they do not."""
@@ -36,7 +36,7 @@ class Rule(Word):
         return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
-        """Note in the draft which slices of the tensors at `path` each rank holds, and which parallel layer it becomes.
+        """Note in the draft the slices of the tensors at `path` for each rank, and the parallel layer that replaces it.
 
         Args:
             heads: each rank's heads of the attention around it; none outside of attention.
@@ -86,7 +86,7 @@ class Selection:
             where only leftovers are cut.
         vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
         leftovers: whether what the policies leave whole is cut where it is large.
-        customs: those of them that are the caller's, who answers for the code that they cut.
+        customs: customs: policies of the caller, who answers for the code that they cut.
         proven: whether the others were proven on the code that this model runs. If not, they cut the libraries' own
             code alone.
     """

@@ -137,7 +137,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> Iterator[str]:
-    """What fits a declared type, in words, one after another."""
+    """Yield, in words, everything that fits a declared type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         yield from (repr(choice) for choice in arguments if choice)

@@ -27,8 +27,8 @@ _LEFT_AT_MOST = 0.1
 def known_policies(
     model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
 ) -> tuple[Selection, list[str]]:
-    """The caller's and the written policies for a model, and why others of the written ones do not fit its
-    configuration, which is not asked where `world_size` is None."""
+    """Return the caller's and the written policies for a model, and why other written ones do not fit its
+    configuration. If `world_size` is None, configurations are not checked."""
     customs = check_custom(custom)
     class_names = {name for module in model.modules() for name in block_names(module)}
     for policy in customs:

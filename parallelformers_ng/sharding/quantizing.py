@@ -1,4 +1,4 @@
-"""Which weights of a model are held in few bits: what the caller asked for, as far as layers and cuts allow."""
+"""The choice of weights to quantize: the caller's options, as far as layers and cuts allow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def choose_encodings(
 
     Raises:
         ParallelError: `skip` names no layer of the model, or the model is quantized already.
-        UnsupportedModelError: what is stored quantized would be in high precision, which nobody allowed.
+        UnsupportedModelError: UnsupportedModelError: a weight that is stored quantized would become high precision, and
+            the caller did not allow that.
     """
     stored, dequantize = _stored(model), options is not None and options.dequantize
     if options is not None and options.scheme is None:
@@ -91,7 +92,7 @@ def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
 
 
 def border(model: nn.Module, options: QuantizeOptions | None) -> int:
-    """Of how many inputs a rank is to have whole multiples, so that those that share a scale stay together."""
+    """Return the unit of inputs that a rank gets whole multiples of, so that inputs with one scale stay together."""
     if options is not None and options.scheme is not None:
         return options.block or 1
     stored = _stored(model)
@@ -105,14 +106,14 @@ def is_stored_quantized(parameter: nn.Parameter) -> bool:
 
 
 def _stored(model: nn.Module) -> dict[int, Encoding | None]:
-    """How those parameters are held that are stored quantized, by their ids; None where they are put together of such
-    in a way that only their numbers in high precision can be."""
+    """Return the encodings of parameters that are stored quantized, by their ids. None marks a parameter that is
+    assembled from others in a way that only high precision allows."""
     stored: list[Any] = [tensor for tensor in model.parameters() if is_stored_quantized(tensor)]
     return {id(tensor): tensor.encoding for tensor in stored}
 
 
 class _ParameterOptions:
-    """What the options say of each parameter."""
+    """The options for each parameter."""
 
     def __init__(self, model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> None:
         paths = {id(module): path for path, module in model.named_modules()}
@@ -130,8 +131,8 @@ class _ParameterOptions:
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
-    """The dimension of a parameter that counts inputs, from the last one, where it is a matrix that multiplies them, or
-    several, or a table of rows that are looked up; None where it is something else."""
+    """Return the dimension of a parameter that counts inputs, from the last one. None if the parameter is neither a
+    matrix (or several) that multiplies them nor a table of rows."""
     if takes_experts_one_by_one(module):
         return (-2 if module.is_transposed else -1) if ndim == 3 else None
     if name != "weight" or ndim != 2 or isinstance(module, NonDynamicallyQuantizableLinear):

@@ -1,5 +1,5 @@
-"""Which parts of a model cannot be divided between devices, and how they go into stages: runs of parts that follow one
-another, as many as there are devices. `balanced_device_map` and the pipeline find theirs here."""
+"""Division of a model into stages: runs of indivisible parts, one run for each device. `balanced_device_map` and the
+pipeline use it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     beside its share; of the ways to do so the one whose stages are most alike. Exact.
 
     Args:
-        parts: what each holds, in order.
-        shares: what part of the whole each device is to have, 1 in all.
+        parts: parts: parts of each stage, in order.
+        shares: shares: fraction of the whole for each device, 1 in all.
         everywhere: bytes that every device holds besides.
 
     Returns:
@@ -75,7 +75,7 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
         raise PlacementError(f"{stages} stages need as many parts, and the model has {count} that cannot be divided")
 
     def runs(start: int, most: float, share: float) -> Iterator[tuple[int, float]]:
-        """Where a stage that begins at `start` may end, and how full it then is beside its share."""
+        """Return the possible ends of a stage that begins at `start`, and how full it then is relative to its share."""
         held: set[Hashable] = set()
         size = everywhere
         for stop in range(start, count):

@@ -1,4 +1,4 @@
-"""The structure of a model: where its modules are in the repeated blocks, and which layers one run of it calls."""
+"""The structure of a model: the places of its modules in the repeated blocks, and the layers that one run calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer:
     """A Linear, Conv1D or Embedding that was called, and whose weight counts.
 
     Attributes:
-        place: where it is.
+        place: place: place of the module.
         name: dotted path in the model.
         inputs, outputs: its widths.
         order: when it was first called.
@@ -49,7 +49,7 @@ class Layer:
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """Where every module is: in its innermost repeated block, else in its innermost `PreTrainedModel`."""
+    """Map every module to its innermost repeated block, or else to its innermost `PreTrainedModel`."""
     found: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of one tensor: which slices of it each rank holds, and their bytes. Pure data."""
+"""The plan of one tensor: the slices for each rank, and their bytes. Pure data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ZERO = Shard(zero=True)
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of one parameter or buffer.
+    """The plan of one parameter or buffer.
 
     Attributes:
         name: its dotted name in the model.

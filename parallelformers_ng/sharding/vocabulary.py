@@ -120,7 +120,7 @@ def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
 
 
 def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What the model and its sub-models name as their input embeddings and their output heads; None for none."""
+    """Return the input embeddings and output heads that the model and its sub-models name; empty if none."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             yield _ask(module.get_input_embeddings), _ask(module.get_output_embeddings)

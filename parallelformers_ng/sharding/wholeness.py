@@ -1,7 +1,6 @@
 """Tells whether a module of a sharded model gives a complete result when the caller calls it alone.
 
-The plan tells it for most modules. Where it does not, the ranks compare their results: of a complete one all have the
-same.
+The plan tells it for most modules. For others, the ranks compare their results: a whole result is the same on all.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from parallelformers_ng.sharding.tensors import is_within
 
 
 class Alone(Enum):
-    """What a module gives when it is called alone, with whole inputs."""
+    """The kind of result of a module that is called alone, with whole inputs."""
 
     WHOLE = auto()
     PART = auto()

@@ -70,7 +70,8 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _levels(bits: int) -> torch.Tensor:
-    """What each number of so many bits is, less half of how many there are: so are zero points, and most of those 0."""
+    """Table of numbers of so many bits: the number less half of their count. Zero points are stored so, and most
+    become 0."""
     return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)
 
 

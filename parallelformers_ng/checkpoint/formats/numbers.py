@@ -75,7 +75,7 @@ class Scaled(ByLines):
         return numbers + self.offset if self.offset else numbers
 
     def _spread(self, node: Node, cut: Cut, rank: int | None) -> Tensor:
-        """What numbers share, for each of those that a cut takes; one where they share one."""
+        """Return the shared figure for each number of a cut; one if all share one."""
         below: Cut = {}
         taken: list[tuple[int, Tensor]] = []
         for dim, (size, block) in enumerate(zip(self.shape, self.blocks, strict=True)):
@@ -120,11 +120,11 @@ class Unpacked(Computed):
     """Numbers that lie in words, several in each, side by side along one dimension.
 
     Attributes:
-        words: what is stored.
-        bits: of a number.
+        words: words: stored words.
+        bits: bits: bits of a number.
         dim: along which words hold several.
-        places: of each number of a word how many lie in lower bits than it.
-        table: what each stands for; None for itself.
+        places: places: positions of the numbers within a word, lowest bits first.
+        table: table: value of each number; None for the number itself.
     """
 
     words: Node
@@ -158,7 +158,7 @@ class Pairs(ByLines):
     Attributes:
         values: them.
         dim: along which they lie in pairs.
-        name: of the weight, for errors.
+        name: name: name of the weight, for errors.
     """
 
     values: Node
@@ -187,7 +187,7 @@ class Repeated(Computed):
 
     Attributes:
         each: them.
-        dim: that dimension.
+        dim: dim: the dimension of the groups.
         times: how often; the last ones less often where `shape` says so.
     """
 

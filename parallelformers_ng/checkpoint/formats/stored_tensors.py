@@ -1,4 +1,4 @@
-"""What a quantized checkpoint holds, taken away as it is understood; what does not belong together is refused."""
+"""The tensors of a quantized checkpoint. Each is taken away once it is understood; leftovers are refused."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class StoredTensors:
-    """What is stored, by name.
+    """The stored tensors, by name.
 
     Args:
         state: all of it.
-        quantization: what the configuration says of how weights are quantized.
+        quantization: quantization: the configuration of the quantization.
         where: the checkpoint, for errors.
         dtype: the data type of weights in high precision.
         plain: builds the model that the weights are for, on `meta`, or has it.
-        header: what is said of tensors besides, name → text; None is what the files say.
+        header: header: text about tensors, name → text; None: the text in the files.
         dequantize: whether ranks may hold in high precision what no kernel reads.
 
     Attributes:
@@ -61,8 +61,8 @@ class StoredTensors:
 
     @functools.cached_property
     def transposed(self) -> frozenset[str]:
-        """Names of weights that the model multiplies from the other side, and of which libraries store the transpose:
-        those of `Conv1D`. They may be saved with or without the name of the part that has no head."""
+        """Names of weights that libraries store transposed: those of `Conv1D`, which multiplies from the other side.
+        They may be saved with or without the name of the part without the head."""
         model = self._plain()
         prefix = f"{model.base_model_prefix}."
         kinds = {path: getattr(module, "source_cls", type(module)) for path, module in model.named_modules()}
@@ -76,11 +76,11 @@ class StoredTensors:
     def take(
         self, name: str, of: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
     ) -> Node:
-        """What is stored under a name, without which the weight `of` cannot be read.
+        """Return the tensor of a name, without which the weight `of` cannot be read.
 
         Args:
             dtypes: data types that it may have.
-            shape: what it must have, None for any number.
+            shape: shape: required shape, None for any number.
 
         Raises:
             CheckpointError: it is not there, or is something else.
@@ -141,11 +141,11 @@ class StoredTensors:
 
         Args:
             values: the numbers, in the shape of the weight.
-            scales: as many along each dimension as there are blocks, or one.
+            scales: scales: one for each block along each dimension, or one in all.
             blocks: for each dimension; None as the number of scales says: one for all, or one for each.
-            zeros: as many as scales.
+            zeros: zeros: zero points, one for each scale.
             inputs: the dimension that counts inputs, from the last one.
-            bits: that integers need.
+            bits: bits: bits of the integers.
 
         Raises:
             CheckpointError: there are not as many scales as that makes.
@@ -182,7 +182,7 @@ class StoredTensors:
         return Scaled(shape, self.dtype, values, scales, held, zeros)
 
     def _as_it_is(self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding) -> Decoded:
-        """A weight as its numbers and scales, of which each line has its own."""
+        """Return a weight made of its numbers and scales, one scale a line."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
         # widened: those of fewer bits are exact in them
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
@@ -210,7 +210,7 @@ class StoredTensors:
         return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
-        """What is said of tensors besides."""
+        """Return the text about tensors."""
         if self._header is not None:
             return dict(self._header)
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))

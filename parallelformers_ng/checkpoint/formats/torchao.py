@@ -1,4 +1,4 @@
-"""What torchao writes: the parts of each tensor under names of their own, and what they are in the file's header."""
+"""The format of torchao: the parts of each tensor under names of their own, and their meaning in the file's header."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _bits(data: Mapping[str, Any]) -> int:
 
 
 def _described(stored: StoredTensors) -> dict[str, Any]:
-    """What each tensor is, by its name."""
+    """Return the description of each tensor, by its name."""
     header = stored.header()
     return {name: _read(stored, header, name) for name in _read(stored, header, "tensor_names")}
 
