@@ -96,19 +96,19 @@ def parallelize(
         custom_policies: a Policy class or a list of them; they come before the written ones.
         adapters: for a path: directories, or names on the hub, of peft's adapters by the names that they get in the
             model, as by `load_adapter`; the first is active.
-        workers: where the workers run and how long they are waited for: `WorkerOptions`, or a dict of the same words
-            (`{"device": "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and
-            goes on running when its parallelization ends; `num_gpus` is then the group's.
+        workers: workers: place and patience of the workers: `WorkerOptions`, or a dict of the same words (`{"device":
+            "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and goes on running
+            when its parallelization ends; `num_gpus` is then the group's.
         fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
             same words.
         quantize: hold weights in few bits, quantized on their way to the ranks: "int8", "int4", "fp8"; or
             `QuantizeOptions`, or a dict of the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`); or a
             weight-only config of torchao's. docs/quantization.md says what comes back.
-        decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
-            fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
-            "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
-            once; never run on a GPU, unmeasured. "auto" is "eager" on CPU ranks. On CUDA devices it is "cuda_graphs"
-            for calls whose answer is of the same kind either way, until one cannot be captured: a warning says why.
+        decode: decode: mode of the decode steps of `generate`. "eager". "compile": `torch.compile` over a cache of a
+            fixed size; a `CompileConfig` of transformers chooses its settings, and the first call waits for the
+            compiler. "cuda_graphs": captured over such a cache; other steps run plainly, and a warning says why, once;
+            never run on a GPU, unmeasured. "auto" is "eager" on CPU ranks. On CUDA devices it is "cuda_graphs" for
+            calls with the same kind of answer either way, until a capture fails: a warning says why.
         batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
             words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a cache of the caller's, a
             model that would give other tokens) runs alone, in its turn. One that samples without `seed=` draws a seed
@@ -229,7 +229,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
     `with start_group(2) as group: parallelize(model, workers=group)`.
 
     Args:
-        num_gpus: as in `parallelize`.
+        num_gpus: num_gpus: same as in `parallelize`.
         options: `device`, `device_ids`, `backend`, `timeout` and `start_timeout` of `WorkerOptions`. The others belong
             to a model, whose weights a new group would need; a group given to `parallelize` is not restarted.
 
@@ -272,11 +272,11 @@ def plan(
     Args:
         model: a transformers model.
         num_gpus: number of ranks.
-        fp16: as in `parallelize`; it decides the bytes.
-        dtype: as in `parallelize`; it decides the bytes.
-        custom_policies: as in `parallelize`.
-        fit: as in `parallelize`.
-        quantize: as in `parallelize`; it decides the bytes.
+        fp16: fp16: same as in `parallelize`; decides the bytes.
+        dtype: dtype: same as in `parallelize`; decides the bytes.
+        custom_policies: custom_policies: same as in `parallelize`.
+        fit: fit: same as in `parallelize`.
+        quantize: quantize: same as in `parallelize`; decides the bytes.
 
     Returns:
         The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.

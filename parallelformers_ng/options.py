@@ -20,14 +20,15 @@ LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What ranks are to have of a Ray cluster.
+    """The ranks' share of a Ray cluster.
 
     Attributes:
-        address: of the cluster. None: the one that this process is connected to, else as `ray.init()` finds it or
-            starts it, for as long as the workers run.
+        address: address: address of the cluster. None: the connected cluster of this process, or else the one that
+            `ray.init()` finds or starts, for as long as the workers run.
         cpus: CPUs of each rank, which are its threads, too.
-        resources: what else the bundle of each rank has, as Ray names it: `{"memory": …}`, or names of your own.
-        runtime_env: of the processes on the hosts, as Ray takes it.
+        resources: resources: further resources of each rank's bundle, in Ray's words: `{"memory": …}`, or names of your
+            own.
+        runtime_env: runtime_env: environment of the processes on the hosts, in Ray's form.
     """
 
     address: str | None = None
@@ -42,23 +43,23 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where the workers run, how long they are waited for, and what happens when one dies.
+    """Place of the workers, time limits, and restarts after deaths.
 
     Attributes:
         device: "cuda", "cpu", or "auto": CUDA where present, with "ray" in the cluster, else CPU.
         device_ids: the CUDA device of each rank, where this process starts them; by default 0, 1, 2, ….
-        backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
+        backend: backend: backend of the collectives: "auto", "shared_memory", "gloo" or "nccl".
         timeout: seconds that a request may take.
         start_timeout: seconds until the workers must be ready.
-        restart: start new workers when one died, where the weights are kept.
+        restart: restart: start new workers when one died, if the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
         restart_window: seconds.
         replicas: groups of `num_gpus` workers that have the whole model each; a call goes to the one with the least to
             do. They may take different devices; on CPU they share the cores and the memory of the weights.
-        launcher: who starts the workers. "local": this process, on this machine. "torchrun": they are on the nodes of
-            the job, one for each process of it, and the process of rank 0 is the caller. "auto": the second in such a
-            job. "ray": they are on the hosts of a Ray cluster.
-        ray: what they have there, `RayOptions` or a dict of the same words; with "ray" alone.
+        launcher: launcher: program that starts the workers. "local": this process, on this machine. "torchrun": they
+            are on the nodes of the job, one for each process of it, and the process of rank 0 is the caller. "auto":
+            "torchrun" in such a job, otherwise "local". "ray": they are on the hosts of a Ray cluster.
+        ray: ray: resources there, `RayOptions` or a dict of the same words; with "ray" alone.
         host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
             memory is the shards, and is always kept.
     """
@@ -104,7 +105,8 @@ class BatchingOptions:
             begin alike; 0 keeps none.
         cache_tokens: tokens that the caches of all rows may have together, padding counted; calls wait for room. None:
             as many as half of the memory has room for that is free when the first call runs.
-        prompt_tokens, new_tokens: what a call may have, and ask for; BatchingError where it is more. None: any number.
+        prompt_tokens, new_tokens: prompt_tokens, new_tokens: most tokens of a call's prompt, and most new ones;
+            BatchingError beyond. None: any number.
     """
 
     rows: int = 16
@@ -137,10 +139,10 @@ class FitOptions:
         tensor: ranks of each stage, for "tensor+pipeline"; with ranks on several hosts by default as many as each has.
         ratio: for each rank, or each stage, how much it is to hold beside the others: `(1, 3)` gives the second three
             times the first.
-        max_memory: what each device may hold of weights, by number, and how much of the rest the "cpu": bytes, or a
-            size as text ("10GiB"). The devices of CPU ranks are the ranks. Layers for which a device has no room come
-            before they run. Without "cpu", as much as is free.
-        offload_folder: where weights go for which there is no room in RAM either.
+        max_memory: max_memory: weight budget of each device, by number; "cpu" is RAM for the overflow: bytes, or a size
+            as text ("10GiB"). The devices of CPU ranks are the ranks. Layers without room on a device come before they
+            run. Without "cpu", as much as is free.
+        offload_folder: offload_folder: folder for weights without room in RAM.
         cache: how keys and values are kept: "int8", with a scale for each head and token, in about a quarter of the
             bytes of float32; "offload", on CUDA devices, in host memory but for the layer that runs. None: as the model
             computes them.
@@ -200,8 +202,8 @@ class FitOptions:
         """
         if self.is_open:
             raise ParallelError(
-                f"fit: tensor is None and strategy {BOTH!r}; give tensor=, the ranks of each stage. By default these"
-                " are those of each host, where there are several"
+                f"fit: tensor is None and strategy {BOTH!r}; give tensor=, the ranks of each stage. On several"
+                " hosts the default is the ranks of a host"
             )
         width = self.tensor or 1
         if world_size % width or world_size == width > 1:
@@ -211,8 +213,7 @@ class FitOptions:
         return world_size // width if self.has_stages else 1
 
     def parts(self, world_size: int) -> list[float]:
-        """What part of the model each of so many ranks, or each stage of theirs, is to hold, 1 in all; none where all
-        are to hold the same.
+        """Return the fraction of the model for each rank, or for each stage, 1 in all; empty for equal fractions.
 
         Raises:
             ParallelError: `ratio` is for another number of them.
@@ -226,7 +227,7 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Which weights are held in few bits, and in how many.
+    """The weights to quantize, and the scheme.
 
     Attributes:
         scheme: "int8": integers of 8 bits with a scale for each output, as torchao's `Int8WeightOnlyConfig()` makes
@@ -236,8 +237,8 @@ class QuantizeOptions:
         skip: layers that stay in high precision, as paths beneath a block or from the model on, `*` for any one name
             (`["self_attn.o_proj", "mlp.*"]`); all that lies beneath one stays, too.
         embeddings: quantize the input embeddings and the output head, too.
-        dequantize: put weights in high precision, each rank its own, that a checkpoint holds quantized in a way that
-            nothing here computes with; then quantize them by `scheme`, where there is one.
+        dequantize: dequantize: dequantize weights of a checkpoint whose scheme nothing here computes with, each rank
+            its own; then quantize them by `scheme`, if there is one.
     """
 
     scheme: str | None = None
@@ -287,7 +288,7 @@ def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None
     Args:
         cls: the dataclass.
         given: an instance; a mapping from names to values; or None for the defaults.
-        argument: what the caller passed it as, for errors.
+        argument: argument: the caller's name for it, for errors.
 
     Raises:
         ParallelError: an unknown name, or a value of another type; both are named.
@@ -325,7 +326,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def read_quantize(given: Any) -> QuantizeOptions | None:
-    """The options of `quantize`, of which a scheme may be given alone, or a config of torchao's; None for no
+    """Return the options of `quantize`, also from a scheme alone or from a config of torchao's; None for no
     quantization.
 
     Raises:

@@ -25,7 +25,7 @@ class BatchRow:
         number: the caller's name for it.
         call: how its next token is chosen, and when it ends.
         random: random: generator of its own, None if it has none.
-        objects: mutable parts of the caller's processors and criteria, None if there are none.
+        objects: mutable parts of the caller's processors and criteria; None without any.
         ids: the prompt and the tokens so far, int64 `[1, tokens]`.
         newest: the last of them.
         told: how many of its tokens the caller has.

@@ -52,8 +52,8 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     where, dtype = f"the {type(model).__name__} given", dtype or bare.dtype
     if said is None:
         raise UnsupportedModelError(
-            f"{where} is quantized, and its configuration does not say by what; pass the path of its checkpoint, of"
-            " which each rank reads its part where that can be read"
+            f"{where} is quantized, and its configuration does not name the method; pass the path of its checkpoint, so"
+            " that each rank reads its part"
         )
     state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(bare.state_dict())}
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}

@@ -238,6 +238,6 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
 def _refuse_global_hooks() -> None:
     if torch_module._has_any_global_hook():
         raise ParallelError(
-            "torch has a global module hook, which would be called for every module, also within the cut blocks, where"
-            " it would see one worker's part. Remove it, and register a hook on the modules that it is meant for"
+            "torch has a global module hook. It would be called for every module: within the cut blocks it would see"
+            " one worker's part. Remove it, and register a hook on each module that needs it"
         )

@@ -114,7 +114,7 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Return the module, None if a module has a forward of its own, which must be called."""
+        """Return the module; None if a module has its own forward, which must be called."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:

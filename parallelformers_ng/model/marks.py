@@ -3,9 +3,9 @@
 If there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it, unless the
 model has a map of its parts, as accelerate's big models have. They read this of the map:
 
-- a pipeline without `device=` takes the first device of the map for its inputs, and one with `device=` is refused;
-- Trainer moves no model that has one, and spreads none over GPUs whose map names another device than its own, for which
-  the string "cpu" does not count;
+- a pipeline without `device=` takes the first device of the map for its inputs, and a pipeline with one is refused;
+- Trainer leaves a model with a map in place, and spreads no model over GPUs whose map names another device than
+  Trainer's own ("cpu" does not count);
 - accelerate leaves a model alone whose map has more than one entry.
 
 Without an accelerator there is nowhere to move it to. No map is shown then, so that `device="cpu"` goes on working.

@@ -1,4 +1,4 @@
-"""Which CPUs this process may use, and which of them each rank gets."""
+"""Divides the CPUs of this process among the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 
     Args:
         world_size: number of ranks.
-        threads: of each rank.
+        threads: threads: number of threads of each rank.
     """
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // world_size

@@ -28,7 +28,7 @@ class Description:
 
 
 def describe(error: BaseException, is_consequence: bool = False) -> Description:
-    """What a worker sends about an exception.
+    """A worker's description of an exception.
 
     Args:
         error: the exception, with its traceback.
@@ -48,7 +48,7 @@ def rebuild(rank: int, description: Any) -> WorkerError:
 
     Args:
         rank: the rank that raised it.
-        description: what `describe` made of it.
+        description: description: result of `describe`.
 
     Raises:
         ProtocolError: the description is not one.
@@ -69,7 +69,7 @@ def most_informative(descriptions: dict[int, Any]) -> int:
     """The rank whose exception explains the others: not one that only says that a peer gave up.
 
     Args:
-        descriptions: what each rank that raised sent, by rank.
+        descriptions: descriptions: description from each rank that raised, by rank.
     """
     return min(descriptions, key=lambda rank: (getattr(descriptions[rank], "aborted", False), rank))
 

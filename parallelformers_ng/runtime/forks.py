@@ -74,7 +74,7 @@ class Fork:
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """As `Process` says; False where the server is gone."""
+        """Same as in `Process`; False if the server is gone."""
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
@@ -91,14 +91,14 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """As `Process` says; None also where the server is gone, which alone could tell."""
+        """Same as in `Process`; None also if the server is gone, as it alone could tell."""
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)
             self._code = fork_server.NUMBER.unpack(message)[0] if message else None
         return self._code
 
     def close(self) -> None:
-        """As `Process` says. A rank that was asked for and is not there yet ends with its lifeline."""
+        """Same as in `Process`. A requested rank that is not there yet ends with its lifeline."""
         self._report.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -112,7 +112,7 @@ class ForkServer:
     """A server, from the caller's side. It ends when neither this process nor a rank of it has any use for it.
 
     Args:
-        inheritance: what its forks have of this process as it is.
+        inheritance: inheritance: state of this process that its forks inherit.
         imports: name of the module that it imports before it forks.
 
     Attributes:
@@ -151,7 +151,7 @@ class ForkServer:
         send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
-        """What it has written to its log since this was last asked."""
+        """Return the text that it has written to its log since the last call."""
         start, self._shown = self._shown, self.link.log_size()
         return self.link.log_tail(start)
 
@@ -215,7 +215,7 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _inheritance() -> tuple[object, ...]:
-    """What a process that this thread starts has of it, apart from what every request hands over."""
+    """Return the state that a process started by this thread inherits, apart from the values in every request."""
     status = _proc("status").splitlines()
     return (
         [line for line in status if line.startswith(_INHERITED)],

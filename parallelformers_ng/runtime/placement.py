@@ -1,4 +1,4 @@
-"""Where the workers go: how many, on which devices, and whether this system can run them."""
+"""The number of workers and their devices, and the check that this system can run them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def placement(
 def placement_elsewhere(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, devices: int
 ) -> tuple[int, str]:
-    """As `placement`, for ranks that this process does not start.
+    """Do the same as `placement`, for ranks that this process does not start.
 
     Args:
         devices: how many CUDA devices there are where they will be, as far as that is known.

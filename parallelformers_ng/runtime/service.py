@@ -1,4 +1,4 @@
-"""What a worker does for its group: join it, then receive, run, answer."""
+"""The life of a worker: join the group, then receive, run, answer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Service:
         """The loop of a worker."""
         while frame := self._next():
             if frame.flags & Flag.RESET:
-                self.communicator.reset()  # where it fails the process ends, which frees the peers that wait for it
+                self.communicator.reset()  # if it fails the process ends, and that frees the peers that wait for it
             try:
                 value = self._run(frame)
                 if void := self.communicator.why_void():

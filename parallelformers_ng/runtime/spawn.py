@@ -18,7 +18,7 @@ _TAIL_BYTES = 8192
 
 
 class ChildLink:
-    """What joins a child to its parent: a socket, a lifeline and a log.
+    """The link between a child and its parent: a socket, a lifeline and a log.
 
     Attributes:
         connection: the parent's end of the socket.
@@ -96,8 +96,7 @@ class Process(Protocol):
 class Spawned:
     """A fresh interpreter, a `Process` that is there at once.
 
-    It runs a module as `python -m module SOCKET LIFELINE PARENT ARGUMENTS`, where the first two are descriptors of the
-    link.
+    It runs a module as `python -m module SOCKET LIFELINE PARENT ARGUMENTS`, the first two are descriptors of the link.
 
     Args:
         module: its full name.
@@ -149,7 +148,7 @@ class Spawned:
 
 
 def environment_of_worker(threads: int) -> dict[str, str]:
-    """The environment of a worker: this process's, which stays as it is, with what is read when libraries load.
+    """Return the environment of a worker: a copy of this process's, with variables that libraries read when they load.
 
     Args:
         threads: for its OpenMP and BLAS libraries.
@@ -176,7 +175,7 @@ def module_path() -> list[str]:
 
 
 def current_folder() -> str:
-    """Where children of this process begin: in its current folder, or in "/" if that was deleted."""
+    """Return the working folder for children of this process: its current folder, or "/" if that was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:

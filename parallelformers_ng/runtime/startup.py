@@ -31,7 +31,7 @@ from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKi
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
-_LATE_SECONDS = 1.0  # to read what the workers said, where the caller was busy until the deadline
+_LATE_SECONDS = 1.0  # to read the workers' messages if the caller was busy until the deadline
 
 
 def create_arena(world_size: int) -> Arena:
@@ -69,13 +69,13 @@ def launch(
         target: `"module:Class"`.
         imports: name of the module that the process imports which forks the workers, see `forks.running`.
         device_names: torch device of each rank.
-        backend: of the collectives.
-        timeout: of the collectives, in seconds.
+        backend: backend: backend of the collectives.
+        timeout: timeout: timeout of the collectives, in seconds.
         start_timeout: seconds until all must be ready.
-        threads: of each worker; None shares the CPUs out.
+        threads: threads: threads of each worker; None divides the CPUs.
         among: the first rank's place among how many ranks that share the CPUs.
-        spans: for each of them, where there are ranks on other hosts, what it is to know of those: see `connect`, and
-            `caller`, the socket and the keys of its connection to the group's caller.
+        spans: spans: facts for each rank about ranks on other hosts, if there are any: see `connect`, and `caller`, the
+            socket and the keys of its connection to the group's caller.
 
     Returns:
         What waits until all are ready: `await_ready` with its arguments.
@@ -141,8 +141,8 @@ def await_ready(
     """Wait until all workers are ready. The caller ends the processes if this raises.
 
     Args:
-        workers: as `launch` started them.
-        server: who was to fork them.
+        workers: workers: workers that `launch` started.
+        server: server: server that forks them.
         deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
         start_timeout: the seconds that this was, for the message.
 
@@ -195,7 +195,7 @@ def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> Startu
 
 
 def _place(worker: WorkerProcess) -> str:
-    """Where in the code a worker is that takes too long; "" where it does not say."""
+    """Return the code location of a worker that takes too long; "" if it does not answer."""
     before = len(worker.startup_log())
     worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS

@@ -194,7 +194,7 @@ def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: lis
         if supervisor is None or supervisor._stopped:
             return
         descriptors = supervisor.replace()
-        del supervisor  # where its owner dropped it meanwhile, it ends here
+        del supervisor  # if its owner dropped it meanwhile, it ends here
 
 
 def _close(descriptors: list[int]) -> None:

@@ -32,8 +32,8 @@ class WorkerProcess:
 
     Args:
         rank: its rank.
-        environment: of its process, where that is a fresh one.
-        server: forks it. Where there is none, or it cannot, the worker is a fresh process.
+        environment: environment: environment of a fresh process.
+        server: server: server that forks it. Without one, or if it cannot, the worker is a fresh process.
 
     Raises:
         StartupError: the interpreter could not be started, or this process may open no more files.
@@ -133,7 +133,7 @@ class WorkerProcess:
         return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """What to raise, once or often, about a worker that ended."""
+        """Return the error, raised once or often, about a worker that ended."""
         number, code = self.exit_status()
         manner = manner_of_end(number, code)
         hint = "; the kernel's memory killer sends signal 9, see dmesg" if number == 9 else ""
@@ -144,7 +144,7 @@ class WorkerProcess:
         return functools.partial(WorkerDiedError, text, self.rank, number, code)
 
     def startup_log(self) -> str:
-        """The end of what the worker, or the server that is to fork it, wrote to standard error before it was ready."""
+        """Return the end of the standard error of the worker, or of the server that forks it, before it was ready."""
         return self.link.log_tail() if self._server is None or self._has_process else self._server.link.log_tail()
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ from parallelformers_ng.serving.tools import AnswerReader, Read
 
 @dataclass
 class Piece:
-    """What is new of an answer.
+    """A new piece of an answer.
 
     Attributes:
-        index: of the answer within its request.
+        index: index: number of the answer within its request.
         read: its text, reasoning and tool calls.
         tokens: how many tokens it has.
-        likelihoods: of each of them, where these were asked for.
+        likelihoods: likelihoods: likelihood of each token, if the request asks for them.
         finish: why the answer ends with it, "stop", "length" or "tool_calls"; None where it goes on.
     """
 
@@ -39,7 +39,7 @@ class Form:
     """How the tokens of a request's answers become pieces.
 
     Attributes:
-        tokenizer: of transformers.
+        tokenizer: tokenizer: tokenizer of transformers.
         stops: strings that an answer ends before.
         reader: makes what takes reasoning and tool calls out, or None.
     """

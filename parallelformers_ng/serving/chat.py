@@ -17,10 +17,10 @@ from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_te
 
 
 class Chat:
-    """What a tokenizer does for a server.
+    """The tokenizer's work for a server.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer: tokenizer of transformers.
         template: a chat template in the place of its own.
         most: tokens that a prompt may have.
         processor: the model's, if it reads pictures; its chat template counts.
@@ -136,7 +136,7 @@ class Chat:
         return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
-        """Return what takes reasoning and tool calls out of an answer, None if all of it is text.
+        """Return the reader of reasoning and tool calls in an answer, None if all of it is text.
 
         Args:
             prompt: text that the answer continues.

@@ -44,9 +44,9 @@ class Asked:
 
     Attributes:
         ids: the prompt.
-        settings: of `GenerationConfig`, where they differ from the model's own.
-        seed: of its random stream.
-        processors: that change the scores of its tokens.
+        settings: settings: values of `GenerationConfig` that differ from the model's own.
+        seed: seed: seed of its random stream.
+        processors: processors: processors of its scores.
         alternatives: how many of the likeliest tokens are told beside each, None where no probabilities are.
         ends: tokens that end it; None for those of the model.
         min_tokens: tokens that come before it may end.
@@ -267,9 +267,9 @@ class _Tokens(BaseStreamer):
     a call that runs alone tells these at its end.
 
     Args:
-        loop: that serves.
-        news: where it takes tokens from.
-        recorder: of the call, or None.
+        loop: loop: event loop of the server.
+        news: news: queue of new tokens.
+        recorder: recorder: recorder of the call's likelihoods, or None.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def run_rows(
     Args:
         engine: the model.
         tokenizer: its tokenizer, which pads.
-        rows: what the tokenizer made of each text.
+        rows: rows: the tokenizer's output for each text.
         longest: most tokens of a text.
         read: maps an output and the mask `[rows, tokens]` of its inputs to rows.
 

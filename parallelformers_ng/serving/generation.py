@@ -166,7 +166,7 @@ class Generation:
                 async for piece in pieces:
                     shape.add(piece)
             return JSONResponse(shape.whole())
-        # What goes wrong before the first piece is told with a status of its own.
+        # An error before the first piece has a status of its own.
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
@@ -223,7 +223,7 @@ class Generation:
         return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
-        """What the request says of `GenerationConfig`; the model's own settings hold where it says nothing."""
+        """Return the request's values of `GenerationConfig`; the model's own settings hold for the rest."""
         settings: dict[str, Any] = {"max_new_tokens": min(request.most_tokens or self._options.max_tokens, 1 << 31)}
         own = self._engine.model.generation_config
         temperature = request.temperature

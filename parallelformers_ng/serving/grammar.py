@@ -30,11 +30,11 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """What reads an answer by a grammar; in an error state where the grammar is none, or takes too much.
+    """A matcher of an answer by a grammar; in an error state if the grammar is invalid or too expensive.
 
     Args:
-        grammar: of llguidance.
-        tokenizer: of `grammar_tokenizer`.
+        grammar: grammar: grammar of llguidance.
+        tokenizer: tokenizer: result of `grammar_tokenizer`.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -72,7 +72,7 @@ _WORK = 50_000
 MOST_CHARACTERS = 128 << 10
 """Of a grammar that is read at all: to find out that one is too large takes memory and time as well."""
 LARGE_CHARACTERS = 8 << 10
-"""A grammar of so many leaves megabytes of freed memory behind, of which the allocator would keep most."""
+"""A grammar of so many leaves frees megabytes, and the allocator would keep most of them."""
 
 
 class GrammarError(ValueError):
@@ -85,8 +85,8 @@ class Grammar(LogitsProcessor):
     What it needs crosses to the ranks; how far it has read stays where it reads.
 
     Args:
-        grammar: of llguidance.
-        packed, words, ends: as in `grammar_tokenizer`.
+        grammar: grammar: grammar of llguidance.
+        packed, words, ends: packed, words, ends: same as in `grammar_tokenizer`.
         prompt: how many tokens there are before the answer.
     """
 
@@ -125,4 +125,4 @@ class Grammar(LogitsProcessor):
 
 
 _read: weakref.WeakKeyDictionary[Grammar, tuple[Any, int]] = weakref.WeakKeyDictionary()
-"""Where a grammar stands, and how many tokens it has taken in."""
+"""The position in a grammar, and the number of tokens taken in."""

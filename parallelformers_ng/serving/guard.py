@@ -1,4 +1,4 @@
-"""What stands before every request: who may come in, how much they may send and how slowly, and when they have gone."""
+"""The guard in front of every request: keys, limits of size and time, and clients that have gone."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class _Pace:
 class AccessGuard:
     """Serves an application to those who may use it.
 
-    A request is read whole, within its limits of bytes and seconds, before the application sees it. From then on the
-    client has nothing to say but that it is gone, which cancels what is done for it. So many bytes of large bodies are
-    read in a second, and so many requests refused: who sends such leaves the processor to the others.
+    A request is read whole, within its limits of bytes and seconds, before the application sees it. After that the
+    client can only go, which cancels its work. Bytes of large bodies, and refusals, are limited per second: so a flood
+    of them leaves the processor to other clients.
 
     Args:
         app: the application.
@@ -146,7 +146,7 @@ class AccessGuard:
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
     async def _give_back(self) -> None:
-        """Large bodies leave much freed memory behind, of which the allocator would keep more with each."""
+        """Large bodies leave much freed memory behind, and the allocator would keep more with each."""
         await asyncio.sleep(_CALM_SECONDS)
         await asyncio.to_thread(give_back_freed)
 

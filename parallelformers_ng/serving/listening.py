@@ -1,4 +1,4 @@
-"""What can be known to fail before torch is imported: the address, the folder of the model, the device."""
+"""Checks that can fail before torch is imported: the address, the folder of the model, the device."""
 
 from __future__ import annotations
 

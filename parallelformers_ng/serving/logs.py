@@ -1,4 +1,4 @@
-"""What the server logs: lines with time, level and the id of the request, as text or JSON. Prompts are never logged."""
+"""The server's log: lines with time, level and the id of the request, as text or JSON. Prompts are never logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass
 class Record:
-    """What is known of a request.
+    """The record of a request.
 
     Attributes:
         id: its `X-Request-Id`, or an id of the server's.
@@ -56,9 +56,9 @@ def log_access(record: Record, method: str, path: str, status: int) -> None:
     """Log that a request was served.
 
     Args:
-        record: what is known of it.
-        method, path: as the client sent them.
-        status: of HTTP; 499 if the client went before the end.
+        record: record: record of the request.
+        method, path: method, path: method and path of the HTTP request.
+        status: status: HTTP status; 499 if the client went before the end.
     """
     now = time.monotonic()
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the server counts, under the names that vLLM gave them, so that its dashboards show them."""
+"""The server's metrics, under vLLM's names, so that its dashboards show them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Metrics:
     """Figures of one server.
 
     Args:
-        name: of the model, a label of each.
+        name: name: name of the model, a label of each.
         rows: answers that are decoded at a time; others wait in the order in which they came.
         cache_tokens: tokens that the caches of all rows may have.
 
@@ -145,7 +145,7 @@ class Metrics:
         """Count a request that was not answered with success.
 
         Args:
-            status: of HTTP; 499 if the client went before the end.
+            status: status: HTTP status; 499 if the client went before the end.
         """
         if status == CLIENT_WENT:
             self._cancelled.inc()
@@ -215,7 +215,7 @@ class AnswerMetrics:
     """One answer that is being counted.
 
     Args:
-        metrics: what counts it.
+        metrics: metrics: metrics that count it.
         prompt: tokens of its prompt.
     """
 

@@ -1,5 +1,5 @@
-"""The server on Ray Serve: replicas behind one route. Serve asks the one with the fewest requests, has more or fewer as
-it is told, and replaces those that are not healthy."""
+"""The server on Ray Serve: replicas behind one route. Serve asks the replica with the fewest requests, scales by its
+settings, and replaces unhealthy replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServedReplica:
     """One replica: the caller of its ranks, which lie on the cluster where there is room for them.
 
     Args:
-        options: of the server.
+        options: options: options of the server.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -43,7 +43,7 @@ class ServedReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """What `/ready` says: every rank has answered to the others."""
+        """Do the check of `/ready`: every rank has answered to the others."""
         await asyncio.to_thread(deployment_of(self._model).ping)
 
     def __del__(self) -> None:

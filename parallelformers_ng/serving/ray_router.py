@@ -1,4 +1,5 @@
-"""Which replica Ray Serve asks. Serve's proxies import this, so it imports nothing else of this package."""
+"""Chooses the replica for a request on Ray Serve. Serve's proxies import this, so it imports nothing else of this
+package."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class FewestRequests(RequestRouter):
             random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]
         )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # where all are full
+            pending_request.routing_context.should_backoff = True  # all are full
             self._asked[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
         return [[first], others]
 

@@ -52,7 +52,7 @@ class SentenceFiles:
         self._revision = revision
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file, None if the model has no such file.
+        """Return the path of a file, None if the model lacks it.
 
         Raises:
             UnsupportedModelError: the hub cannot be asked, and its cache does not tell.
@@ -74,7 +74,7 @@ class SentenceFiles:
             return None
 
     def json(self, file: str) -> Any:
-        """Return the content of a JSON file, None if the model has no such file."""
+        """Return the content of a JSON file, None if the model lacks it."""
         path = self.find(file)
         return None if path is None else json.loads(path.read_text())
 

@@ -1,4 +1,4 @@
-"""What a server can be told: by flags, by a file, or by both, where the flags count."""
+"""Options of a server: from flags, from a file, or from both; flags win."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """Return the clients' name of the model."""
         return self.served_model_name or self.model
 
     @property

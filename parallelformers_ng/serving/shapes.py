@@ -18,15 +18,15 @@ from parallelformers_ng.serving.token_bytes import TokenBytes
 
 
 class Shape:
-    """What answers of all routes have in common.
+    """The common shape of answers on all routes.
 
     Args:
-        name: of the model.
-        tokenizer: of transformers.
-        request: that is answered.
+        name: name: name of the model.
+        tokenizer: tokenizer: tokenizer of transformers.
+        request: request: request to answer.
 
     Attributes:
-        prompt_tokens: of all prompts.
+        prompt_tokens: prompt_tokens: tokens of all prompts.
         end: text after the last event of a stream.
     """
 
@@ -104,7 +104,7 @@ class Shape:
 
 
 class ChatShape(Shape):
-    """Of `/v1/chat/completions`."""
+    """The shape of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _request: ChatRequest
@@ -155,14 +155,14 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 class CompletionShape(Shape):
-    """Of `/v1/completions`.
+    """The shape of `/v1/completions`.
 
     Args:
-        name, tokenizer, request: as above.
-        prompts: as tokens.
+        name, tokenizer, request: name, tokenizer, request: same as in `Shape`.
+        prompts: prompts: prompts in tokens.
 
     Attributes:
-        before: for each prompt, how likely each of its tokens was from the second on, where they are echoed with that.
+        before: before: likelihoods of each prompt's tokens from the second on, if they are echoed.
     """
 
     kind = chunk_kind = "text_completion"
@@ -248,7 +248,7 @@ class _Offset:
         self._characters = 0
 
     def add(self, raw: bytes) -> int:
-        """Take in a token. Returns where it begins: for a part of a character, where the character does."""
+        """Take in a token. Return its beginning in the text; for a part of a character, the character's beginning."""
         begin = self._characters
         self._characters += len(self._decoder.decode(raw))
         return begin

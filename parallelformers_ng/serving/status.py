@@ -1,4 +1,4 @@
-"""Whether the server lives, whether its ranks do, what it counts, and what its page shows of all that."""
+"""The state of the server and its ranks: health, readiness, metrics, and the figures of its page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Status:
     Args:
         engine: the model.
         chat: its tokenizer.
-        options: of the server.
+        options: options: options of the server.
 
     Attributes:
         began: when the server did, in seconds of Unix.
@@ -58,7 +58,7 @@ class Status:
         return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
 
     async def status(self) -> Response:
-        """What changes from second to second."""
+        """Return the figures that change from second to second."""
         metrics = self._engine.metrics
         if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
             self._measured = time.monotonic()

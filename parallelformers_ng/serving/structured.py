@@ -49,7 +49,7 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return what an answer must meet, None if it may be any text."""
+        """Return the grammar of an answer, None if it may be any text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -108,7 +108,7 @@ class GuidedFields(Fields):
     guided_whitespace_pattern: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
-        """Return what the answer must meet, None if it may be any text.
+        """Return the constraint of the answer, None if it may be any text.
 
         Args:
             forced: constraint of an answer that must call a tool; it has no text for `response_format` to act on.

@@ -13,10 +13,10 @@ _NAME, _KEY, _VALUE = "probe_tool", "probe_argument", "probe value"
 
 @dataclass
 class Read:
-    """What a piece of an answer says.
+    """The content of a piece of an answer.
 
     Attributes:
-        text, reasoning: what is added to either.
+        text, reasoning: text, reasoning: additions to either.
         calls: tool calls that are complete, in OpenAI's shape.
     """
 
@@ -29,10 +29,10 @@ class AnswerReader:
     """Reads an answer piece by piece.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer: tokenizer of transformers.
         template: a response template, see `tokenizer.parse_response`.
         prompt: the text that the answer continues; its template may have begun the answer.
-        tools: that the model may call.
+        tools: tools: tools that the model may call.
         most_calls: most calls that are told, as `parallel_tool_calls` says; None for any number.
     """
 

@@ -68,8 +68,8 @@ class OwnHeads(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParallelError(
-            f"attention weights of shape {tuple(self.shape)} lie in an object that is not looked into, and one rank has"
-            " those of its own heads alone. Return them in a tuple, list, dict or model output"
+            f"attention weights of shape {tuple(self.shape)} lie in an object of another kind. A rank has only its own"
+            " heads, and gathers the others from a tuple, list, dict or model output; return them in one"
         )
 
 

@@ -56,7 +56,7 @@ class Encoded:
 
     Attributes:
         pickle: the value, without what lies outside.
-        outside: bytes of tensors, and None for each open file, in the order in which the pickle names them.
+        outside: outside: bytes of tensors, and None for each open file, in the order of their names in the pickle.
         fds: descriptors to pass along; the maker of the message still owns them.
     """
 
@@ -74,7 +74,7 @@ def encode(value: Any, place: str = "") -> Encoded:
 
     Args:
         value: the value.
-        place: what error messages call it; by default, a dict is called by its keys.
+        place: place: name of the object in error messages; by default, a dict is called by its keys.
 
     Raises:
         NotPortableError: a part of the value cannot be pickled. The message names its place.
@@ -115,7 +115,7 @@ def parcel(value: Any) -> tuple[bytes, int]:
     """Encode a value that goes within another message, and is decoded apart from it by `unpack`.
 
     Raises:
-        NotPortableError: as `encode`; also if open files are in it.
+        NotPortableError: NotPortableError: see `encode`; also for open files.
     """
     encoded = encode(value)
     if encoded.fds:
@@ -129,7 +129,7 @@ def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any
 
 
 def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
-    """Where each part of a message lies, and the bytes of all."""
+    """Return the offset of each part of a message, and the bytes of all."""
     if not encoded.pickle:
         return [], 0
     sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
@@ -157,7 +157,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
     Args:
         frame: its descriptors belong to the value afterwards; if this fails, they are closed.
-        device: where the tensors go, in whatever object they are; they get there in one copy. None leaves them here.
+        device: device: target of all tensors, in whatever object; one copy each. None leaves them here.
 
     Returns:
         The value. Its tensors are views of the frame's memory.
@@ -216,7 +216,7 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
 
 
 def _outside(blob: torch.Tensor, parts: list[tuple[int, int]], fds: Iterator[int]) -> Iterator[Any]:
-    """What the pickle takes for each object outside of it: uint8 `[bytes]`, or a descriptor."""
+    """Return the object for each reference in the pickle: uint8 `[bytes]`, or a descriptor."""
     for offset, size in parts:
         if size != _FILE:
             yield blob[offset : offset + size]
@@ -239,7 +239,7 @@ class _MessagePickler(ByValuePickler):
     """Puts the bytes of tensors, and open files, outside of the pickle.
 
     Attributes:
-        outside, fds: as in `Encoded`.
+        outside, fds: outside, fds: same as in `Encoded`.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -266,7 +266,7 @@ class _MessagePickler(ByValuePickler):
         return buffer
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Called by pickle for every buffer. Returns whether it is to go into the pickle, as those of numpy are."""
+        """Called by pickle for every buffer. Returns whether it goes into the pickle, like buffers of numpy."""
         if id(buffer) not in self._mine:
             return True
         fd = self._mine[id(buffer)][1]

@@ -50,7 +50,7 @@ class Signer:
     """Signs, or checks, what goes one way over a connection.
 
     Args:
-        key: that of the direction.
+        key: key: key of the direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -77,7 +77,7 @@ class SignedChannel(Channel):
     Args:
         connection: a TCP socket whose other end knows the session's keys.
         session: see above.
-        blocking: as in `Channel`.
+        blocking: blocking: same as in `Channel`.
     """
 
     def __init__(self, connection: socket.socket, session: Session, blocking: bool = False) -> None:
@@ -115,7 +115,7 @@ class SignedChannel(Channel):
 
 @contextlib.contextmanager
 def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
-    """What a file holds."""
+    """Return the content of a file."""
     if not os.fstat(fd).st_size:
         yield b""
         return

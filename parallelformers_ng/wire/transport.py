@@ -90,7 +90,7 @@ class Channel:
         """Encode a value and send it.
 
         Args:
-            kind: what the frame is for.
+            kind: kind: purpose of the frame.
             sequence: the request it belongs to.
             obj: any value that `encode` takes.
             deadline: on the clock of `time.monotonic`, in seconds.
@@ -219,7 +219,7 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
 
     Args:
         deadline: on the clock of `time.monotonic`, in seconds.
-        late: what the error says.
+        late: late: text of the error.
 
     Raises:
         RequestTimeoutError: the deadline had passed already.

@@ -1,4 +1,4 @@
-"""What a rank holds, in bytes, and as the tables that `verbose=` prints."""
+"""The memory of a rank, in bytes, and the tables that `verbose=` prints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RankMemory:
     """The memory of the calling process, a rank.
 
     Args:
-        device: where it computes.
+        device: device: device of the rank.
         name: "cuda:0", "cpu:1", …; on CPU the number is the rank's.
-        shard_bytes: what the plan says its weights take.
+        shard_bytes: shard_bytes: bytes of its weights by the plan.
     """
 
     def __init__(self, device: torch.device, name: str, shard_bytes: int) -> None:
@@ -29,11 +29,11 @@ class RankMemory:
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
-        """What the process costs the machine: its proportional set size (PSS) on CPU, torch's pool on CUDA."""
+        """Return the memory cost of the process: its proportional set size (PSS) on CPU, torch's pool on CUDA."""
         return proportional_set_size() if self._cuda is None else torch.cuda.memory_reserved(self._cuda)
 
     def line(self) -> str:
-        """As Parallelformers prints it: `GPU:0 => 2.72GB`."""
+        """Format bytes in Parallelformers' form: `GPU:0 => 2.72GB`."""
         kind, _, number = self._name.partition(":")
         count = self.allocated()
         size = f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
@@ -81,7 +81,7 @@ def device_totals() -> str:
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         used = [pynvml.nvmlDeviceGetMemoryInfo(device) for device in devices]
         pynvml.nvmlShutdown()
-    except pynvml.NVMLError:  # no driver, or a slice of a device, of which NVML tells nothing
+    except pynvml.NVMLError:  # no driver, or a slice of a device: NVML knows no figures of it
         return ""
     return "\n".join(
         f"GPU:{index} used {memory.used / 1e9:.2f}GB of {memory.total / 1e9:.2f}GB, all processes"
@@ -90,7 +90,7 @@ def device_totals() -> str:
 
 
 def _in_table(count: int) -> str:
-    """As in torch's tables: whole units, the next one from ten thousand on."""
+    """Format bytes in the form of torch's tables: whole units, the next one from ten thousand on."""
     size, units = float(count), ["B", "KB", "MB", "GB"]
     while size >= 10_000 and len(units) > 1:
         size, units = size / 1000, units[1:]

@@ -134,8 +134,8 @@ class ModelRunner(RankWeights):
         module = self.model.get_submodule(call.path)
         if self.model.training and not self.alike:
             raise ParallelError(
-                "the model is in training mode, and its devices are of different kinds, each of which would draw a"
-                " dropout of its own; call model.eval(), or use devices of one kind"
+                "the model is in training mode, and its devices are of different kinds: each kind would draw another"
+                " dropout; call model.eval(), or use devices of one kind"
             )
         models = () if call.method == "forward" else self.generating
         with (
@@ -183,11 +183,11 @@ class ModelRunner(RankWeights):
             return self.kept.batch.run(asked, calls)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
-        """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
+        """Return the notes of the caller's forward hooks in the call with that block of caches, even if it failed."""
         return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
-        """What records decode steps here; where nothing does, why."""
+        """Return the recorder of decode steps here, or the reason why there is none."""
         if self.device.type != "cuda":
             return NO_DEVICE
         if not self.communicator.capturable:
@@ -219,7 +219,7 @@ class ModelRunner(RankWeights):
             yield lambda: captured.reason
 
     def _captured_steps(self, of: str) -> CapturedSteps | str:
-        """Those of a kind of calls; why there can be none."""
+        """Return the recordings of a kind of calls, or the reason why there can be none."""
         if of not in self.kept.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
@@ -288,15 +288,15 @@ class ModelRunner(RankWeights):
         return self.caches.get(number, subcache)
 
     def _outgoing(self, part: Cache | OwnHeads, known: Container[int]) -> Any:
-        """What the caller gets for a part of an output of which this rank has its own heads'."""
+        """Return the caller's form of a part of an output; weights of this rank's own heads are gathered."""
         return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, known)
 
     def _handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """What the caller gets for a cache; see `CacheTable.handle`."""
+        """Return the caller's handle for a cache; see `CacheTable.handle`."""
         return self.caches.handle(handed_out(cache), known)
 
     def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
-        """What the caller set of modules, then what it changed of configurations, of which it may have set some."""
+        """Apply the caller's new attributes of modules, then its changes of configurations."""
         for (path, name), value in attributes.items():
             setattr(self.model.get_submodule(path), name, value)
         for name, value in configs.items():
@@ -310,6 +310,6 @@ class ModelRunner(RankWeights):
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """What a method of `RankMemory` says of this rank's device, which the caller calls so."""
+        """Run a method of `RankMemory` for this rank's device; `device_name` is the caller's name for it."""
         memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
         return getattr(memory, what)()

@@ -28,11 +28,11 @@ from parallelformers_ng.wire.frame import FileDescriptor
 
 
 class RankWeights:
-    """What `ModelRunner` does with weights; the rest of it builds the model and runs it.
+    """The part of `ModelRunner` that loads, saves and exports weights.
 
     Args:
         rank: its number.
-        device: where it computes.
+        device: device: device of the rank.
         emit: sends the parent what happens on the way.
 
     Attributes:
@@ -130,15 +130,15 @@ class RankWeights:
 
     @property
     def _tiers(self) -> Tiers | None:
-        """Where layers lie that do not stay on the device; None where all do."""
+        """Return the places of layers off the device; None if all stay on it."""
         return None if self.plan is None else self.plan.tiers
 
     def _place(self, stored: str) -> Place:
-        """Where this rank has a tensor while its layer does not run."""
+        """Return the place of a tensor on this rank while its layer does not run."""
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in host memory, or in a mapped file, where a CUDA device has it."""
+        """A tensor in host memory or in a mapped file, on a CUDA rank."""
         place = self._place(stored)
         return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
 
