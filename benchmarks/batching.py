@@ -1,4 +1,4 @@
-"""What decoding calls together brings: two CPU ranks, the shape of SmolLM2-135M with random weights, in turns.
+"""Measures decoding of calls together: two CPU ranks, the shape of SmolLM2-135M with random weights, in turns.
 
 python -m benchmarks.batching [--rounds 3] [--dtype float32] [--only "16 mixed"] [--json OUT]
 """
@@ -53,8 +53,8 @@ def tokens_per_second(made: Any, asked: list[dict[str, Any]], threads: int) -> f
 
 
 def prompts(made: Any, base: int, count: int) -> float:
-    """Calls per second, of which each asks for its first token after a prompt of `base` tokens that all have, new ones
-    every time, and 16 of its own."""
+    """Return calls per second. Each call asks for its first token after `base` common tokens, new for every run, and
+    16 of its own."""
     common = torch.randint(5, SHAPE["vocab_size"], (1, base))
     ids = [torch.cat((common, torch.randint(5, SHAPE["vocab_size"], (1, 16))), -1) for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:

@@ -1,4 +1,4 @@
-"""What the library promises when things go wrong, put to the test at length.
+"""Tests the library's promises for faults, at length.
 
     python -m benchmarks.chaos storm parents --seed 0          some suites, at their full length
     python -m benchmarks.chaos storm --count 200 --seed 3      a part of one, to be added to others by --results

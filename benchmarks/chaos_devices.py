@@ -29,17 +29,17 @@ _TOKENS = 6  # of which the last ones come from recorded steps
 
 @dataclass
 class Outcome:
-    """What came of the faults.
+    """The outcome of the faults.
 
     Attributes:
         kinds: how often each kind struck.
-        untrue: faults of which the caller got another cause, or another rank, in words.
+        untrue: untrue: faults that reached the caller with another cause, or another rank, in words.
         unrecovered: faults after which the next answer was wrong, or none, in words.
         hung: requests that took longer than anybody waits.
         needless: restarts that were not due.
         seconds: to the next answer, after each fault that is no cause for a restart.
         grown: bytes that a device had more after such a fault than before the first one.
-        replays: of recorded steps.
+        replays: replays: replays of recorded steps.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""A server of `parallelformers-ng serve` against those who mean it no good, and those who go."""
+"""A server of `parallelformers-ng serve` against hostile clients, and clients that go."""
 
 from __future__ import annotations
 

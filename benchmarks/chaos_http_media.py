@@ -71,7 +71,7 @@ def _png(width: int, height: int, lines: int | None = None, text: int = 0) -> by
     """A black PNG.
 
     Args:
-        width, height: what its head says.
+        width, height: width, height: size in its head.
         lines: how many there are.
         text: bytes of a compressed text.
     """

@@ -27,13 +27,13 @@ _LONGEST_SECONDS = 0.02  # from the order to the signal: some calls of each kind
 
 @dataclass
 class Found:
-    """What became of the interrupts.
+    """The outcome of the interrupts.
 
     Attributes:
         interrupted: calls that were.
         lost: how often there were other workers afterwards.
         wrong: next answers that were wrong.
-        errors: what came in place of a KeyboardInterrupt, or of a next answer.
+        errors: errors: errors in place of a KeyboardInterrupt, or of a next answer.
         seconds: from the signal to the KeyboardInterrupt, at most.
     """
 
@@ -63,8 +63,8 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
 
     Args:
         count: how many times.
-        seed: of the moments.
-        group: of two ranks; by default one is started.
+        seed: seed: seed of the moments.
+        group: group: group of two ranks; by default one is started.
     """
     ids, model, found = token_ids(rows=1), gpt2(), Found()
     with torch.no_grad():
@@ -122,8 +122,8 @@ while sys.stdin.buffer.read(1):
 
 @contextlib.contextmanager
 def _striker(seed: int) -> Iterator[Callable[[], object]]:
-    """What has a SIGINT sent to this process some moments later. Another process sends it: a thread would need the
-    interpreter lock to do so, and strike mostly where that is given up."""
+    """Send a SIGINT to this process some moments later, from another process: a thread would need the interpreter
+    lock, and strike mostly when it is free."""
     arguments = (str(os.getpid()), str(seed), str(_LONGEST_SECONDS))
     with subprocess.Popen(
         [sys.executable, "-S", "-c", _STRIKER, *arguments], stdin=subprocess.PIPE, bufsize=0

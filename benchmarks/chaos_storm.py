@@ -30,7 +30,7 @@ PHASES = ("idle", "prefill", "decode", "reply")
 
 @dataclass
 class Phase:
-    """What the request that a thread has in flight is at, as far as its caller can tell."""
+    """The stage of a thread's running request, as far as its caller can tell."""
 
     name: str = "idle"
 
@@ -83,9 +83,9 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
 
     Args:
         requests: at least so many; they go on until the last kill.
-        threads: that ask.
+        threads: threads: number of threads with requests.
         kills: in each of `PHASES` in turn.
-        seed: of what is asked, and of who is killed when.
+        seed: seed: seed of the requests, and of the kills.
         calm: a group of two that says in peace what the right answers are; by default one of its own.
     """
     source, found, lock = random.Random(seed), Storm(), threading.Lock()

@@ -87,7 +87,7 @@ def bandwidth(nbytes: int, start: float, seconds: float) -> dict[str, Any]:
     """Bytes per second that this process reads in sums over a tensor far larger than any cache, all passes together.
 
     Args:
-        nbytes: of the tensor.
+        nbytes: nbytes: bytes of the tensor.
         start: when to begin, on the clock of `time.monotonic`, so that several processes read at the same time: one
             that reads alone has more of the memory.
         seconds: how long.

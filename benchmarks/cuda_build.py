@@ -1,4 +1,4 @@
-"""What a build of torch with CUDA shows without a GPU: `make cuda-build` runs this in a venv of its own.
+"""Checks of a CUDA build of torch without a GPU: `make cuda-build` runs this in a venv of its own.
 
     python -m benchmarks.cuda_build [--results benchmarks/results/cuda_build.json]
 
@@ -159,7 +159,7 @@ def driver() -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def opened() -> tuple[list[str], str]:
-    """Which processes opened the driver that should not have, and how a rank for a device ended."""
+    """Return the processes that opened the driver against the rules, and the end of a rank for a device."""
     with driver() as (environment, notes):
         probe = "import torch; torch.cuda.is_available()"
         subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True)

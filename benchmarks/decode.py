@@ -50,11 +50,11 @@ class Contestant:
     """The processes of one contestant. All get the same tasks; the first one's answer counts.
 
     Args:
-        kind: as `contestant.py` takes it.
+        kind: kind: kind of contestant, see `contestant.py`.
         directory: the checkpoint.
         ranks: its workers; one process has as many threads instead.
         python: the interpreter.
-        path: where the library is imported from; by default the present one.
+        path: path: folder from which the library is imported; by default the present one.
     """
 
     def __init__(self, kind: str, directory: str, ranks: int, python: str = sys.executable, path: str = "") -> None:

@@ -60,7 +60,7 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """What came out, in words, as items of a Markdown list; those that miss a bar by name."""
+    """Return the results in words, as items of a Markdown list; those that miss a bar by name."""
     planned = [row for row in rows if row["status"] != "skipped"]
     if not planned:
         return ""

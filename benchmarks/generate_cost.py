@@ -1,5 +1,5 @@
-"""What it costs that `generate` is asked for in another process: its time at the caller's beside that of the same loop
-in the worker of rank 0.
+"""Measures the cost of `generate` in another process: its time at the caller beside the same loop in the worker of rank
+0.
 
     python -m benchmarks.generate_cost [--size 135M] [--tokens 64] [--rounds 9] [--json OUT]
 """

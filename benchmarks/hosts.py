@@ -1,4 +1,4 @@
-"""Groups over several hosts: what a sum costs, what a start on a Ray cluster does, and whether answers are equal.
+"""Groups over several hosts: the cost of a sum, the start on a Ray cluster, and equal answers.
 
     python -m benchmarks.hosts sums                     two hosts of two ranks over loopback, against a flat gloo ring
     python -m benchmarks.hosts start [--count 5]        a cluster of two Ray nodes with two ranks each
@@ -40,7 +40,7 @@ REPLICAS_BAR = 1.6
 
 
 class Sums:
-    """What the ranks of `sums` run."""
+    """The target of the ranks of `sums`."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Any, emit: Any) -> None:
         self.rank, self.world_size, self.communicator = rank, world_size, communicator
@@ -124,7 +124,7 @@ def replicas(options: argparse.Namespace) -> bool:
 
 
 def equal(options: argparse.Namespace) -> bool:
-    """What a model on Ray nodes gives, beside the whole one."""
+    """Compare a model on Ray nodes with the whole one."""
     ranks = options.nodes * options.each
     with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=options.nodes, cpus=options.each):
         path = save_tiny_model(Path(folder) / "model")

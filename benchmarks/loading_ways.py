@@ -83,7 +83,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def shard(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command `shard` does: a checkpoint is cut in this process, which never holds it. Memory alone."""
+    """Run the command `shard`: it cuts a checkpoint in this process, which never holds it. Memory alone."""
     from parallelformers_ng.model.saving import shard as cut
 
     memory = Memory([os.getpid()])

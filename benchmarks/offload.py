@@ -3,12 +3,11 @@
 python -m benchmarks.offload [--layers 24] [--tokens 8] [--rounds 3] [--folder DIR]
 
 A checkpoint of random weights (a Llama shape in float32, 1.3 GB with 24 layers) is made in a temporary directory and
-removed afterwards. Each contender runs in a control group of memory, without swap, in which the system counts the file
-pages, too, and both groups have the same limit: what our processes take before they load, a third of the checkpoint,
-one layer, and something to spare. What accelerate's one process takes less than our three is more room for its weights.
-What has no room lies on the disk, on which they write what they need; they have the same cores. Without the right to
-make control groups they run without limits, with a third of the checkpoint in memory each, and the report says so. They
-run in turn; the first token is not counted.
+removed afterwards. Each contender runs in a control group of memory, without swap, which counts file pages, too. Both
+groups have the same limit: our processes before they load, a third of the checkpoint, one layer, and a reserve.
+accelerate's single process is smaller than our three, so its weights get more room. All other weights lie on the disk;
+the cores are the same. Without the right to make control groups they run without limits, with a third of the checkpoint
+in memory each, and the report says so. They run in turn; the first token is not counted.
 
     ours        parallelize("directory", 2, fit={"max_memory": …, "offload_folder": …})
     accelerate  from_pretrained("directory", device_map="auto", max_memory=…, offload_folder=…), one process, all cores

@@ -1,13 +1,12 @@
-"""What `forecast` says of CPU ranks of this machine, against what they do: decode steps and memory.
+"""Compares `forecast` for CPU ranks of this machine with measurements: decode steps and memory.
 
     python -m benchmarks.planner [--shapes 135M 600M gpt2] [--ranks 1 2 4] [--rounds 5] [--json OUT]
     python -m benchmarks.planner --simulate
 
-In each round the ranks are probed, as `--device here` does, and then each shape is decoded, so that a machine that is
-slow for a while is so for both. Memory is that of the fullest rank's process: what it has more, at most, with a model
-and a long batch than without, where its allocator gives back what is freed; as it is set else, it keeps up to 256 MB of
-that. `--simulate` starts nothing: it lets hosts up to 1,000 fail and come back, and ranks wait for the
-slowest.
+Each round probes the ranks, like `--device here`, and then decodes each shape: a slow phase of the machine hits both.
+Memory is the growth of the fullest rank's process, at its peak, by a model and a long batch. Its allocator returns
+freed memory at once; by default it would keep up to 256 MB. `--simulate` starts nothing: it lets hosts up to 1,000 fail
+and come back, and ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _PROMPT, _TOKENS = 8, 32
 
 
 def expected(config: PreTrainedConfig, ranks: int) -> tuple[Observation, float]:
-    """What a rank does while it decodes, and the bytes that the fullest one has at the end of a long batch."""
+    """Decode on a rank; return its times, and the bytes of the fullest rank at the end of a long batch."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     made = plan(model, ranks)
@@ -136,9 +135,8 @@ _DAYS = 30
 
 
 def simulate(json: str | None) -> None:
-    """Llama 3.1 405B on hosts of 8 H100, 8 sequences a host: what comes of the forecast for two hosts, and of as many
-    replicas of it as more hosts have, where ranks wait for the slowest of them, devices fail, and a replica that lost
-    one starts again."""
+    """Llama 3.1 405B on hosts of 8 H100, 8 sequences a host. The forecast for two hosts is extended to as many
+    replicas as more hosts have. Ranks wait for the slowest, devices fail, and a replica that lost one starts again."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**_LLAMA_405B), dtype=torch.bfloat16).eval()
     best = forecast(model, device="h100", hosts=2, batch=16, length=4096).best

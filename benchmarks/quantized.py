@@ -49,7 +49,7 @@ def whole(size: str) -> LlamaForCausalLM:
 
 
 def tokens_per_second(model: Any) -> float:
-    """Of the tokens after the first one."""
+    """Return the speed of the tokens after the first one."""
     ids = torch.arange(100, 100 + PROMPT)[None]
     first, all_of_them = (
         measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))  # type: ignore[misc]

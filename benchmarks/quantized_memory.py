@@ -3,9 +3,9 @@ and at the end, beside its shard in bf16; and what the caller has.
 
     python -m benchmarks.quantized_memory [--size 2GB] [--ranks 2] [--quantize int8] [--json OUT]
 
-Exits with 1 where a rank of int8 ends with more than 0.55 of its shard in bf16, had more than that and the largest
-tensor meanwhile, or the caller has more than 300 MB. Beside a small model what any model needs is much: the limits are
-for 2 GB.
+Exits with 1 if a rank of int8 ends with more than 0.55 of its shard in bf16, had more than that and the largest tensor
+meanwhile, or if the caller has more than 300 MB. A small model has a large share of other memory: the limits are for 2
+GB.
 """
 
 from __future__ import annotations

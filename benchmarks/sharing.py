@@ -1,4 +1,5 @@
-"""Which model types of transformers share a batch: of each that generates, a tiny random model on CPU, in one process.
+"""Finds the model types of transformers that share a batch: a tiny random model of each that generates, on CPU, in one
+process.
 
 python -m benchmarks.sharing [--types llama,gpt2] [--timeout 60] [--json OUT]
 """

@@ -44,7 +44,7 @@ def _parallelize(world_size: int) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of all descendants of this process, those that have ended included."""
+    """Return the processor time of all descendants of this process, ended ones included."""
     descendants = psutil.Process().children(recursive=True)
     mine = psutil.Process().cpu_times()
     times = [process.cpu_times() for process in descendants]

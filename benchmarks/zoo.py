@@ -136,7 +136,7 @@ class Worker:
     """A process that judges one type after another.
 
     Args:
-        arguments: those of `tests.zoo.worker`.
+        arguments: arguments: arguments of `tests.zoo.worker`.
     """
 
     def __init__(self, *arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""What changed between two coverage tables, as Markdown; nothing where nothing did.
+"""Prints the changes between two coverage tables, as Markdown; nothing if there are none.
 
     python -m benchmarks.zoo_changes BEFORE.md AFTER.md
 
@@ -58,7 +58,7 @@ def versions(table: str) -> str:
 
 
 def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
-    """What is worse, and what else is different, a line for each model type."""
+    """Return the losses, and the other differences, a line for each model type."""
     worse, other = [], []
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)

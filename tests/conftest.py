@@ -35,7 +35,7 @@ _LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What hands tests out to processes makes anew the warnings that they send, of whichever package."""
+    """Create again the warnings of any package that pytest-xdist sends between processes."""
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         find_packages()
 

@@ -66,8 +66,8 @@ class CacheHandle(Cache):
             self.unverified = False
         if self.inconsistent:
             raise StaleCacheError(
-                f"a request failed or was interrupted while it wrote to this {type(self).__name__}, so the ranks may hold"
-                " different lengths of it; run the prompt again"
+                f"a request failed or was interrupted while it wrote to this {type(self).__name__}, so the ranks may"
+                " hold different lengths of it; run the prompt again"
             )
         return registry
 

@@ -26,7 +26,7 @@ SIZES = {
 
 
 def squeezebert() -> tf.PreTrainedModel:
-    """Convolutions in groups, where the policy sums over channels."""
+    """Convolutions in groups, although the policy sums over channels."""
     groups = {"q_groups": 2, "k_groups": 2, "v_groups": 2, "post_attention_groups": 4, "output_groups": 4}
     config = tf.SqueezeBertConfig(**SIZES, **groups, embedding_size=48)
     return build(tf.SqueezeBertForMaskedLM, config, attention="eager")
@@ -77,7 +77,7 @@ def test_a_custom_policy_that_does_not_fit_is_an_error() -> None:
 
 
 class Quantizer:
-    """What transformers leaves on a model that it read from a GGUF file."""
+    """Leave on a model the marks that transformers leaves after reading a GGUF file."""
 
     def remove_quantization_config(self, model: tf.PreTrainedModel) -> None:
         del model.hf_quantizer

@@ -1,4 +1,4 @@
-"""What numbers in a configuration mean is seen on the model, whatever they are called."""
+"""The meaning of a configuration's numbers is seen on the model, whatever they are called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallelformers_ng.autopolicy.twin_making import first_choice, make_twin
 
 
 def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
-    """As small as a model of this class shows that it may be."""
+    """Build the smallest possible model of this class."""
     with torch.device("meta"):
         return shrink(config, Shrinking(shapes=shapes_of(cls._from_config(config))))
 

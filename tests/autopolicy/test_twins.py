@@ -134,7 +134,7 @@ def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with()
 
 
 def test_sections_of_layers_go_on_adding_up() -> None:
-    """As in a model that runs those in the middle several times."""
+    """Like a model that runs its middle layers several times."""
     config = tf.LlamaConfig(num_hidden_layers=16, n_input_layers=4, n_recurrent_layers=9, n_output_layers=3)
     for layers, wanted in ((2, (1, 1, 1)), (5, (1, 3, 1))):
         small = shrink(config, Shrinking(layers=layers))
@@ -238,7 +238,7 @@ def test_a_configuration_that_asks_for_attentions_is_proven_with_them(
 
 
 class Remembering(tf.LlamaForCausalLM):
-    """As multimodal models do, keeps an offset from when it generated, and gives it from then on."""
+    """Like multimodal models, keeps an offset from its last generation, and returns it from then on."""
 
     offset: torch.Tensor | None = None
 

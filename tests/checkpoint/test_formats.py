@@ -83,7 +83,7 @@ def test_ranks_compute_what_transformers_computes_in_one_process(
 
 
 IN_GROUPS = ("fp8-blocks", "compressed-fp8-blocks", "torchao-int4", "gptq-symmetric", "experts-fp8-blocks")
-"""Those of 32 inputs, of which four ranks have half in heads of 16."""
+"""Weights of 32 inputs; four ranks have half a group each in heads of 16."""
 
 
 def planned(path: Path, ranks: int = 2, quantize: Any = None) -> ShardPlan:
@@ -227,7 +227,7 @@ def test_any_part_of_a_weight_is_that_part_of_the_whole(monkeypatch: pytest.Monk
 
 
 def configured(path: Path, to: Path, change: Callable[[Any], Any]) -> Path:
-    """A copy of a checkpoint of which the configuration says something else about its weights."""
+    """Copy a checkpoint, with another description of its weights in the configuration."""
     shutil.copytree(path, to)
     config = json.loads((to / "config.json").read_text())
     config["quantization_config"] = change(config["quantization_config"])

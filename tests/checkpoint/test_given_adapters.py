@@ -29,7 +29,7 @@ Answers = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def configs() -> list[peft.LoraConfig]:
-    """Of all layers, of some, and of one with a head of its own."""
+    """Adapters of all layers, of some, and of one with a head of its own."""
     targets = ("all-linear", ["q_proj", "o_proj", "up_proj"], ["down_proj"])
     heads = (None, None, ["lm_head"])
     return [

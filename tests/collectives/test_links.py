@@ -1,4 +1,4 @@
-"""What the leaders of hosts hand each other, and what becomes of what they did not take."""
+"""The exchange between leaders of hosts, and the records that they did not take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.patience import PROMPTLY
 
 @pytest.fixture
 def leaders():
-    """Of three hosts."""
+    """The leaders of three hosts."""
     made = {host: {} for host in range(3)}
     for one, other in itertools.combinations(made, 2):
         ours, theirs = socket.socketpair()
@@ -32,7 +32,7 @@ def leaders():
 
 
 def together(leaders, sizes, own=None):
-    """What each leader gets, or raises, when all exchange; a leader whose `own` is None does not come."""
+    """Return each leader's result or error when all exchange; a leader whose `own` is None does not come."""
     found = {}
 
     def exchange(host, data):

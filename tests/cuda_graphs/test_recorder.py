@@ -1,4 +1,4 @@
-"""What records steps, what is found in them beforehand, and what `cuda_graphs=True` says where nothing is recorded."""
+"""The recorder of steps, its checks beforehand, and the message of `cuda_graphs=True` if nothing is recorded."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def unknown(names: set[str]) -> list[str]:
-    """Those that the table does not have."""
+    """Return the names that the table lacks."""
     return sorted(name for name in names if name not in _REST and not any(map(_is(name), contract.NAMES)))
 
 
@@ -121,7 +121,7 @@ def test_this_torch_has_what_needs_no_cuda() -> None:
 
 
 def test_the_stand_in_has_what_a_rank_calls() -> None:
-    """Of `torch.cuda` the caller alone asks `is_initialized`, and the fork server `_is_in_bad_fork`."""
+    """Only the caller asks `is_initialized` of `torch.cuda`, and only the fork server `_is_in_bad_fork`."""
     called = [name.split(".")[2] for name in contract.NAMES if name.startswith("torch.cuda.")]
     assert {name for name in called if name not in stubs.STUBS} == {"_is_in_bad_fork"}
     assert all(entry.returns and entry.source for entry in [*contract.NAMES.values(), *contract.ENVIRONMENT.values()])

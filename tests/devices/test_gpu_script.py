@@ -21,7 +21,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
 def run(folder: Path, stand_in: str, **environment: str) -> tuple[int, str]:
-    """The status of the script and its report, where all programs are the stand-in, which is given what they are."""
+    """Return the status of the script and its report; the stand-in plays all programs."""
     for name in ("nvidia-smi", "python"):
         program = folder / name
         program.write_text(f"#!/bin/sh\n{stand_in}\n")

@@ -1,4 +1,4 @@
-"""What calls bring and take on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Inputs and outputs of calls on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_static_cache_is_no_wish_to_compile(pretended: WorkerGroup) -> None:
 
 
 def test_memory_goes_back(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the caller, whose model was on a device, and that of the ranks, of a model that they hold no more."""
+    """Memory of the caller, whose model was on a device, and of the ranks, for a model that is gone."""
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))

@@ -26,7 +26,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": Fa
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, pretended_groups: Callable[[int], WorkerGroup]) -> Iterator[WorkerGroup]:
-    """One, or as many as asked for, of which `graphs` tells what was recorded and run again from here on."""
+    """A model on one rank, or on more; `graphs` counts recordings and replays from here on."""
     group = pretended_groups(getattr(request, "param", 1))
     group.call("graphs")
     yield group
@@ -106,7 +106,7 @@ class Streamed(BaseStreamer):
 
 
 def test_a_step_too_many_leaves_no_trace(pretended_one: WorkerGroup) -> None:
-    """Neither in the tokens, nor in what is streamed, nor by its position, which the model's table does not have."""
+    """Neither in the tokens, nor in the stream, nor by its position, which lies beyond the model's table."""
     whole, ids = gpt2(), token_ids(rows=1, length=64 - 3)
     end = whole.generate(ids, max_new_tokens=4, do_sample=False)[0, -1].item()
     how: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 3, "do_sample": False, "eos_token_id": end}

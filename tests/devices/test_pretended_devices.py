@@ -46,7 +46,7 @@ def test_memory_counts(pretended_one: WorkerGroup) -> None:
 
 
 def test_weights_come_from_page_locked_memory(pretended_one: WorkerGroup, tmp_path: object) -> None:
-    """Those of a model in memory, and those of files."""
+    """Weights of a model in memory, and of files."""
     model = small()
     model.save_pretrained(tmp_path)
     for given in (model, str(tmp_path)):

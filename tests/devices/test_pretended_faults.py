@@ -1,4 +1,4 @@
-"""What goes wrong on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Faults on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_token_id_out_of_range_costs_its_request_alone(pretended: WorkerGroup)
 
 
 def test_a_position_out_of_range_costs_its_request_alone(pretended: WorkerGroup) -> None:
-    """Of a table that every rank holds whole, and looks up without an exchange."""
+    """An id of a table that every rank holds whole, and looks up without an exchange."""
     with parallelize(gpt2(), workers=pretended) as model:
         with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
             model(input_ids=token_ids(length=65))
@@ -57,7 +57,7 @@ def test_ranks_that_share_a_device(pretended: WorkerGroup) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_cause_is_that_of_the_rank_that_raised(rank: int, pretended: WorkerGroup) -> None:
-    """What an aborted exchange leaves on the device would have its peer say that the ranks diverged."""
+    """Values that an aborted exchange leaves on the device would have its peer report divergence."""
     with parallelize(small(), workers=pretended) as model:
         criteria = [RaisesOn(pretended.pids[rank], 9)]
         with pytest.raises(ValueError, match="only here") as caught:
@@ -107,7 +107,7 @@ def test_devices_that_nvml_lists_and_cuda_does_not_have(
 
 
 def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
-    """Where it fails then, the rank leaves, and does not keep its peers waiting."""
+    """If it fails then, the rank leaves, and does not keep its peers waiting."""
     with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
         with pytest.raises(ValueError, match="for once"):
             group.call("fail_once", "for once")

@@ -1,4 +1,4 @@
-"""What people put around a model, with workers on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Frameworks around a model, with workers on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 

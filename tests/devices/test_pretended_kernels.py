@@ -1,4 +1,4 @@
-"""What a captured decode step launches and moves on a pretended device, counted by `tests/pretend_cuda/kernels.py`."""
+"""Kernels and bytes of a captured decode step on a pretended device, counted by `tests/pretend_cuda/kernels.py`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_numbers(case: str, counting: WorkerGroup) -> None:
-    """Those of transformers, and for a quantized model those of the same scheme computed as it is on the host."""
+    """Logits of transformers; for a quantized model, logits of the same scheme on the host."""
     make, options, norm = CASES[case]
     whole: Any = make()
     if options:
@@ -264,6 +264,6 @@ def test_products_that_float16_cannot_hold(served: None) -> None:
 
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), t5], ids=["llama", "t5"])
 def test_a_models_own_code_is_no_change(make: Callable[[], Any], counting: WorkerGroup) -> None:
-    """Of what a process notes for itself, as transformers 5.17 does of the classes that it builds, each has its own."""
+    """Each process keeps its own notes, like the classes that transformers 5.17 builds."""
     with parallelize(make(), workers=counting):
         assert counting.call("changed_code") == []

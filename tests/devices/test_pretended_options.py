@@ -23,7 +23,7 @@ FORWARD: dict[str, dict[str, Any]] = {
 
 
 def both(model: Any, whole: Any, **options: Any) -> tuple[Any, Any]:
-    """What both generate. A device draws from a stream of its own, which begins where the caller's state says."""
+    """Compare both generations. A device has a random stream of its own, which begins at the caller's state."""
     torch.manual_seed(11)
     seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     got = model.generate(**text_inputs(), **options)

@@ -15,7 +15,7 @@ from tests.pretend_cuda.caller import TARGET, believe, small
 from tests.pretend_cuda.tensor import MULTIPROCESSORS
 from tests.zoo.case import token_ids
 
-ROWS = 4  # of 131 tokens: three blocks of threads, where a device runs one at once
+ROWS = 4  # of 131 tokens: three blocks of threads, if a device runs one at once
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

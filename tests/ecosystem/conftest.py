@@ -28,7 +28,7 @@ class Pair:
     tokenizer: Any
 
     def both(self, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """What `run` makes of the cut model and of the whole one. The cut one is to stay so."""
+        """Return the results of `run` for the cut model and for the whole one. The cut one stays cut."""
         want, got = run(self.whole), run(self.cut)
         assert is_parallelized(self.cut), "the parallelization ended"
         return got, want

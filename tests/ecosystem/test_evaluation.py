@@ -1,4 +1,4 @@
-"""What measures models: lm-eval on a task made here, sentence-transformers."""
+"""Evaluation of models: lm-eval on a task made here, sentence-transformers."""
 
 from __future__ import annotations
 

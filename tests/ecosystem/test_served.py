@@ -1,4 +1,4 @@
-"""What asks servers of OpenAI's API: LangChain's chat and embeddings, lm-eval's local-completions."""
+"""Clients of OpenAI's API: LangChain's chat and embeddings, lm-eval's local-completions."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def model() -> Iterator[PreTrainedModel]:
 
 @contextlib.contextmanager
 def raises_promptly(kind: type[Exception]) -> Iterator[Any]:
-    """As pytest.raises; the exception must come soon after `caught.since`, by default the beginning."""
+    """Do the same as pytest.raises; the exception must come soon after `caught.since`, by default the beginning."""
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         yield caught

@@ -171,11 +171,11 @@ def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(te
 
 
 class Interpreter:
-    """A process in which one script runs after another, since what costs is to import and to start."""
+    """A process that runs one script after another, since imports and starts are slow."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        # In a mount namespace with a /dev/shm of 1 MB, where the system lets us have one.
+        # In a mount namespace with a /dev/shm of 1 MB, if the system allows that.
         may_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
         shell = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
         wrapper = ["unshare", "-rm", "sh", "-c", shell, "sh"] if may_mount else []

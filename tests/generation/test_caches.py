@@ -64,7 +64,7 @@ def test_a_users_cache_object_becomes_the_handle(llama: Pair) -> None:
 
 
 def play(model: Any) -> list[torch.Tensor]:
-    """What comes of a cache that is copied, cropped, reordered, repeated and selected from."""
+    """Copy, crop, reorder, repeat and select a cache; return the results."""
     first = model(**text_inputs(), use_cache=True)
     cache = first.past_key_values
     other = copy.deepcopy(cache)

@@ -1,4 +1,4 @@
-"""Masks of decode steps: who hides nothing is given none, and nobody looks at one to find out."""
+"""Masks of decode steps: a mask that hides nothing is left out, and nobody reads it to find out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_step_looks_at_its_mask(family: str, beams: int, padded: bool, asked:
 
 
 def test_a_loop_that_makes_its_masks_anew_is_looked_after_anew() -> None:
-    """Of a mask that is no continuation of a known one nothing is known, whatever its shape."""
+    """Nothing is known of a mask that continues no known one, whatever its shape."""
     model, inputs = decoder("Llama"), text_inputs()
     full = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
     want = [model.generate(**given, **HOW) for given in (full, inputs, full)]

@@ -20,7 +20,7 @@ runner_module.install_attention = lambda: None  # type: ignore[assignment]
 
 
 class RecordedRunner(ModelRunner):
-    """Counts what was recorded, and makes some of what goes wrong go wrong."""
+    """Counts recordings, and injects some faults."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -76,9 +76,9 @@ class Damaged(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        directory: where it is, until the next one is made.
+        directory: directory: folder of the copy, until the next one is made.
         damage: the function that did it.
-        name: of the damage and its number.
+        name: name: kind of damage and its number.
     """
 
     directory: Path
@@ -87,12 +87,12 @@ class Damaged(NamedTuple):
 
 
 def damaged(kind: str, intact: Path, folder: Path, rounds: int) -> Iterator[Damaged]:
-    """Copies of a checkpoint, one damage each; a round does each that its kind can suffer, of which there are 17.
+    """Copies of a checkpoint, one damage each; a round does each of the 17 kinds that fits.
 
     Args:
         kind: "one", "several" or "sharded".
         intact: the checkpoint.
-        folder: an empty one, where the copies are made one after another.
+        folder: folder: an empty folder for the copies.
     """
     for seed in range(rounds):
         for damage, pattern in DAMAGE[kind]:

@@ -1,4 +1,4 @@
-"""What stands in for a CUDA graph on the CPU: the operators of a step, run again on the memory that they had."""
+"""The stand-in for a CUDA graph on the CPU: the operators of a step, run again on their memory."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def last(self) -> Tensor:
-        """What the last operator made."""
+        """The result of the last operator."""
         return next(tensor for *_, fresh in reversed(self._calls) for tensor in fresh if tensor is not None)
 
     def run(self) -> None:

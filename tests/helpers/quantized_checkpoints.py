@@ -76,7 +76,7 @@ def loaded(path: Path, **options: Any) -> Any:
 
 
 def rewritten(path: Path, model: Any, quantization: dict[str, Any], encode: Callable[[str, Any], dict | None]) -> None:
-    """Save a model, with what `encode` makes of its weights in their place, where it makes something."""
+    """Save a model, with the result of `encode` in place of a weight, if it returns one."""
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
@@ -105,7 +105,7 @@ def fp8(path: Path, block: list[int] | None, make: Callable[[], Any] = llama, **
 
 
 def mxfp4(path: Path) -> Any:
-    """Of random codes: what writes them needs a GPU."""
+    """A checkpoint of random codes: its writer needs a GPU."""
     from transformers import Mxfp4Config
 
     generator = torch.Generator().manual_seed(0)
@@ -171,7 +171,7 @@ def compressed(path: Path, kind: str, **weights: Any) -> Any:
 
 
 def experts_in_8_bits(path: Path) -> Any:
-    """As compressed-tensors writes them: each expert's matrices have scales of their own."""
+    """A checkpoint in the form of compressed-tensors: each expert's matrices have scales of their own."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
     said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}

@@ -19,15 +19,15 @@ from tests.helpers.quantized_checkpoints import EXPECTED
 
 _LAYER = re.compile(r"(model|transformer)\.(layers|h)\.\d+\.[a-z_.]*(_proj|c_attn|c_proj|c_fc)")
 _HARMLESS = (".weight_format", ".g_idx")
-"""What old files lack, and what says nothing where inputs are in turn."""
+"""Keys that old files lack, and that mean nothing if inputs are in order."""
 
 
 class Files:
     """A checkpoint to be damaged.
 
     Attributes:
-        tensors: what is stored.
-        header: what the file says besides.
+        tensors: tensors: stored tensors.
+        header: header: further text in the file.
         config: the configuration.
         parts: names of what quantized weights are made of.
     """
@@ -63,7 +63,7 @@ def layer_of(name: str) -> str:
     return found.group()
 
 
-# each returns what the refusal has to name besides the directory, or None where it does not apply
+# each returns the words of the refusal besides the directory, or None if it does not apply
 
 
 def missing(files: Files, draw: random.Random) -> str | None:
@@ -177,9 +177,9 @@ class Damaged(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        path: where it is, until the next one is made.
-        names: what the refusal has to name besides it.
-        what: of the damage, the format and the seed.
+        path: path: path of the copy, until the next one is made.
+        names: names: words of the refusal besides the path.
+        what: what: kind of damage, format and seed.
     """
 
     path: Path

@@ -21,8 +21,8 @@ _PATIENT = {
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int, cpus: int, gpus: int = 0) -> Iterator[Any]:
-    """A running cluster, to which this process is connected: a head without room for ranks, and so many nodes with room
-    for so many each, and as many devices as it is to believe in."""
+    """A running cluster that this process is connected to: a head without room for ranks, and nodes with room for
+    some ranks and pretended devices."""
     with mock.patch.dict(os.environ, _PATIENT):
         import ray
         from ray.cluster_utils import Cluster

@@ -1,4 +1,4 @@
-"""What the workers of the runtime's tests run."""
+"""The targets of workers in the runtime's tests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Target:
         self.meet()
 
     def touch_lost_memory(self, rank: int) -> None:
-        """Of a mapping whose file was cut short since: SIGBUS."""
+        """Read a mapping whose file was cut short: SIGBUS."""
         if self.rank == rank:
             fd = os.memfd_create("short")
             os.ftruncate(fd, mmap.PAGESIZE)

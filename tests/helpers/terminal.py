@@ -16,7 +16,7 @@ class Terminal:
     """A Python REPL on a pseudo-terminal of its own.
 
     Args:
-        environment: of the interpreter.
+        environment: environment: environment of the interpreter.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -26,7 +26,7 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, "-q", "-i"], {**environment, **basic})
 
     def read_until(self, pattern: str, seconds: float) -> str:
-        """What the terminal shows until `pattern`, which must come in time."""
+        """Return the text of the terminal until `pattern`, which must come in time."""
         seen, end = "", time.monotonic() + seconds
         while not re.search(pattern, seen):
             assert select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0], f"no {pattern!r} in {seen!r}"

@@ -27,7 +27,7 @@ def clamped(states: torch.Tensor) -> torch.Tensor:
 
 
 def centred(states: torch.Tensor) -> torch.Tensor:
-    """Of a part of the columns it gives other numbers than of all."""
+    """Its result for some columns differs from its result for all."""
     return states - states.mean(-1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""Moves of a walk that concern what is kept, what goes, and who else calls: see tests/helpers/walks.py."""
+"""Moves of a walk on kept state, drops, and other callers: see tests/helpers/walks.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks: called on the workers, once, with what they would see in the whole model, and what they note is here."""
+"""Hooks run on the workers, once, with the values of the whole model, and their notes come back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def first_tensor(output: Any) -> Any:
 
 
 def listen(model: Any, paths: tuple[str, ...], notes: list[Any], pre: bool = False) -> list[Any]:
-    """Hooks on several modules that write to one list: where, and what."""
+    """Hooks on several modules that write place and value to one list."""
 
     def on(path: str) -> Any:
         module = model.get_submodule(path)

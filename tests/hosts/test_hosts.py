@@ -36,7 +36,7 @@ def started(target, *counts):
 
 @pytest.fixture(scope="module")
 def group():
-    """Of ranks that sum and fail."""
+    """A target whose ranks sum and fail."""
     with started(TARGET, 2, 1) as group:
         yield group
 

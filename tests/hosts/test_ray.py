@@ -68,7 +68,7 @@ def devices(cluster, monkeypatch):
     """Ray has two on each node, and torch pretended ones."""
     believe(monkeypatch)
     monkeypatch.setattr("parallelformers_ng.hosts.ray.Agent", PretendedAgent)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # where the caller is there are none
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the caller's machine has none
 
 
 def test_where_the_cluster_has_devices_ranks_take_those_of_their_bundles(cluster, devices, path):

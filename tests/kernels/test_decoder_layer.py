@@ -206,7 +206,7 @@ def test_a_user_of_another_attention_function_gets_it(monkeypatch: pytest.Monkey
 def test_layers_that_mean_something_new_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: Counter[str]
 ) -> None:
-    """As in a later release, under the old names and with the same code: here, one that rotates the other way."""
+    """A later release may keep the names and the code: here, one that rotates the other way."""
     models("llama")
     assert installation.layers_agree.__wrapped__()
     monkeypatch.setattr(installation, "layers_agree", functools.cache(installation.layers_agree.__wrapped__))

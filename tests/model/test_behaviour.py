@@ -264,7 +264,7 @@ def test_a_pipeline_runs_on_the_workers_and_leaves_the_model_parallelized(llama:
 
 
 class Adapter(torch.nn.Module):
-    """What an adapter library puts in a layer's place."""
+    """A layer of an adapter library."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()

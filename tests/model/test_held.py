@@ -30,7 +30,7 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 class Wrapped(nn.Module):
-    """What an adapter library puts in the place of a layer."""
+    """A layer of an adapter library."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What moves models leaves a parallelized one where it is, also where there is a GPU to move it to."""
+"""Libraries that move models leave a parallelized one in place, even if there is a GPU."""
 
 from __future__ import annotations
 

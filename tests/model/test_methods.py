@@ -41,7 +41,7 @@ def public(cls: type) -> set[str]:
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
 TABLE = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", DOCUMENT.read_text("utf-8"), re.MULTILINE)
-"""Name, where it runs, a note."""
+"""Name, place, note."""
 WORDS = {
     "local": "answered here",
     "saved": "answered here",
@@ -138,7 +138,7 @@ def names_met(model: nn.Module) -> list[str]:
 
 
 def ask(name: str, model: Any) -> Any:
-    """What a name of a model gives, or the kind of error that it raises."""
+    """Return the value of a model's attribute, or the kind of error that it raises."""
     try:
         if name in ARGUMENTS:
             return seen(ARGUMENTS[name](model))

@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, damage is refused by the file's name, and an interruption harms nothing."""
+"""Saved weights come back bit for bit, damage is refused by the file's name, and an interruption harms nothing."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def llama() -> Any:
 
 
 def a_third(model: Any, ranks: int, cpu: int | str = 0, **options: Any) -> dict[str, Any]:
-    """What lets each rank have a third of its weights, and what is in no layer."""
+    """Return the budget for a third of each rank's weights, and everything outside of layers."""
     made = plan(model, ranks)
     rooms = {rank: size // 3 + 30_000 for rank, size in enumerate(made.bytes_per_rank)}
     return {"max_memory": {**rooms, "cpu": cpu}, **options}
@@ -112,7 +112,7 @@ def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: 
     folder = str(tmp_path)
 
     def resident_now() -> int:
-        """What memory the addresses take at which the file was mapped, copies that lie there among it."""
+        """Return the memory at the addresses of a mapped file, copies included."""
         files = [file for file in mapping._FILES.values() if folder in os.readlink(f"/proc/self/fd/{file.descriptor}")]
         size, ours = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -240,7 +240,7 @@ def test_on_pretended_devices(pretended_groups: Any, tmp_path: Path, cpu: int | 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", [0, "1GiB"], ids=["disk", "RAM"])
 def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
-    """Three times what a rank may have, and what it takes beyond idling is that, a layer, and what is no weight."""
+    """Three times a rank's limit. Beyond idling the limit is a third, a layer, and everything but weights."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=18, num_attention_heads=8,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,

@@ -4,9 +4,9 @@ Tensors here say that they are on `cuda:N`, and lie in host memory. They meet te
 all, but for copies and for what CUDA allows. Copies between host and device, and what the host waits for, are counted.
 NCCL is gloo under another name. So the whole path of a CUDA worker runs, and most of its faults show, without a GPU.
 
-It keeps to `contract.py`, which has what the sources of torch and NCCL promise for each name that the package uses. So
-it finds what a device does in silence: memory that is used after it was freed, also by graphs, work of another stream
-for which nothing waited, copies that are read before they have come. `misuse.py` does each on purpose.
+It keeps to `contract.py`: the promises of torch's and NCCL's sources for each name that the package uses. So it finds
+silent mistakes on a device: memory that is used after it was freed, also by graphs, work of another stream for which
+nothing waited, copies that are read before they have come. `misuse.py` does each on purpose.
 
 What it cannot show: that anything runs on a GPU, how fast, and what comes of an order of kernels that streams allow.
 

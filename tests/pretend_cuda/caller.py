@@ -1,4 +1,4 @@
-"""What the process that calls `parallelize` has to believe."""
+"""The beliefs of the process that calls `parallelize`."""
 
 from __future__ import annotations
 

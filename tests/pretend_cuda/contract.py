@@ -1,4 +1,4 @@
-"""What CUDA, NCCL and NVML promise for every name of theirs that the package uses, and where their source says so.
+"""The promises of CUDA, NCCL and NVML for every name that the package uses, and their place in the sources.
 
 The stand-in of this folder keeps to this table. `tests/devices/test_cuda_contract.py` walks the package's syntax
 trees and fails on a name that is not here, and on a name here that nothing uses any more. A build of torch with
@@ -31,14 +31,14 @@ _NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Entry:
-    """What is promised for one name.
+    """The promise for one name.
 
     Attributes:
         returns: value that a caller gets, or effect that it has.
         source: file of the source, and symbol in it.
-        waits: what the calling thread waits for.
+        waits: waits: event that the calling thread waits for.
         frees: memory or handles that it releases.
-        thread: who may call it.
+        thread: thread: thread that may call it.
         since: first version for which this holds, if it is not all that are supported (torch 2.11 and later).
         cuda_build: whether only a build of torch with CUDA has the name.
     """

@@ -24,7 +24,7 @@ _handles = itertools.count(1)
 
 
 class Recording:
-    """What a capture saw.
+    """The record of a capture.
 
     Attributes:
         groups: process groups of NCCL whose collectives are in it.
@@ -216,7 +216,7 @@ def capture(graph: CUDAGraph, handle: Any, index: int) -> Iterator[None]:
 
 
 def refuse() -> None:
-    """What is refused during a capture, which it makes invalid.
+    """Refuse an operation during a capture, which it makes invalid.
 
     Raises:
         RuntimeError: something is captured.

@@ -1,8 +1,7 @@
 """Kernels that a device launches for the operators of a step, and the bytes that they read and write.
 
-An operator is a kernel, except for views, for memory that is taken and not filled, for exchanges, of which one rank has
-none, and for those that follow. Each is told by torch's source (2.13), which the table names. Of what is copied into a
-part of a tensor, that part counts.
+An operator is a kernel, with exceptions: views, unfilled memory, exchanges (one rank has none), and the operators
+below. torch's source (2.13) decides each; the table names the place. A copy into a part of a tensor counts that part.
 
 | operator | kernels | source |
 | --- | --- | --- |
@@ -87,7 +86,7 @@ class CountingRecorder(CudaRecorder):
     """Records steps, and counts what each launches.
 
     Attributes:
-        latest: that of the latest recording.
+        latest: latest: kernels of the latest recording.
     """
 
     latest = KernelCount()

@@ -1,4 +1,4 @@
-"""What passes between host and device, and where in the code."""
+"""The traffic between host and device, by place in the code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ledger:
         """Note that the host waits for an event.
 
         Args:
-            launched: what `launched` was when it was recorded.
+            launched: launched: value of `launched` at the recording.
         """
         self.note(WAITS, "Event.synchronize")
         totals = Counter({LAUNCHES: self.launched})
@@ -44,7 +44,7 @@ class Ledger:
         self.waits.append((self.launched - launched, totals))
 
     def take(self) -> dict[str, dict[str, int]]:
-        """What was counted since this was last asked: kind → place → how often."""
+        """Return the counts since the last call: kind → place → count."""
         taken: dict[str, dict[str, int]] = {TO_DEVICE: {}, TO_HOST: {}, WAITS: {}, PAGEABLE: {}}
         for (kind, place), count in self.entries.items():
             taken[kind][place] = count

@@ -1,8 +1,8 @@
 """The memory of pretended devices, as torch's caching allocator counts it, and what is done with it once it was freed.
 
-Memory whose tensors are gone stays reserved until the cache is emptied. Of memory that a graph was captured with,
-nothing is freed before each graph of its pool was reset. A graph holds addresses and no tensors: where its memory was
-freed it is filled with ones, which are NaN, and a replay that would read or write it is a fault.
+Memory of dropped tensors stays reserved until the cache is emptied. Memory that a graph was captured with is not freed
+before each graph of its pool was reset. A graph holds addresses and no tensors: freed memory is filled with ones, which
+are NaN, and a replay that would read or write it is a fault.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Pool:
 
 
 class Memory:
-    """What tensors take on each device.
+    """The memory of tensors on each device.
 
     Attributes:
         limit: bytes that each device has.
-        faults: what was done with memory that had been freed, in words.
-        pools: those of graphs, by the handle that names them.
+        faults: faults: uses of freed memory, in words.
+        pools: pools: pools of graphs, by handle.
         pool: the one in which memory is taken now, during a capture.
         on_take, on_free: called with each storage that is allocated, and freed.
     """
@@ -105,7 +105,8 @@ class Memory:
         self._reserved[index] = self._used(index)
 
     def _used(self, index: int) -> int:
-        """What cannot be given back: live tensors, and pools; of a pool without graphs, its live tensors."""
+        """Return the memory that cannot be given back: live tensors, and pools; of a pool without graphs, its live
+        tensors."""
         used = self._allocated[index]
         for pool in self.pools.values():
             if pool.index == index and (pool.users or pool is self.pool):
@@ -148,7 +149,7 @@ class Memory:
 
 
 def key_of(host: torch.Tensor) -> int:
-    """What names the memory of a tensor of the host."""
+    """Return the name of the memory of a host tensor."""
     return host.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""What a device does in silence, done on purpose: the stand-in has to find each."""
+"""Silent mistakes on a device, made on purpose: the stand-in has to find each."""
 
 from __future__ import annotations
 

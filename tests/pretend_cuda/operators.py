@@ -1,4 +1,4 @@
-"""What CUDA does with an operator, as far as it can be told without running it."""
+"""The behaviour of operators on CUDA, as far as it is known without running them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _ARITHMETIC = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product
 
 
 class Operator:
-    """What is asked of an operator each time that it runs.
+    """Facts about an operator, needed each time that it runs.
 
     Attributes:
         is_composite: it is made of others, which are looked at in its place.
         is_copy: it goes from one device to another.
         indexes: it takes indices, also such as lie on the host.
-        looks_up, asserts: on the device it asserts, where the host raises: if an index is out of range; in any case.
+        looks_up, asserts: looks_up, asserts: the device asserts and the host raises: if an index is out of range; in
+            any case.
         takes_numbers: it takes tensors of the host that hold one number.
         writes_first: its first argument is written to.
         writes: places and names of the arguments that are written to.
-        waits: the host has to know what it gives, or of what shape that is.
+        waits: waits: the host has to know its result, or the result's shape.
         has_device, has_generator: it has an argument of this name.
         changes_view: it changes the shape of its argument in place.
     """

@@ -34,7 +34,7 @@ made = 0
 
 
 class ProcessGroupNCCL:
-    """What the package asks of torch's class of this name. Ranks meet in the first collective, as they do there.
+    """The package's needs of torch's class of this name. Ranks meet in the first collective, as they do there.
 
     Written after torch's `ProcessGroupNCCL.cpp`, whose synchronous collectives return no work since torch 2.8: they
     are on the current stream. `torch/distributed/distributed_c10d.py` therefore waits only for a work that is there
@@ -120,7 +120,7 @@ class ProcessGroupNCCL:
             raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
 
     def _watchdog(self) -> None:
-        """What the watchdog does, in a thread of its own, about an error that NCCL has told it."""
+        """Do the watchdog's work, in a thread of its own, after an error of NCCL."""
         handling = _variable("ASYNC_ERROR_HANDLING", 3)
         if handling in (1, 3):
             seconds = 4 * _variable("WAIT_TIMEOUT_DUMP_MILSEC", 15000) / 1000
@@ -138,7 +138,8 @@ class ProcessGroupNCCL:
         return self._gloo
 
     def _unique_id(self) -> str:
-        """Where gloo's ranks meet. As with NCCL, the first one says so in the store, and it is all that goes there."""
+        """Return the meeting point of gloo's ranks. As with NCCL, only the first rank's address goes through the
+        store."""
         if self._rank == 0:
             self._meeting = create_rendezvous()  # open for as long as this process lives
             self._store.set("0", rendezvous_path(self._meeting))

@@ -1,8 +1,8 @@
-"""Streams of pretended devices: what is queued on one runs in order, and in no order with what another holds.
+"""Streams of pretended devices: the work of one runs in order; two streams have no order between them.
 
-Everything is computed when it is queued. But for each tensor it is known on which streams it was written and read, and
-how far each stream has waited for the others, so that a use that nothing orders after another is noted as a fault. A
-copy to the host that nobody has waited for has not come: until then its tensor holds ones, which are NaN.
+Everything is computed when it is queued. But each tensor notes the streams that wrote and read it, and each stream
+notes how far it has waited for the others. A use that nothing orders after another is a fault. An awaited copy to the
+host has come; until then its tensor holds ones, which are NaN.
 
 Written after `streams.py`, `CUDAStream.cpp` and `CUDACachingAllocator.cpp` of torch: see `contract.py`.
 """
@@ -31,7 +31,7 @@ class Stream:
 
     Attributes:
         position: how much was queued on it.
-        seen: what of the others it has waited for.
+        seen: seen: its progress on the other streams.
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def marks(self) -> Marks:
-        """What is done once all is done that it holds."""
+        """Run a function after all queued work."""
         return {**self.seen, self: self.position}
 
     def wait_stream(self, other: Stream) -> None:
@@ -178,8 +178,8 @@ class Order:
         return target
 
     def carry_on(self, source: torch.Tensor) -> None:
-        """A copy to a device is queued from a tensor of the host, to which one may be on its way. If its stream waits
-        for that, it finds what came, which the host need not."""
+        """A copy to a device is queued from a host tensor, which may itself be the target of a running copy. If its
+        stream waits for that, it reads the new values; the host need not wait."""
         for arrival in [each for each in self._coming if each[1].data_ptr() == source.data_ptr()]:
             due, target, value = arrival
             if all(self._is_before(mark, self.current) for mark in due.items()):

@@ -1,4 +1,4 @@
-"""What of `torch.cuda` the package, transformers and torch itself ask of a device."""
+"""The parts of `torch.cuda` that the package, transformers and torch itself use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pretend_cuda.tensor import device_mode
 DEVICES = 4
 MEMORY = memory.limit
 DRIVER = "PRETENDED_DRIVER"
-"""The environment variable that has how many devices CUDA has of those that NVML lists, or "old", where it has none."""
+"""The environment variable with the number of NVML's devices that CUDA has, or "old" if it has none."""
 
 
 def _index(device: Any = None) -> int:

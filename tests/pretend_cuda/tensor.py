@@ -1,4 +1,4 @@
-"""Tensors that say they are on a CUDA device, and the rules by which they meet those of the host."""
+"""Tensors that claim to be on a CUDA device, and the rules for mixing them with host tensors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DeviceMode(TorchDispatchMode):
         current: the index of the current device.
         generators: the random stream of each device.
         pinned: storages of the host that are page-locked, as long as the tensors live with which they were taken.
-        broken: what a device-side assertion said. As on CUDA, nothing works in the process afterwards.
+        broken: broken: text of a device-side assertion. As on CUDA, nothing works in the process afterwards.
     """
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class DeviceMode(TorchDispatchMode):
         return self.generators[index]
 
     def drawing(self, index: int, args: Any) -> torch.Generator:
-        """What an operator draws from. If it needs more blocks of threads than a device runs at once, their number
-        counts as well, for what is drawn and for how far the stream moves: `calc_execution_policy` of torch."""
+        """Return the random state of an operator. If it needs more blocks of threads than a device runs at once,
+        their number counts for the draws and for the next state: `calc_execution_policy` of torch."""
         stream = self.generator(index)
         count = args[0].numel() if isinstance(args[0], torch.Tensor) else math.prod(args[0])
         if count <= _BLOCK * self.blocks(index):
@@ -260,7 +260,7 @@ def _placed(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments of an operator, which may lie in lists."""
+    """Return the tensors among the arguments of an operator, also within lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -323,7 +323,7 @@ def _count_copy(source: torch.device, target: torch.device, non_blocking: bool) 
 
 
 def _waits_for_mask(func: Any, args: Any) -> bool:
-    """Of an operator that indexes: whether the host has to know how many elements a mask has."""
+    """Return whether the host has to know the number of true elements of an operator's mask."""
     masks = any(isinstance(value, DeviceTensor) and value.dtype is torch.bool for value in args[1])
     return masks and (func is aten.index.Tensor or args[2].numel() != 1)
 

@@ -54,10 +54,11 @@ message.TENSOR_CLASSES.add(DeviceTensor)  # a tensor of a GPU has no class of it
 
 
 class PretendedRunner(ModelRunner):
-    """As on a GPU, and says what passed between host and device. What a device would bear in silence is an error."""
+    """Runs as on a GPU, and counts the traffic between host and device. Mistakes that a device would bear in silence
+    are errors."""
 
     def differences(self, digests: Digests) -> Digests:
-        """Of torch the caller has what is real, which is not to come here."""
+        """The caller has the real torch; its objects must not come here."""
         return super().differences(
             {place: each for place, each in digests.items() if not place.startswith(("torch.cuda", "torch:"))}
         )
@@ -77,8 +78,9 @@ class PretendedRunner(ModelRunner):
         return ledger.take()
 
     def last_step(self) -> dict[str, int]:
-        """What was counted between the last two tokens of a generation that waits for events, none where it did not;
-        "ahead" is how many operators the host had launched when it asked whether the token before was the last."""
+        """Return the traffic between the last two tokens of a generation that waits for events, none if it did not
+        wait. "ahead" is the number of operators that the host had launched when it asked whether the token before
+        was the last."""
         *_, (_, before), (ahead, after), _, _ = ledger.waits or [(0, Counter())] * 4  # two at the end
         ledger.waits.clear()
         return {"ahead": ahead, **{kind: count - before[kind] for kind, count in after.items()}}
@@ -87,7 +89,7 @@ class PretendedRunner(ModelRunner):
         """Recordings and replays since this was last asked.
 
         Args:
-            fault: what is wrong from now on: see `stubs.CUDAGraph`; "no room" where the last rank has none for caches.
+            fault: fault: fault from now on: see `stubs.CUDAGraph`; "no room" if the last rank has none for caches.
         """
         graphs = stubs.CUDAGraph
         counts = graphs.recordings, graphs.replays
@@ -113,7 +115,7 @@ class PretendedRunner(ModelRunner):
         Cache.update = found["update"]
 
     def misuse(self, name: str, right: bool) -> str:
-        """What is said of a misuse, "" where nothing is."""
+        """Return the message of a misuse, "" if there is none."""
         try:
             MISUSES[name](right)
             torch.cuda.synchronize()
@@ -148,7 +150,7 @@ class PretendedRunner(ModelRunner):
         return stubs.emptied
 
     def devices(self) -> set[str]:
-        """Where the weights and buffers are."""
+        """Return the devices of weights and buffers."""
         return {str(tensor.device) for tensor in (*self.model.parameters(), *self.model.buffers())}
 
     def allocated(self) -> int:
@@ -184,7 +186,7 @@ class PretendedRunner(ModelRunner):
         return self.communicator.within(1).world_size
 
     def launch_after_abort(self) -> None:
-        """What a recorded step does where a peer has given up."""
+        """Fail a recorded step as if a peer had given up."""
         self.communicator.abort("a peer gave up")
         with self.communicator.launching():
             raise AssertionError("it would run on connections that are gone")

@@ -85,6 +85,6 @@ def test_generate_enters_the_files_of_the_map_and_no_others(
     assert len(ranks) == 2
     for there in ranks:
         files = {*here.requests[0], *there}
-        built = ("kernels/", "collectives/")  # where there was a C compiler
+        built = ("kernels/", "collectives/")  # need a C compiler
         assert {name for name in walk() if not name.startswith(built)} <= files <= walk()
     assert len(walk()) <= 23

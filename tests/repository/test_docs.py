@@ -1,4 +1,4 @@
-"""What the documents say is run: their Python, their commands, their links, and what the container files name."""
+"""The documents are true: their Python runs, their commands, their links, and the files of containers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def documents_with(language: str) -> list[Path]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where documents are run: it has the examples, and takes what they write."""
+    """Folder in which documents run: it has the examples, and takes new files."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_python_of_a_document_runs_from_top_to_bottom(
     document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a script, in this process, which has imported everything and has a fork server."""
+    """Run as a script, in this process, which has imported everything and has a fork server."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     find_packages()  # LoRA's has peft
@@ -169,7 +169,7 @@ def test_the_dockerfile_names_what_exists(capsys: pytest.CaptureFixture[str]) ->
 
 
 def served(arguments: list[str]) -> argparse.Namespace:
-    """What `parallelformers-ng` understands of a command that serves."""
+    """Return the options that `parallelformers-ng` reads from a command that serves."""
     return cli._parser().parse_args(arguments)
 
 

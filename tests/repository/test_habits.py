@@ -1,4 +1,4 @@
-"""What runs by itself: workflows, hooks, forms, the choice of versions. Each is valid and names what exists."""
+"""Automatic parts: workflows, hooks, forms, the choice of versions. Each is valid and names existing things."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a wheel of the clone is installed; it is built of a copy, and without a compiler."""
+    """Install a wheel of a copy of the clone, built without a compiler; return the folder."""
     source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")
     wheels = tmp_path_factory.mktemp("wheels")
     command = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(wheels), str(source)]
@@ -57,7 +57,7 @@ def installed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(folder: Path, *path: Path) -> list[str]:
-    """What Python prints that is started in a folder."""
+    """Return the output of a Python that is started in a folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", NO_EDITABLE_INSTALL + USE],
@@ -102,7 +102,7 @@ def test_what_is_installed_is_whole_elsewhere(installed: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def with_kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pip has installed a wheel that was built with a compiler."""
+    """Install a wheel that was built with a compiler; return the folder."""
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
     source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: closed doors, nothing on disk, no code from bytes that nobody signed."""
+"""The promises of SECURITY.md: closed doors, nothing on disk, no code from bytes that nobody signed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _with_file() -> Encoded:
 @pytest.mark.parametrize("value", [-1, -2, 0, 1, 1 << 40, 1 << 62])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_sizes_within_a_message_are_checked(place, value):
-    """Of the pickle, of a tensor, of a file."""
+    """Sizes of the pickle, of a tensor, of a file."""
     packed = pack(FrameKind.RESULT, 1, encode([torch.ones(3), FileDescriptor(0)]))
     data = bytearray(packed.data)
     if struct.unpack_from("<q", data, FIXED_PART.size + 8 * place)[0] == value:
@@ -156,7 +156,7 @@ def test_every_test_that_the_promises_name_exists():
                 assert re.search(rf"def {re.escape(name).replace('…', '.*')}\(", tests), word
 
 
-# Where bytes may become code, and why that is safe. One more place needs a reason here and in SECURITY.md.
+# Places that turn bytes into code, and why that is safe. One more place needs a reason here and in SECURITY.md.
 PICKLES = {
     "wire/message.py",  # from a process and its own fork; between hosts, after its signature was checked
     "checkpoint/skeleton.py",  # inside such a message

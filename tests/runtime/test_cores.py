@@ -1,4 +1,4 @@
-"""Which CPUs the ranks get, on machines made of files."""
+"""The CPUs of the ranks, on machines made of files."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def parents(group: WorkerGroup) -> set[int]:
 
 
 def state_of_process(rank: int) -> dict[str, Any]:
-    """What may tell one process from another."""
+    """Facts that may tell one process from another."""
     import gc
     import locale
     import threading

@@ -62,7 +62,7 @@ def test_a_short_storm_of_interrupts(groups):
 
 
 def test_a_handle_that_goes_takes_no_step_in_which_an_interrupt_is_lost(groups):
-    """What is raised in a finalizer is printed and dropped."""
+    """Python prints and drops an exception in a finalizer."""
     model = parallelize(gpt2(), workers=groups(2))
     steps = []
 

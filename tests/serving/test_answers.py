@@ -1,4 +1,4 @@
-"""What a server makes of tokens, messages and schemas, without any ranks."""
+"""A server's work on tokens, messages and schemas, without any ranks."""
 
 from __future__ import annotations
 

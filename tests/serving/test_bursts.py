@@ -63,7 +63,7 @@ def test_answers_are_counted_and_not_requests(count, choices):
 
 @pytest.mark.parametrize(("count", "limits"), [(7, (2, 2)), (40, (4, 8))])
 def test_ranks_serve_as_many_as_the_limits_say(groups, count, limits):
-    """Rows of real ranks: none of those that the server takes is refused by the queue, whatever ends meanwhile."""
+    """Real ranks: the queue refuses no row of a request that the server accepted, whatever ends meanwhile."""
     options = {"rows": limits[0], "waiting": limits[1]}
     batching = BatchingOptions(**{**options, "waiting": 2 * sum(limits)})
     with (

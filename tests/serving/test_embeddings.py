@@ -133,7 +133,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def wanted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What sentence-transformers answers, each variant by itself."""
+    """Return the answers of sentence-transformers, each variant by itself."""
     out = tmp_path_factory.mktemp("wanted") / "embeddings.json"
     command = [sys.executable, "-m", "tests.helpers.sentence_reference", json.dumps(TEXTS), out, *folders.values()]
     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True)

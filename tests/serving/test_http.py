@@ -1,4 +1,4 @@
-"""What a server does with requests of all kinds, before a model that says what it was told to."""
+"""A server's answers to requests of all kinds, in front of a scripted model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models are served as, and those that are refused before their weights are read: folders with a config alone."""
+"""Kinds of served models, and refusals before weights are read: folders with a config alone."""
 
 from __future__ import annotations
 

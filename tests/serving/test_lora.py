@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, str]:
-    """What transformers and PEFT answer, in this process, one adapter after another."""
+    """Return the answers of transformers and PEFT, in this process, one adapter after another."""
     model: Any = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     texts = {"base": greedy(model)}
     for name, directory in (("org/sql-v1.5", "sql"), ("chat", "chat")):

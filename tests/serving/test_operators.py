@@ -1,4 +1,4 @@
-"""What an operator sees: log lines, request ids, panels of vLLM's dashboard, probes without a key."""
+"""An operator's view: log lines, request ids, panels of vLLM's dashboard, probes without a key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PANELS = {
 
 @contextmanager
 def logged(log_format: str) -> Iterator[io.StringIO]:
-    """What is logged meanwhile, as a server writes it."""
+    """Collect the log of a block, as a server writes it."""
     out, level = io.StringIO(), logs.log.level
     handler = logging.StreamHandler(out)
     handler.setFormatter(logs.formatter(log_format))

@@ -61,7 +61,7 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """What transformers answers, in this process."""
+    """Return the answer of transformers, in this process."""
     processor = tf.AutoProcessor.from_pretrained(folder)
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -1,4 +1,4 @@
-"""Which of several replicas Ray Serve asks."""
+"""The choice of a replica on Ray Serve."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """What transformers makes of sound, in this process."""
+    """Return the transcription of transformers, in this process."""
     processor = tf.WhisperProcessor.from_pretrained(folder)
     model = tf.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 

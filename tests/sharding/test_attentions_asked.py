@@ -235,13 +235,13 @@ def test_own_heads_are_gathered_once_and_read_as_they_are_by_attention() -> None
 
 
 def _tensors(output: Any) -> list[Any]:
-    """What an output holds, caches apart."""
+    """Return the parts of an output, caches apart."""
     values = output.values() if isinstance(output, dict) else output
     return [value for value in values if not isinstance(value, Cache)]
 
 
 def _attentions(output: Any) -> list[Any]:
-    """What is called attentions in an output, or is a tensor with heads in one without names."""
+    """Return the attentions in an output by name, or tensors with heads if it has no names."""
     if not isinstance(output, dict):
         return [value for value in output if isinstance(value, torch.Tensor) and value.ndim == 4]
     inner = [found for value in output.values() if isinstance(value, dict) for found in _attentions(value)]

@@ -130,7 +130,7 @@ def test_what_modules_believe_of_their_type_is_cast(groups: Callable[[int], Work
 
 
 class Scaled(nn.Linear):
-    """What a user puts in the place of a layer: a buffer in checkpoints, and one that is not."""
+    """A layer of the user's: a buffer in checkpoints, and one outside."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)

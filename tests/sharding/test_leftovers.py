@@ -1,4 +1,4 @@
-"""What no policy cuts and is large: cut in ways that are right whatever surrounds it, or said."""
+"""Large modules that no policy cuts: cut in ways that are always right, or reported."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_dora(name: str, ranks: int, fit: FitOptions | None) -> None:
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
 def test_stages(name: str, ranks: int, tensor: int | None) -> None:
-    """Of one rank, or of two that cut them: an adapter lies where its layer does."""
+    """Adapters of one rank, or of two: an adapter lies with its layer."""
     fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
     plan = check(adapted(FAMILIES[name].make()), FAMILIES[name], ranks, fit)
     added = [tensor for name, tensor in plan.tensors.items() if "lora_" in name]
@@ -215,7 +215,7 @@ def test_on_a_quantized_base(name: str) -> None:
     "target", ["q_proj", "o_proj", "gate_proj", "down_proj", "input_layernorm", "norm", "self_attn"]
 )
 def test_the_kernels_of_a_decode_step_leave_no_adapter_out(target: str) -> None:
-    """All layers that have none are computed in C, those beside one too."""
+    """All layers without adapters are computed in C, those beside one too."""
     copies = [target] if "norm" in target or target == "self_attn" else None
     model = adapted(decoder("Llama"), r=4, target_modules=["up_proj"] if copies else [target], modules_to_save=copies)
     inner = model.get_base_model()

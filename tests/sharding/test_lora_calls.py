@@ -47,7 +47,7 @@ def one_row() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def long() -> dict[str, torch.Tensor]:
-    """What `LONG` gives of one row, with each adapter."""
+    """Return the tokens of one row of `LONG`, with each adapter."""
     alone, found = four_adapters(), {}
     for name in NAMES:
         alone.set_adapter(name)
@@ -211,7 +211,7 @@ def test_a_loop_in_this_process_goes_on_with_its_adapter(model, whole) -> None:
 
 
 def of_values() -> Any:
-    """Two adapters, which differ in what a token takes from those before it."""
+    """Two adapters that differ in their use of earlier tokens."""
     configs = [peft.LoraConfig(r=8, lora_alpha=64, target_modules=["k_proj", "v_proj"]) for _ in range(2)]
     return adapted(decoder("Llama"), *configs)
 

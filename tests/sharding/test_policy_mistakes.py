@@ -1,4 +1,4 @@
-"""Mistakes in a policy are said: what it cannot mean when it is read, what is wrong by a proof on a twin."""
+"""Mistakes in a policy are reported: impossible words when it is read, wrong cuts by a proof on a twin."""
 
 from __future__ import annotations
 

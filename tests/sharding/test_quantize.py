@@ -172,7 +172,7 @@ def test_options_are_read_or_refused(given: Any, message: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_have_the_memory_of_what_they_hold(tmp_path: Path) -> None:
-    """What a rank reads and quantizes is given back to the system, not kept for later."""
+    """Memory of weights that a rank reads and quantizes goes back to the system."""
     quantized_memory.write(str(tmp_path), "270MB")
     found = quantized_memory.measured(str(tmp_path), 2, {"scheme": "int8", "embeddings": True})
     for end, held in zip(found["at the end"], found["shard"], strict=True):

@@ -21,13 +21,13 @@ from tests.zoo.decoders import decoder, gpt2
 
 
 def open_files() -> list[str]:
-    """What this process has open, without the numbers of sockets and pipes."""
+    """Return the open files of this process, without the numbers of sockets and pipes."""
     links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     return sorted(os.readlink(link).partition(":[")[0] for link in links if link.is_symlink())
 
 
 def opened_since(files: list[str]) -> list[str]:
-    """What is open now and was not then. What other tests had open may have been closed meanwhile."""
+    """Return the files opened since then. Other tests may have closed theirs meanwhile."""
     return [*(Counter(open_files()) - Counter(files)).elements()]
 
 

@@ -35,7 +35,7 @@ CHECKS: dict[tuple[str, str], Check] = {}
 
 
 class Tools:
-    """What checks need.
+    """The context of the checks.
 
     Attributes:
         groups: gives workers.

@@ -1,4 +1,4 @@
-"""What is proven tiny happens at full size: real default configurations, planned on `meta`."""
+"""Proofs on tiny models hold at full size: real default configurations, planned on `meta`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses between hosts: who may speak, and what is read of it."""
+"""Traffic between hosts: callers must know the key, and unsigned bytes are not read."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_who_listens_with_another_key_is_refused_by_the_caller():
 
 
 def test_strangers_keep_nobody_out(listener):
-    """Those that say nothing, those that go, those that say too little or anything else."""
+    """Callers that say nothing, that go, that say too little or anything else."""
     strangers = [socket.create_connection(listener.address) for _ in range(20)]
     for number, stranger in enumerate(strangers):
         if number % 3 == 1:
@@ -184,8 +184,8 @@ def test_strangers_keep_nobody_out(listener):
 
 
 def test_who_answers_while_nobody_listens_is_heard_by_the_next_who_does(listener, monkeypatch):
-    """As the agent of a node that waits for the next group, while the program computes for longer than a stranger has
-    to prove itself."""
+    """Like the agent of a node that waits for the next group, while the program computes longer than the time for a
+    proof."""
     early = []
     connection = socket.create_connection(listener.address)
     with pytest.raises(RequestTimeoutError):  # it is greeted, and has not answered yet

@@ -1,4 +1,4 @@
-"""What each rank holds: bytes by device, and the tables for people."""
+"""The memory of each rank: bytes by device, and the tables for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tiny model of the zoo is, and the inputs that most of them take."""
+"""A tiny model of the zoo, and common inputs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def generate(twin: Twin, model: Any, decodings: set[str] | None = None) -> dict[
     Args:
         twin: whose inputs are decoded from.
         model: the twin's model, or a rank's share of it.
-        decodings: the ways; None stands for those in which `model` generates at all from the inputs of its forward.
+        decodings: decodings: the ways; None stands for all ways in which `model` generates from the inputs of its
+            forward.
     """
     found: dict[str, torch.Tensor] = {}
     if not twin.runs_whole or not model.can_generate():

@@ -33,18 +33,18 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Verdict:
-    """What came out for one model type at one world size.
+    """The verdict for one model type at one world size.
 
     Attributes:
-        model_type, model_class: who.
+        model_type, model_class: model_type, model_class: type and class of the model.
         world_size: number of ranks.
         status: "equal", "wrong", "refused" or "skipped" (cannot be built or run whole).
         reason: in words, unless equal.
-        source: where the policies came from.
+        source: source: source of the policies.
         share: share of the cuttable bytes that are cut, 0 to 1.
-        compared: what was compared: "forward", "parts", single "layers", and the ways of decoding ("greedy", "beam",
-            "sampled").
-        seconds: what it took.
+        compared: compared: compared results: "forward", "parts", single "layers", and the ways of decoding ("greedy",
+            "beam", "sampled").
+        seconds: seconds: duration.
     """
 
     model_type: str
@@ -62,7 +62,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
     """Verdicts on one model type, as dictionaries, one for each world size.
 
     Args:
-        model_type: as in its configuration.
+        model_type: model_type: type in its configuration.
         world_sizes: numbers of ranks.
         varied: take a model of other sizes than the twin has on which its policies are proven.
     """
@@ -128,7 +128,7 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
 
 @dataclass
 class _Answers:
-    """What a model says on its probes.
+    """Return the outputs of a model on its probes.
 
     Attributes:
         outputs: for each probe the tensors of its output.
@@ -140,7 +140,7 @@ class _Answers:
 
 
 def _answers(twin: Twin, plan: ShardPlan, communicator: Communicator, decodings: set[str]) -> _Answers:
-    """Those of one rank."""
+    """Return the outputs of one rank."""
     share = cut(twin.model, plan, communicator.rank, communicator)
     with torch.no_grad():
         outputs = [run(share.get_submodule(probe.path), probe.inputs) for probe in twin.probes]

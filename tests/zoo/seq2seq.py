@@ -23,8 +23,8 @@ def t5(heads: int = 6, gated: bool = False, tied: bool = True) -> PreTrainedMode
 def switch() -> PreTrainedModel:
     """Every other layer has experts, of which each token takes one.
 
-    Both stacks are of one depth: transformers makes caches of as many layers as the encoder has, so that neither T5 nor
-    Switch generates, whole, where the decoder has more (12 unless told).
+    Both stacks are of one depth: transformers makes caches of the encoder's depth, so neither T5 nor Switch generates,
+    whole, if the decoder is deeper (12 by default).
     """
     config = tf.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=40, d_kv=8, d_ff=74, num_layers=2, num_decoder_layers=2, num_heads=6,

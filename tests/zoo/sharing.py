@@ -16,7 +16,7 @@ from tests.zoo.catalogue import generating_classes
 from tests.zoo.overrides import SIGLIP, configuration
 
 CALLS = ((4, 4), (5, 19), (34, 9), (1, 13), (21, 30))
-"""Tokens before and after: not those of the proof, what was proven must hold for others too."""
+"""Tokens before and after: other lengths than in the proof, which must hold for them, too."""
 _SEED = 20
 _NO_TEXT = {
     "bark", "clvp", "csm", "dia", "gradium_phonon_tts", "higgs_audio_v2", "musicgen", "musicgen_melody", "pocket_tts",
@@ -36,10 +36,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Sharing:
-    """What came out for one model type.
+    """The verdict for one model type.
 
     Attributes:
-        model_type, model_class: who.
+        model_type, model_class: model_type, model_class: type and class of the model.
         status: "shares"; "wrong" (it was proven, but other calls have other tokens); "alone" (calls run in their turn);
             "encoder"; "no text" (it generates sounds, or by CTC, without a loop); "not from text" (transformers' own
             `generate` does not go from token ids alone); "unbuilt".

@@ -1,4 +1,4 @@
-"""A model whose attention packs its heads in an order of its own, which no rule knows."""
+"""A model whose attention packs its heads in an order of its own, unknown to all rules."""
 
 from __future__ import annotations
 
