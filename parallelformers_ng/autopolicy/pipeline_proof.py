@@ -35,10 +35,10 @@ def may_merge(model: PreTrainedModel) -> bool:
     key = identity(model)
     if key not in _PROVEN:
         _PROVEN[key] = _prove(model)
-    found = _PROVEN[key]
-    if isinstance(found, str):
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be computed in stages: {found}")
-    return found
+    proven = _PROVEN[key]
+    if isinstance(proven, str):
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be computed in stages: {proven}")
+    return proven
 
 
 def _prove(model: PreTrainedModel) -> bool | str:

@@ -66,9 +66,9 @@ def make_plan(
     parts = fit.parts(world_size)
     plain: Any = without_adapters(model)
 
-    def adapted(made: ShardPlan) -> ShardPlan:
+    def adapted(shard_plan: ShardPlan) -> ShardPlan:
         dequantize = quantize is not None and quantize.dequantize
-        return made if plain is model else with_adapters(made, plain, model, dtype, dequantize)
+        return shard_plan if plain is model else with_adapters(shard_plan, plain, model, dtype, dequantize)
 
     def cut() -> ShardPlan:
         selection = select(plain, custom, world_size, parts)

@@ -60,10 +60,10 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
     Raises:
         UnsupportedModelError: no twin could be made, or every proposal failed.
     """
-    found = _cached(model, base, world_size, parts)
-    if isinstance(found, UnsupportedModelError):
-        raise found
-    return found
+    proof = _cached(model, base, world_size, parts)
+    if isinstance(proof, UnsupportedModelError):
+        raise proof
+    return proof
 
 
 def _cached(

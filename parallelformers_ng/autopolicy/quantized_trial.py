@@ -58,7 +58,7 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
         with torch.no_grad():
             return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
 
-    for found in run_ranks(world_size, on_rank):
-        if not all(equal(got, want, _TOLERANCE) for got, want in zip(found, wanted, strict=True)):
+    for reason in run_ranks(world_size, on_rank):
+        if not all(equal(got, want, _TOLERANCE) for got, want in zip(reason, wanted, strict=True)):
             return f"its outputs differ in {options.scheme}"
     return ""

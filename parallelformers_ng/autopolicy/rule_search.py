@@ -86,7 +86,7 @@ class RuleSearch:
         """Rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
-        found: dict[tuple[str, str], Choice] = {}
+        choices: dict[tuple[str, str], Choice] = {}
         total = sum(parameter.numel() for parameter in self.model.parameters())
         for name in self.trials.twin.single_layers:
             place = where[name]
@@ -97,8 +97,8 @@ class RuleSearch:
             experts = has_experts_interface(self.model.get_submodule(name))
             rule: Rule = Experts() if experts else Column("column", gather=True)
             single = Proposal(place.block, "experts" if experts else "gathered", ({place.path: rule},))
-            found[place.block, place.path] = (single, single.variants[0])
-        return list(found.values())
+            choices[place.block, place.path] = (single, single.variants[0])
+        return list(choices.values())
 
     # -- search --------------------------------------------------------------------------------------------------
 
@@ -129,11 +129,11 @@ class RuleSearch:
             if proposal.kind == "gathered":
                 singles.append((proposal, proposal.variants[0]))
                 continue
-            held = next(
+            choice = next(
                 (rules for rules in proposal.variants if self.trials.match([(proposal, rules)], vocabulary)), None
             )
-            if held is not None:
-                chosen.append((proposal, held))
+            if choice is not None:
+                chosen.append((proposal, choice))
                 continue
             self.note(f"{proposal.kind} of {proposal.block}")
             singles += [(single, single.variants[0]) for single in proposal.one_by_one()]
@@ -177,10 +177,10 @@ class RuleSearch:
 
 
 def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for proposal in proposals:
-        found += [(p, p.variants[0]) for p in ([proposal] if proposal.variants else proposal.one_by_one())]
-    return found
+        choices += [(p, p.variants[0]) for p in ([proposal] if proposal.variants else proposal.one_by_one())]
+    return choices
 
 
 def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:

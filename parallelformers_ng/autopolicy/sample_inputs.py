@@ -47,20 +47,20 @@ class SampleInputs:
         self.required = {name for name, p in parameters.items() if p.kind in plain and p.default is p.empty}
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if "pixel_values" in wanted and "spatial_shapes" in self.names:  # patches of images of any shape, with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
         wanted = wanted | {"noise", "noise_sequence"}  # which a forward would draw
         for name in sorted(wanted & self.names):
             value = self.value(name, image, rows)
             if value is not None:
-                made[name] = value
-        if mask and "input_ids" in made and "attention_mask" in self.names:
-            made["attention_mask"] = torch.ones(made["input_ids"].shape, dtype=torch.long)
-        encoded = any(name in made for name in ("input_ids", "input_features", "input_values", "pixel_values"))
+                inputs[name] = value
+        if mask and "input_ids" in inputs and "attention_mask" in self.names:
+            inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.long)
+        encoded = any(name in inputs for name in ("input_ids", "input_features", "input_values", "pixel_values"))
         if "decoder_input_ids" in self.names and encoded:
-            made["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
-        return made
+            inputs["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
+        return inputs
 
     # -- single arguments ----------------------------------------------------------------------------------------
 
@@ -134,13 +134,13 @@ class SampleInputs:
         return torch.tensor(usable)[picks]
 
     def special_ids(self) -> set[int]:
-        found: set[int] = set()
+        ids: set[int] = set()
         for key, value in (item for part in self.parts for item in vars(part).items()):
             if key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
-                found.add(value)
+                ids.add(value)
             elif key.endswith("token_id") and isinstance(value, list):
-                found.update(v for v in value if isinstance(v, int))
-        return found
+                ids.update(v for v in value if isinstance(v, int))
+        return ids
 
     def image_size(self) -> tuple[int, int]:
         size = self.find("image_size", "img_size", "input_size", default=64)

@@ -56,8 +56,8 @@ Chosen = Callable[[tuple[int, ...]], bool]
 
 def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
     """Yield the settings to halve, by their numbers, and the least number to halve; the most promising first."""
-    found = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
-    values = sorted(filter(None, found), key=max, reverse=True)
+    settings_by_numbers = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
+    values = sorted(filter(None, settings_by_numbers), key=max, reverse=True)
     return [(lambda numbers: max(numbers) >= _WIDTH, _WIDTH), *((value.__eq__, 2) for value in values)]
 
 
@@ -91,8 +91,8 @@ def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedC
 
     tried = copy.deepcopy(config)
     for part in parts_of(tried):
-        for name, held in list(own_settings(part)):
-            numbers = _numbers(name, held)
+        for name, setting in list(own_settings(part)):
+            numbers = _numbers(name, setting)
             if numbers and chosen(numbers):
-                put(part, name, half(held))
+                put(part, name, half(setting))
     return tried

@@ -146,8 +146,8 @@ def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.T
 
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """The generated tokens, and whatever else `generate` returns, such as speech."""
-    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    output = model.generate(**given, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
+    arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
     return [gathered(tensor) for tensor in tensors(output)]  # here, since the other ranks gather here, too
 
 

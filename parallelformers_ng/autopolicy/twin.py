@@ -63,13 +63,13 @@ class Twin:
 
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The output's tensors; the inputs are copied first, as some forwards write to them."""
-    given = {
+    arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())
         if isinstance(value, torch.Tensor)
         else copy.copy(value)
         for name, value in inputs.items()
     }
-    return [gathered(tensor) for tensor in tensors(model(**given))]
+    return [gathered(tensor) for tensor in tensors(model(**arguments))]
 
 
 def sharing_copy(model: Any) -> Any:

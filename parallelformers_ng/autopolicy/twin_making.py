@@ -101,18 +101,18 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
         return Shrinking(layers=layers)
     least = Shrinking(shapes=shapes_of(whole), layers=layers)
     least = replace(least, shapes=replace(least.shapes, windows=_sizes_follow_windows(cls, config, least)))
-    found = {}
+    choice = {}
     while least.layers <= _DEEPEST:
         small = _skeleton(cls, shrink(config, least))
         if small is None:
             break
         least = replace(least, shapes=replace(least.shapes, tables=least.shapes.tables | long_tables(small)))
         absent = absent_kinds(whole, small)
-        found[least.layers] = len(absent)
+        choice[least.layers] = len(absent)
         if not absent:
             break
         least = replace(least, layers=max(least.layers + 1, min(absent.values()) + 1))
-    layers = min(found, key=lambda layers: (found[layers], layers), default=layers)
+    layers = min(choice, key=lambda layers: (choice[layers], layers), default=layers)
     return replace(least, layers=layers)
 
 

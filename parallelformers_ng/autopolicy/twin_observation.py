@@ -126,8 +126,8 @@ def _differentiate(
     if not isinstance(total, torch.Tensor):
         return
     named = [(name, p) for name, p in part.named_parameters(remove_duplicate=False) if p.requires_grad]
-    found = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
-    for (name, _), gradient in zip(named, found, strict=True):
+    slopes = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+    for (name, _), gradient in zip(named, slopes, strict=True):
         if gradient is not None:
             seen = gradient.nan_to_num(1.0, 1.0, 1.0).abs()
             if bool(seen.any()):

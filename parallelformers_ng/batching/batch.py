@@ -114,9 +114,9 @@ class Batch:
             rows.append(ticket)
         return joins
 
-    def take(self, news: list[News], asked: Round, seconds: float) -> None:
+    def take(self, news: list[News], order: Round, seconds: float) -> None:
         """Merge the ranks' reports of a round. Tokens are the same on all; failures and states are known to one."""
-        for number in asked.joins:
+        for number in order.joins:
             self._running[number].arrived()
         met = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
         for number, tokens in news[0].tokens.items():
@@ -132,9 +132,9 @@ class Batch:
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(news)
-        if not asked.joins:
-            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * asked.steps / seconds)))
-        if news[0].uncaptured and asked.positions:
+        if not order.joins:
+            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
+        if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
         self._go_on(met)
 
@@ -152,14 +152,14 @@ class Batch:
         of_host = available_memory() // 2 // sum(said.token_bytes for said in news)
         self.room = min(of_devices, default=of_host)
 
-    def fail(self, error: BaseException, asked: Round) -> None:
+    def fail(self, error: BaseException, order: Round) -> None:
         """No row of the batch can go on. If only the round failed, they begin again, suspects one at a time.
 
         If recorded steps were what had no room, nobody is suspected: there are none from now on."""
         running, self._running = self._running, {}
         self._batch = next(self._batches)
-        suspects = {number for number, ticket in running.items() if ticket.is_suspect} or asked.joins or running
-        recorded = asked.positions > 0 and isinstance(error, torch.OutOfMemoryError)
+        suspects = {number for number, ticket in running.items() if ticket.is_suspect} or order.joins or running
+        recorded = order.positions > 0 and isinstance(error, torch.OutOfMemoryError)
         if recorded:
             self._without_graphs(str(error).partition("\n")[0])
         again = dict[int, Ticket]()
@@ -227,20 +227,20 @@ class _RoundRequest(Request):
         return True
 
     def put(self, news: Frame | Answers | GroupError | None) -> None:
-        batch, asked = self._batch, self._asked
+        batch, order = self._batch, self._asked
         if news is None:
             if not self.begun:
                 batch.is_due.release()
             batch.end(batch.group.error(), None)
             return
-        assert asked is not None, "what was never sent has no answer"
+        assert order is not None, "what was never sent has no answer"
         assert not isinstance(news, Frame), "rounds have no events"
         try:
             values, error = read(news) if isinstance(news, dict) else ([], news)
             if error is None:
-                batch.take(values, asked, time.monotonic() - self._begun)
+                batch.take(values, order, time.monotonic() - self._begun)
             else:
-                batch.fail(error, asked)
+                batch.fail(error, order)
         except Exception as error:
             self._break(error)
 

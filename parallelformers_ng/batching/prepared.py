@@ -54,7 +54,7 @@ def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
 
     Raises what `generate` raises of arguments that it refuses.
     """
-    found: list[Prepared] = []
+    prepared_calls: list[Prepared] = []
 
     def take(
         model: Any,
@@ -66,8 +66,8 @@ def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
     ) -> torch.Tensor:
         model_kwargs.pop("synced_gpus", None)
         model_kwargs.pop("streamer", None)
-        found.append(Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
+        prepared_calls.append(Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
         return input_ids
 
     model.generate(**kwargs, custom_generate=take)
-    return found.pop()
+    return prepared_calls.pop()

@@ -100,7 +100,7 @@ class RankBatch:
             for row in (*self._rows, *self._prompts):
                 row.may_be_kept = False
 
-    def run(self, asked: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
+    def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
         """Run a round.
 
         Args:
@@ -109,14 +109,14 @@ class RankBatch:
         Raises:
             Exception: Exception: the forward failed; then no row of the batch can go on.
         """
-        if asked.batch != self._batch:
-            self._batch, self._prefixes = asked.batch, Prefixes(asked.prefixes)
+        if order.batch != self._batch:
+            self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
             self._prompts = Prompts(self._model, self._prefixes)
-        self._rows.leave(asked.leaves)
-        self._prompts.leave(asked.leaves)
+        self._rows.leave(order.leaves)
+        self._prompts.leave(order.leaves)
         news, met = News(), set[BatchRow]()
-        for number, (*_, seed) in asked.joins.items():
+        for number, (*_, seed) in order.joins.items():
             kwargs = calls[number]
             if isinstance(kwargs, Description):
                 news.failed[number] = kwargs
@@ -129,14 +129,14 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
-        piece = asked.piece if len(self._rows) else asked.piece * _PIECES_AT_ONCE
+        piece = order.piece if len(self._rows) else order.piece * _PIECES_AT_ONCE
         if len(self._prompts) and (ran := self._prompts.run(piece)):
             self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
             met.update(ran.rows)
-        for _ in range(asked.steps):
+        for _ in range(order.steps):
             if not len(self._rows):
                 break
-            met.update(self._rows.step(asked.positions))
+            met.update(self._rows.step(order.positions))
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":

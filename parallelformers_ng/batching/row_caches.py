@@ -51,8 +51,8 @@ def name_in(arguments: Mapping[str, Any]) -> str:
 
 def is_of_tokens_alone(cache: Any) -> bool:
     """Return whether a cache, maybe still empty, will hold keys and values and no states."""
-    held = (item for holder in _holders(cache) for item in holder.items())
-    return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in held)
+    items = (item for holder in _holders(cache) for item in holder.items())
+    return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in items)
 
 
 def holds_any(cache: Any) -> bool:
@@ -67,9 +67,9 @@ def keeps_all(cache: Any) -> bool:
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     """Keep some rows alone, and no more than the last columns."""
-    for held in _all_held(cache):
-        kept = held.tensor[rows]
-        held.tensor = kept if held.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
+    for item in _all_held(cache):
+        kept = item.tensor[rows]
+        item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
     _note_columns(cache, columns)
 
 
@@ -83,29 +83,29 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
         columns: columns: columns of the longer cache.
     """
     for ours, its in zip(_all_held(cache), _all_held(others), strict=True):
-        held, new = ours.tensor, its.tensor
-        wider = 0 if ours.aligned is None else max(0, new.shape[1] - held.shape[1])
-        if wider or count > len(held):
-            inner = [0, 0] * (held.ndim - 1) if ours.aligned is None else [*[0, 0] * (held.ndim - 2), wider, 0]
-            held = pad(held, [*inner, 0, count - len(held)])
+        old, new = ours.tensor, its.tensor
+        wider = 0 if ours.aligned is None else max(0, new.shape[1] - old.shape[1])
+        if wider or count > len(old):
+            inner = [0, 0] * (old.ndim - 1) if ours.aligned is None else [*[0, 0] * (old.ndim - 2), wider, 0]
+            old = pad(old, [*inner, 0, count - len(old)])
         if ours.aligned is None:
-            held[rows] = new
+            old[rows] = new
         else:
-            held[rows, held.shape[1] - new.shape[1] :] = new
-        ours.tensor = held
+            old[rows, old.shape[1] - new.shape[1] :] = new
+        ours.tensor = old
     _note_columns(cache, columns)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
     """Move the empty columns of each row, which come last, before the others."""
-    for held in _all_held(cache):
-        held.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(held.tensor, empty, strict=True)])
+    for item in _all_held(cache):
+        item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
 
 def token_bytes(cache: Any) -> int:
     """Bytes of what one token of one row takes."""
-    held = [each.tensor for each in _all_held(cache) if each.aligned]
-    return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in held)
+    tensors = [each.tensor for each in _all_held(cache) if each.aligned]
+    return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in tensors)
 
 
 def layers_of(cache: Any) -> list[Any]:

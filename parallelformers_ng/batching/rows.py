@@ -92,12 +92,12 @@ class Rows:
 
     def _place(self, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
         """Put rows where others have left, and behind the last."""
-        held, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
+        slot_count, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
         free = [index for index, row in enumerate(self._slots) if row is None]
-        free = [*free, *range(held, held + len(rows))][: len(rows)]
-        count = max(held, free[-1] + 1)
-        self._slots += [None] * (count - held)
-        self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - held))
+        free = [*free, *range(slot_count, slot_count + len(rows))][: len(rows)]
+        count = max(slot_count, free[-1] + 1)
+        self._slots += [None] * (count - slot_count)
+        self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - slot_count))
         self._mask[free] = pad(mask, (columns - mask.shape[1], 0))
         row_caches.put_rows(self._cache, cache, free, count, columns)
         for index, row in zip(free, rows, strict=True):
@@ -136,8 +136,10 @@ class Rows:
         """Run the model for one more token of each row."""
 
         def inputs(cache: Any) -> dict[str, Any]:
-            given = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
-            return inputs_of(self._model, newest, self._mask.sum(-1, keepdim=True) - 1, **given) | {"return_dict": True}
+            arguments = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
+            return inputs_of(self._model, newest, self._mask.sum(-1, keepdim=True) - 1, **arguments) | {
+                "return_dict": True
+            }
 
         output = None
         if positions and self._captured is not None:

@@ -55,12 +55,12 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
 
 def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
     """Return the model's arguments for a sequence, made in `generate`'s own way."""
-    given = {
+    arguments = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
     }
     new = ids.shape[1] - row.prompt_mask.shape[1]
     mask = pad(row.prompt_mask, (0, new), value=1)
-    if given.get("attention_mask") is not None:
-        given["attention_mask"] = mask
-    steps = {"next_sequence_length": 1} if new and given.get("use_cache") else {}
-    return inputs_of(model, ids, (mask.cumsum(-1) - 1).clamp(min=0), is_first_iteration=not new, **steps, **given)
+    if arguments.get("attention_mask") is not None:
+        arguments["attention_mask"] = mask
+    steps = {"next_sequence_length": 1} if new and arguments.get("use_cache") else {}
+    return inputs_of(model, ids, (mask.cumsum(-1) - 1).clamp(min=0), is_first_iteration=not new, **steps, **arguments)

@@ -55,15 +55,15 @@ def balanced_device_map(
     if batch < 1 or length < 0:
         raise ParallelError(f"batch is {batch} and length {length}; batch is at least 1, length at least 0")
     model = _on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
-    held: dict[str, Sizes] = {
+    unit_tensors: dict[str, Sizes] = {
         unit: {id(t): t.nbytes for t in tensors_of(model, unit).values()} for unit in units(model)
     }
     cached = _cache_bytes(model, batch, length)
     sizes: dict[str, dict[Hashable, float]] = {}
-    homes = _tied_homes(held)
+    homes = _tied_homes(unit_tensors)
     for unit, home in homes.items():
         size = sizes.setdefault(home, {})
-        size.update(held[unit])
+        size.update(unit_tensors[unit])
         size[unit] = sum(each for path, each in cached.items() if is_within(path, unit))
     firsts = list(sizes)
     stages = zip(find_stages(list(sizes.values()), shares), devices, strict=True)
@@ -71,11 +71,11 @@ def balanced_device_map(
     return {unit: where[home] for unit, home in homes.items()}
 
 
-def _tied_homes(held: dict[str, Sizes]) -> dict[str, str]:
+def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
     """Each unit → the first of those that it is tied to, and that these are tied to: itself where there is none."""
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
-    for unit, tensors in held.items():
+    for unit, tensors in unit_tensors.items():
         tied = {homes[owners[key]] for key in tensors if key in owners}
         first = next((home for home in homes.values() if home in tied), unit)
         homes = {each: first if home in tied else home for each, home in homes.items()} | {unit: first}
@@ -99,13 +99,13 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
     layers = StaticCache(config, max_cache_len=length).layers
     decoder: Any = model.get_decoder()
     start = next(path for path, module in model.named_modules() if module is decoder)
-    found = {}
+    cache_bytes = {}
     for path, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
             tokens = getattr(layers[index], "max_cache_len", 0)  # states of another kind have no length
-            found[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
-    return found
+            cache_bytes[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
+    return cache_bytes
 
 
 def _is_attention(module: torch.nn.Module) -> bool:

@@ -41,7 +41,7 @@ class Decoded(Computed):
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         dim, per_byte = self.encoding.dim % len(self.shape), self.encoding.per_byte
         wanted = cut.get(dim)
-        if wanted is None or all(end % per_byte == 0 for held in wanted for end in held):
+        if wanted is None or all(end % per_byte == 0 for span in wanted for end in span):
             return self._bytes(cut, dim, rank)
         pieces = []
         for start, stop in wanted:  # within a byte
@@ -58,8 +58,8 @@ class Decoded(Computed):
         if dim not in cut:
             return self.encoding.decode(read(numbers, rest, rank), scale, self.dtype)
         if scale.shape[dim] > 1:
-            held = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
-            scale = scale.index_select(dim, torch.tensor(held))
+            blocks = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
+            scale = scale.index_select(dim, torch.tensor(blocks))
         taken = {**rest, dim: divided(cut[dim], self.encoding.per_byte)}
         return self.encoding.decode(read(numbers, taken, rank), scale, self.dtype)
 
@@ -139,7 +139,7 @@ class _Encoding(InLines):
         size, block = self.weight.shape[dim], self.encoding.block
         each = size // self.shape[dim]
         numbers = tuple((start * each, stop * each) for start, stop in wanted)
-        if block < size and all(end % block == 0 for held in numbers for end in held):
+        if block < size and all(end % block == 0 for span in numbers for end in span):
             return {dim: numbers}, _all
         return super().along_lines(dim, wanted)
 
@@ -191,10 +191,10 @@ def stored_encoding(node: Node) -> Decoded | None:
     if not isinstance(node, Operation) or node.name not in _PASSED:
         return None
     stacked = isinstance(node.args[0], (list, tuple))
-    found = [stored_encoding(source) for source in (node.args[0] if stacked else node.args[:1])]
-    stored = [each for each in found if each is not None]
+    encodings = [stored_encoding(source) for source in (node.args[0] if stacked else node.args[:1])]
+    stored = [each for each in encodings if each is not None]
     kinds = {(each.encoding, each.parts[0].dtype, each.parts[1].dtype) for each in stored}
-    if len(stored) < len(found) or len(kinds) != 1:
+    if len(stored) < len(encodings) or len(kinds) != 1:
         return None
     encoding, size = stored[0].encoding, len(stored[0].shape)
     dim = _PASSED[node.name](node, size, encoding.dim % size)
@@ -250,12 +250,12 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
 them counts its inputs: which one of the result does, None where they mix."""
 
 
-def whole_node(plan: ShardPlan, tensor: TensorPlan, held: Callable[[TensorPlan], Node]) -> Node:
+def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
     """A tensor, given how to read what the ranks hold of it."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
-        return held(parts[0])
-    numbers, scales = map(held, parts)
+        return node_of(parts[0])
+    numbers, scales = map(node_of, parts)
     return Decoded(tensor.shape, tensor.dtype, plan.quantized[tensor.name], (numbers, scales))
 
 

@@ -201,14 +201,14 @@ class PickleFile(CheckpointFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        held = {key: tensor for key, tensor in self._load().items() if isinstance(tensor, torch.Tensor)}
-        for key, tensor in held.items():
+        tensors = {key: tensor for key, tensor in self._load().items() if isinstance(tensor, torch.Tensor)}
+        for key, tensor in tensors.items():
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise CheckpointError(
                     f"{self.path} holds {key} as a {type(tensor).__name__}, a tensor of a library's own kind, and plain"
                     " ones can be read; save the model as safetensors"
                 )
-        self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in held.items()}
+        self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:

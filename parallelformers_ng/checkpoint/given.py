@@ -86,8 +86,8 @@ class Given:
         for path, module in plain.named_modules():
             if _unpacked(module):
                 self._enter(model.get_submodule(path), module)
-                held = (name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor))
-                self.names |= {dotted(path, name) for name in held}
+                lazy_names = (name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor))
+                self.names |= {dotted(path, name) for name in lazy_names}
 
     def _enter(self, layer: nn.Module, plain: nn.Module) -> None:
         self._layers.append((layer, type(layer), dict(vars(layer))))

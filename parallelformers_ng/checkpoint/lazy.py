@@ -143,10 +143,10 @@ def values(tensor: RemoteTensor) -> torch.Tensor:
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[RemoteTensor]:
     """The remote tensors that an operator would write to."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     writes = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    found = tree_leaves([given[name] for name in given if name in writes])
-    return [tensor for tensor in found if isinstance(tensor, RemoteTensor)]
+    leaves = tree_leaves([by_name[name] for name in by_name if name in writes])
+    return [tensor for tensor in leaves if isinstance(tensor, RemoteTensor)]
 
 
 def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> ParallelError:

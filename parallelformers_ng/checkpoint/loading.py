@@ -58,10 +58,10 @@ class Checkpoint:
         """Take the unread tensors out of a model that `load_skeleton` made; `meta` tensors take their places."""
         nodes: dict[str, Node] = {}
         for names in names_of_each(model, plan):
-            held = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
-            if isinstance(held, LazyTensor):
-                nodes.update(dict.fromkeys(names, held.node))
-                place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
+            of_model = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
+            if isinstance(of_model, LazyTensor):
+                nodes.update(dict.fromkeys(names, of_model.node))
+                place(model, names, plan, torch.empty(of_model.shape, dtype=of_model.dtype, device="meta"))
         return cls(nodes, [tensor.name for tensor in plan.stored() if _must_be_copied(tensor, plan, nodes)])
 
     def of_model(self, plan: ShardPlan) -> list[str]:
@@ -132,11 +132,11 @@ def open_source(
     plain = functools.partial(_on_meta, cls, config)
     state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
     vars(config).pop("quantization_config", None)  # of weights that are plain from here on
-    made = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
-    made.config.name_or_path = made.name_or_path = location.path
-    if made.can_generate():
-        made.generation_config = read_generation_config(location)
-    return made
+    built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
+    built.config.name_or_path = built.name_or_path = location.path
+    if built.can_generate():
+        built.generation_config = read_generation_config(location)
+    return built
 
 
 def load_skeleton(
@@ -165,14 +165,16 @@ def fill_skeleton(
     """
     state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
-    made = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
-    tensors = all_tensors(made)
+    built = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
+    tensors = all_tensors(built)
     for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
-            found = list(tensors[name].shape) if name in tensors else "nothing"
-            raise CheckpointError(f"{location} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}")
+            actual = list(tensors[name].shape) if name in tensors else "nothing"
+            raise CheckpointError(
+                f"{location} holds {actual} for {name} {list(tensor.shape)} of {type(model).__name__}"
+            )
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 
@@ -208,7 +210,7 @@ def model_of(
     Raises:
         CheckpointError: they do not belong together.
     """
-    given = options.get("ignore_mismatched_sizes", False)
+    ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read
     log = logging.get_logger("transformers.modeling_utils")
@@ -229,7 +231,7 @@ def model_of(
         log.removeFilter(named)
         if shows:
             logging.enable_progress_bar()
-    if not given:
+    if not ignores_shapes:
         _refuse_wrong_shapes(info["mismatched_keys"], state, location)
     _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state, location)
     _refuse_codes(model, info["missing_keys"], info["unexpected_keys"], state, location)
@@ -237,10 +239,10 @@ def model_of(
 
 
 def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: object) -> None:
-    for name, found, wanted in mismatched:
+    for name, actual, wanted in mismatched:
         # A converted tensor comes from several; then the directory has to do.
         where = _path_of(state[name], location) if name in state else location
-        raise CheckpointError(f"{where} holds {list(found)} for {name}, and the configuration says {list(wanted)}")
+        raise CheckpointError(f"{where} holds {list(actual)} for {name}, and the configuration says {list(wanted)}")
 
 
 def _refuse_flipped_names(

@@ -120,19 +120,19 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
-def refuse_options(given: Mapping[str, Any], why: str) -> None:
+def refuse_options(options: Mapping[str, Any], why: str) -> None:
     """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and unknown ones."""
-    for name in given:
+    for name in options:
         _refuse_by_name(name)
         if name in _FOR_LOADING:
-            raise ParallelError(f"{name}={given[name]!r} is for loading, and {why}")
+            raise ParallelError(f"{name}={options[name]!r} is for loading, and {why}")
         hint = did_you_mean(name, _ARGUMENTS) or f"; it takes {', '.join(_ARGUMENTS)}"
         raise ParallelError(f"parallelize has no argument {name!r}{hint}")
 
 
 def read_source(
     path: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     model_class: type[PreTrainedModel] | None = None,
     of_its_own: bool = True,
 ) -> Source:
@@ -140,7 +140,7 @@ def read_source(
 
     Args:
         path: a directory or a model id of the hub.
-        given: name → value. What is an attribute of the configuration overrides it.
+        arguments: name → value. What is an attribute of the configuration overrides it.
         model_class: model_class: same as in `Source`.
         of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
 
@@ -148,10 +148,10 @@ def read_source(
         ParallelError: an argument that is unknown, or refused here.
         CheckpointError: there is no such directory, or its configuration is missing or damaged.
     """
-    for name in given:
+    for name in arguments:
         _refuse_by_name(name)
-    location = Location(path, **{name: given[name] for name in _WHERE if name in given})
-    rest = {name: value for name, value in given.items() if name not in _WHERE}
+    location = Location(path, **{name: arguments[name] for name in _WHERE if name in arguments})
+    rest = {name: value for name, value in arguments.items() if name not in _WHERE}
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not location.directory.is_dir():  # which must not end as a question to the hub
         raise CheckpointError(f"{location} is no directory")
@@ -209,28 +209,28 @@ def open_weights(location: Location) -> list[CheckpointFile]:
         CheckpointError: a file is missing or damaged.
     """
     names = [_variant(name, location.variant) for name in _CANDIDATES]
-    found = next((path for name in names if (path := _cached(location, name)) is not None), None)
-    if found is None:
+    file = next((path for name in names if (path := _cached(location, name)) is not None), None)
+    if file is None:
         raise CheckpointError(f"{location} holds none of {', '.join(names)}; one of them has the weights")
-    if not found.endswith(".json"):
-        return [open_file(found)]
+    if not file.endswith(".json"):
+        return [open_file(file)]
     try:
-        index = json.loads(Path(found).read_text("utf-8"))
+        index = json.loads(Path(file).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{found} is damaged: {error}") from error
+        raise CheckpointError(f"{file} is damaged: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{found} is damaged: it has no weight_map from names to files")
+        raise CheckpointError(f"{file} is damaged: it has no weight_map from names to files")
     if any(os.path.basename(name) != name for name in weight_map.values()):
-        raise CheckpointError(f"{found} is damaged: it names a file outside its directory")
+        raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
     try:
-        paths, _ = get_checkpoint_shard_files(location.path, found, **location.download)
+        paths, _ = get_checkpoint_shard_files(location.path, file, **location.download)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"a file that {found} names is missing: {error}") from error
+        raise CheckpointError(f"a file that {file} names is missing: {error}") from error
     files = {os.path.basename(path): open_file(path) for path in paths}
     for key, name in weight_map.items():
         if key not in files[name].entries:
-            raise CheckpointError(f"{found} says that {name} holds {key}, and it does not: one of them is damaged")
+            raise CheckpointError(f"{file} says that {name} holds {key}, and it does not: one of them is damaged")
     return list(files.values())
 
 

@@ -43,14 +43,16 @@ def class_of(
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
-    if names or (found := _of_auto_mappings(config)) is None:
+    if names or (named_class := _of_auto_mappings(config)) is None:
         raise UnsupportedModelError(
             f"{where}: transformers {transformers.__version__} has no model class"
             f" {' or '.join(names) or f'for {type(config).__name__}, and it names none'}; pass model_class="
         )
     if location is not None:
-        log.warning("%s names no architectures and is taken as %s; model_class= says otherwise", where, found.__name__)
-    return found
+        log.warning(
+            "%s names no architectures and is taken as %s; model_class= says otherwise", where, named_class.__name__
+        )
+    return named_class
 
 
 def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

@@ -131,8 +131,8 @@ def shard_checkpoint(
         if tensor.name not in nodes:
             whole = get_tensor(model, tensor.name, tensor.is_buffer).detach()
             nodes[tensor.name] = FetchedLeaf(tensor.shape, tensor.dtype, functools.partial(_itself, whole))
-    nodes, held = Checkpoint(nodes).held(plan).nodes, plan.held
-    total = sum(held.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
+    nodes, stored = Checkpoint(nodes).held(plan).nodes, plan.held
+    total = sum(stored.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"cutting {type(model).__name__}", total, progress) as advance,
@@ -144,5 +144,5 @@ def shard_checkpoint(
                 shard = tensor.shards[rank]
                 return read_copy(nodes[tensor.name], {} if shard.dim is None else {shard.dim: shard.ranges})
 
-            written.append(write_rank(partial, held, names, rank, limit, part, advance))
+            written.append(write_rank(partial, stored, names, rank, limit, part, advance))
         write_index(partial, model, plan, names, written)

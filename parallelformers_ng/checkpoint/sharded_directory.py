@@ -59,8 +59,8 @@ def write_rank(
         part: gives the rank's part of each in turn.
     """
     written = []
-    for file, held in _files_of(plan, names, rank, limit).items():
-        tensors = {name: plan.tensors[name] for name in held}
+    for file, file_tensors in _files_of(plan, names, rank, limit).items():
+        tensors = {name: plan.tensors[name] for name in file_tensors}
         entries = {name: (tensor.shards[rank].shape(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         written.append(write_safetensors(directory / file, entries, lambda name: part(plan.tensors[name]), progress))
     return written
@@ -84,11 +84,11 @@ def write_index(
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
-    held = plan.held
-    aliases = held.aliases()
+    stored = plan.held
+    aliases = stored.aliases()
     tensors: dict[str, Any] = {}
     for name in names:
-        tensor = held.tensors[name]
+        tensor = stored.tensors[name]
         parts = {}
         for rank, shard in enumerate(tensor.shards):
             file = by_rank[0 if tensor.is_replicated else rank].get(name)

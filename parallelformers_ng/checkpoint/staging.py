@@ -37,15 +37,15 @@ class Staging:
         return target
 
     def _send(self, part: torch.Tensor, place: torch.Tensor) -> None:
-        buffer, sent = self._buffers[self._turn], self._sent[self._turn]
+        buffer, event = self._buffers[self._turn], self._sent[self._turn]
         self._turn = 1 - self._turn
-        if sent is not None:
-            sent.synchronize()  # what this buffer held last has left; at once where it held nothing
+        if event is not None:
+            event.synchronize()  # what this buffer held last has left; at once where it held nothing
         staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
         staged.copy_(part)
         place.copy_(staged, non_blocking=True)
-        if sent is not None:
-            sent.record()
+        if event is not None:
+            event.record()
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, limit: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -87,10 +87,10 @@ class ShardStore:
 
     def take(self, tensor: TensorPlan, node: Node) -> None:
         """The same of a tensor that may be stored as ranks hold it."""
-        for part, held in zip(
+        for part, shard in zip(
             self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
-            self._write(part, read(held, {}))
+            self._write(part, read(shard, {}))
 
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Write the parts of what is held under one name. Memory files have no limit: beyond what the system has, it
@@ -175,11 +175,11 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
         for region, fd in zip(regions_of(plan, rank), fds, strict=True)
         if layout.sizes[region]
     }
-    held = {}
+    shards = {}
     for tensor in plan.stored():
         region, offset = layout.offsets[tensor.name][rank]
-        held[tensor.name] = _part(tensor, rank, mappings.get(region), offset)
-    return held
+        shards[tensor.name] = _part(tensor, rank, mappings.get(region), offset)
+    return shards
 
 
 def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int) -> torch.Tensor:

@@ -130,12 +130,14 @@ def with_adapters(
     tensors: dict[str, TensorPlan] = {}
     holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
     for path, module in model.named_modules():
-        for short, held, is_buffer in owned_tensors(module):
+        for short, owned, is_buffer in owned_tensors(module):
             name = dotted(path, short)
             shards, rule = cuts[name]
-            cast = dtype if dtype is not None and held.is_floating_point() else held.dtype
-            storage = holders.setdefault((id(held), shards), name)
-            tensors[name] = TensorPlan(name, tuple(held.shape), types.get(name, cast), shards, storage, is_buffer, rule)
+            cast = dtype if dtype is not None and owned.is_floating_point() else owned.dtype
+            storage = holders.setdefault((id(owned), shards), name)
+            tensors[name] = TensorPlan(
+                name, tuple(owned.shape), types.get(name, cast), shards, storage, is_buffer, rule
+            )
     added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
     reasons = dict.fromkeys(sorted(added_to), "an adapter adds to its numbers")
     misfits = plan.misfits | reasons
@@ -151,7 +153,7 @@ def with_adapters(
         blocks=[new for block in plan.blocks for new in moved(block)],
         cuttable=frozenset(moved(name)[0] for name in plan.cuttable),
         settings={new: value for name, value in plan.settings.items() for new in moved(name)},
-        quantized={moved(name)[0]: how for name, how in plan.quantized.items() if name not in added_to},
+        quantized={moved(name)[0]: encoding for name, encoding in plan.quantized.items() if name not in added_to},
         misfits={moved(name)[0]: why for name, why in misfits.items()},
     )
 
@@ -179,8 +181,8 @@ class _Place:
     @property
     def parameters(self) -> list[str]:
         """Names of the layer's parameters whose numbers adapters add to; others add to what the layer gives."""
-        found = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
-        return [f"{self.path}.{name}" for name in found if name]
+        names = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
+        return [f"{self.path}.{name}" for name in names if name]
 
     def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
         """How the tensors of the adapters are cut, by name.
@@ -189,14 +191,14 @@ class _Place:
             plan: plan: plan of the model without adapters.
             is_cut: whether ranks compute with parts of the layer.
         """
-        found: dict[str, _Cut] = {}
+        cuts_by_name: dict[str, _Cut] = {}
         for path, adapter in self.adapters.items():
             weight = plan.tensors.get(f"{self.path}.{getattr(adapter, 'parameter_name', 'weight')}")
             counted = self._counted(weight, hasattr(adapter, "parameter_name")) if is_cut else ""
             for name, tensor in adapter.named_parameters(remove_duplicate=False):
                 if (counts := _COUNTS.get(name.partition(".")[0])) is not None:
-                    found[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
-        return found
+                    cuts_by_name[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
+        return cuts_by_name
 
     def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
         """Return the paths of modules that take norms of the layer's outputs over sharded inputs."""
@@ -281,9 +283,9 @@ def _place(path: str, module: Any) -> _Place:
     while "_active_adapter" in vars(layer) and "base_layer" in layer._modules:
         if layer.merged_adapters:
             raise UnsupportedModelError(f"the adapter of {path} is merged; call unmerge_adapter() before parallelize")
-        held = (*layer.named_parameters(), *layer.named_buffers())
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
         variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
-        if {name.partition(".")[0] for name, _ in held} - {"base_layer", *_COUNTS} or variants - _VARIANTS:
+        if {name.partition(".")[0] for name, _ in tensors} - {"base_layer", *_COUNTS} or variants - _VARIANTS:
             break
         adapters[inner], inner, layer = layer, f"{inner}.base_layer", layer.base_layer
     if "_active_adapter" in vars(layer):

@@ -70,8 +70,8 @@ def build_plan(
             cut_leftovers(builder.draft, exhaustive)
         return builder.finish(selection, dtype, quantize)
 
-    def fullest(made: ShardPlan) -> float:
-        return max(map(truediv, made.bytes_per_rank, parts or [1.0] * world_size))
+    def fullest(shard_plan: ShardPlan) -> float:
+        return max(map(truediv, shard_plan.bytes_per_rank, parts or [1.0] * world_size))
 
     plain = build(parts)
     shares = even_out(plain.bytes_per_rank, _flexible_bytes(plain, parts), parts)
@@ -80,12 +80,14 @@ def build_plan(
 
 def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
     """Bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
-    found = 0
+    flexible = 0
     for tensor in plan.stored():
-        held = list(map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size))
-        if not tensor.is_replicated and max(held) <= _ABOUT_THE_SAME * min(held):
-            found += tensor.bytes_whole
-    return found
+        bytes_per_rank = list(
+            map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size)
+        )
+        if not tensor.is_replicated and max(bytes_per_rank) <= _ABOUT_THE_SAME * min(bytes_per_rank):
+            flexible += tensor.bytes_whole
+    return flexible
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
@@ -189,17 +191,17 @@ class _Builder:
             if reason := self._not_stock(policy, unit, block) or reason:
                 self.uncut[dotted(block, unit.root)] = reason
                 return {
-                    path for path, found in targets.items() if any(target in self.draft.modules for target in found)
+                    path for path, layers in targets.items() if any(target in self.draft.modules for target in layers)
                 }
         before = self.draft.notes()
         matched: set[str] = set()
         try:
-            for rule_path, found in targets.items():
+            for rule_path, layers in targets.items():
                 rule = policy.plan[rule_path]
                 above = getattr(rule, "heads", None)
                 above = _nearest(rule_path, heads) if above is None else above
                 self.draft.counter = self.draft.modules.get(dotted(block, above))
-                for target in found:
+                for target in layers:
                     self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
                     if rule.finds(self.draft, target):
                         rule.apply(self.draft, target, heads.get(above, []))

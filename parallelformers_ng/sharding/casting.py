@@ -56,8 +56,8 @@ class CastRule:
         self.dtype = dtype
         self._model = model
         self._made = None if dtype is None else _made_in(model, dtype)
-        made = {} if self._made is None else all_tensors(self._made)
-        self._types = {name: tensor.dtype for name, tensor in made.items()}
+        built = {} if self._made is None else all_tensors(self._made)
+        self._types = {name: tensor.dtype for name, tensor in built.items()}
         planned = self._made._get_dtype_plan(dtype) if self._made is not None and dtype is not None else {}
         # As transformers reads them: anywhere in a name, the first that matches counts.
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
@@ -82,21 +82,23 @@ class CastRule:
         of the configuration and its parts."""
         if self._made is None:
             return {}
-        named, made = dict(_data_types(self._model)), dict(_data_types(self._made))
-        return {name: made[name] for name, kind in named.items() if made.get(name, kind) != kind}
+        named, built = dict(_data_types(self._model)), dict(_data_types(self._made))
+        return {name: built[name] for name, kind in named.items() if built.get(name, kind) != kind}
 
 
 def holds_plain_weights(model: PreTrainedModel) -> bool:
     """Whether the weights of a model are plain numbers, of the names and shapes that its class has unquantized:
     transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
-    held = all_tensors(model)
-    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in held.values()):
+    tensors = all_tensors(model)
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values()):
         return False
-    made = _made_in(model, model.dtype)
-    plain = {} if made is None else all_tensors(made)
+    built = _made_in(model, model.dtype)
+    plain = {} if built is None else all_tensors(built)
     wanted = {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in plain.items()}
-    found = {name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in held.items()}
-    return found == wanted
+    shapes = {
+        name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in tensors.items()
+    }
+    return shapes == wanted
 
 
 def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:

@@ -73,7 +73,7 @@ class Draft:
             zero: for each rank, whether it holds zeros instead; none does by default.
         """
         zeros = zero or [False] * self.world_size
-        self._note(name, [Shard(dim, held, off) for held, off in zip(ranges, zeros, strict=True)], rule)
+        self._note(name, [Shard(dim, rank_ranges, off) for rank_ranges, off in zip(ranges, zeros, strict=True)], rule)
 
     def cut_on_first_rank(self, name: str) -> None:
         self._note(name, [WHOLE] + [ZERO] * (self.world_size - 1))

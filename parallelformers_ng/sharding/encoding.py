@@ -95,7 +95,7 @@ class Encoding:
         if size % border:
             return f"{size} inputs are no multiple of {border}"
         cuts = [shard.ranges for shard in tensor.shards if shard.dim == self.dim % len(tensor.shape)]
-        if any(end % border for cut in cuts for held in cut for end in held):
+        if any(end % border for cut in cuts for span in cut for end in span):
             return f"ranks have parts of its {size} inputs that are no multiple of {border}"
         return ""
 

@@ -255,16 +255,16 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
     known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
     if not known:
         return output
-    before = found = output[step]
+    before = part = output[step]
     if rest:
-        found = replaced(found, rest, change)
-    elif isinstance(found, torch.Tensor):
-        found = change(found)
-    if found is before:
+        part = replaced(part, rest, change)
+    elif isinstance(part, torch.Tensor):
+        part = change(part)
+    if part is before:
         return output
     if isinstance(output, dict):
-        return {**output, step: found}
-    items = [*output[:step], found, *output[step + 1 :]]
+        return {**output, step: part}
+    items = [*output[:step], part, *output[step + 1 :]]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 

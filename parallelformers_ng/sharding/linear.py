@@ -69,16 +69,20 @@ class Column(Rule):
         draft.cut(f"{path}.weight", dim, ranges)
         if getattr(module, "bias", None) is not None:
             draft.cut(f"{path}.bias", 0, ranges)
-        widths = [width_of(held) for held in ranges]
+        widths = [width_of(rank_ranges) for rank_ranges in ranges]
         if getattr(module, "groups", 1) > 1 and not _is_depthwise(module):
-            draft.layer(path, GroupedColumnParallel, [{"pieces": _pieces(module, held)} for held in ranges])
+            draft.layer(
+                path, GroupedColumnParallel, [{"pieces": _pieces(module, rank_ranges)} for rank_ranges in ranges]
+            )
         if self.gather_inputs:
             if not heads:
                 raise PolicyError(
                     f"{draft.who}: gathers inputs that are counted in heads, but no rule above it says Heads(...)"
                 )
             own = draft.ranges(module.weight.shape[1 - dim], self.unit, 1, heads)
-            sizes = tuple(0 if share.idle else width_of(held) for share, held in zip(heads, own, strict=True))
+            sizes = tuple(
+                0 if share.idle else width_of(rank_ranges) for share, rank_ranges in zip(heads, own, strict=True)
+            )
             draft.layer(path, GatheredInput, [{"input_sizes": sizes}] * draft.world_size)
         attributes: list[dict[str, Any]] = [dict.fromkeys(size_names, width) for width in widths]
         if self.gather:
@@ -118,7 +122,9 @@ class Row(Rule):
         draft.cut(f"{path}.weight", dim, ranges, idle)
         if getattr(module, "bias", None) is not None:
             draft.cut_on_first_rank(f"{path}.bias")
-        draft.layer(path, RowParallel if self.reduce else None, [{size_name: width_of(held)} for held in ranges])
+        draft.layer(
+            path, RowParallel if self.reduce else None, [{size_name: width_of(rank_ranges)} for rank_ranges in ranges]
+        )
 
 
 @dataclass(frozen=True)
@@ -265,19 +271,22 @@ def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: s
         draft.cut(f"{path}.bias", 0, biases)
     else:
         draft.cut_on_first_rank(f"{path}.bias")
-    sizes = [{size_name: width_of(held) * module.num_groups, group_name: width_of(held)} for held in ranges]
+    sizes = [
+        {size_name: width_of(rank_ranges) * module.num_groups, group_name: width_of(rank_ranges)}
+        for rank_ranges in ranges
+    ]
     draft.layer(path, None if dim == 2 else RowParallel, sizes)
 
 
-def _pieces(module: nn.Conv1d, held: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
+def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
     """Return the outputs of each group within the ranges of a rank, with the group's input channels."""
     inputs, outputs = module.in_channels // module.groups, module.out_channels // module.groups
-    found = []
-    for start, stop in held:
+    pieces = []
+    for start, stop in rank_ranges:
         for group in range(start // outputs, (stop - 1) // outputs + 1):
             count = min(stop, (group + 1) * outputs) - max(start, group * outputs)
-            found.append((group * inputs, (group + 1) * inputs, count))
-    return tuple(found)
+            pieces.append((group * inputs, (group + 1) * inputs, count))
+    return tuple(pieces)
 
 
 def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]:
@@ -330,7 +339,7 @@ def _stacks_linears(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
-def cannot_cut(who: str, module: nn.Module, how: str) -> str:
+def cannot_cut(who: str, module: nn.Module, cut: str) -> str:
     if hasattr(module, "base_layer"):
         return f"{who}: a {type(module).__name__} holds an adapter; merge it into the weights first (merge_and_unload)"
-    return f"{who}: a {type(module).__name__} cannot be cut by {how}"
+    return f"{who}: a {type(module).__name__} cannot be cut by {cut}"

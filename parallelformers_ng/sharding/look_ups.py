@@ -81,8 +81,8 @@ def hold() -> None:
 
 def take_back() -> None:
     """Have the notes be what they were at the last `hold`."""
-    for key, held in _held.items():
-        _seen[key].copy_(held)
+    for key, bounds in _held.items():
+        _seen[key].copy_(bounds)
 
 
 def _forgive() -> None:

@@ -290,7 +290,7 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
     [((0, 2, 0, True), (2, 4, 1, True)), ((0, 2, 1, False), (2, 4, 1, True))]
     """
     seen: set[int] = set()
-    found = []
+    by_rank = []
     for ranges in per_rank:
         kinds = []
         for column in chain.from_iterable(starmap(range, ranges)):
@@ -301,8 +301,8 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
             stop = start + len(list(same))
             runs.append((start, stop, *kind))
             start = stop
-        found.append(tuple(runs))
-    return found
+        by_rank.append(tuple(runs))
+    return by_rank
 
 
 def width_of(ranges: Sequence[Range]) -> int:

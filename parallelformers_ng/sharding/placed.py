@@ -169,8 +169,8 @@ class Stack(_OverStages):
 
     def _is_watched(self, kwargs: dict[str, Any]) -> bool:
         config = getattr(self, "config", None)
-        asked = (kwargs.get(name, getattr(config, name, False)) for name in _LOOKS)
-        return any(asked) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
+        flags = (kwargs.get(name, getattr(config, name, False)) for name in _LOOKS)
+        return any(flags) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
 
 
 _LOOKS = ("output_hidden_states", "output_attentions")
@@ -190,8 +190,8 @@ def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:
         cache = cache.self_attention_cache
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if hasattr(layer, "has_previous_state"):  # a state, as convolutions and linear attention keep it
-        held = layer.has_previous_state
-        layer.has_previous_state = dict.fromkeys(held, True) if isinstance(held, dict) else True
+        had_state = layer.has_previous_state
+        layer.has_previous_state = dict.fromkeys(had_state, True) if isinstance(had_state, dict) else True
     if layer is None or hasattr(layer, "get_seq_length"):
         keys = getattr(layer, "keys", None)
         heads, width = (1, 1) if keys is None or keys.ndim < 4 else (keys.shape[1], keys.shape[3])

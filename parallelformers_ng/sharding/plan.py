@@ -104,10 +104,10 @@ class ShardPlan:
 
     def aliases(self) -> dict[str, list[str]]:
         """Storage name → every name whose bytes are held under it."""
-        found: dict[str, list[str]] = {}
+        names_by_storage: dict[str, list[str]] = {}
         for name, tensor in self.tensors.items():
-            found.setdefault(tensor.storage, []).append(name)
-        return found
+            names_by_storage.setdefault(tensor.storage, []).append(name)
+        return names_by_storage
 
     @property
     def bytes_whole(self) -> int:
@@ -129,8 +129,8 @@ class ShardPlan:
 
     def bytes_moved(self, rank: int) -> int:
         """Bytes that come to a rank each time that all layers run, a token of a decoder."""
-        held, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
-        return sum(held[name].bytes_on(rank) for _, names in moved for name in names)
+        tensors, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
+        return sum(tensors[name].bytes_on(rank) for _, names in moved for name in names)
 
     @property
     def replicated(self) -> dict[str, int]:

@@ -114,8 +114,8 @@ def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> Non
 
 
 def _rules() -> list[str]:
-    found = ((name, getattr(rules, name)) for name in rules.__all__)
-    return [name for name, cls in found if isinstance(cls, type) and issubclass(cls, Rule) and cls is not Rule]
+    members = ((name, getattr(rules, name)) for name in rules.__all__)
+    return [name for name, cls in members if isinstance(cls, type) and issubclass(cls, Rule) and cls is not Rule]
 
 
 def _fits(value: Any, hint: Any) -> bool:

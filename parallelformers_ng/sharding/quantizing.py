@@ -48,8 +48,8 @@ def choose_encodings(
             f"quantize: the weights of {type(model).__name__} are {kinds or 'quantized'} already; leave quantize out,"
             " or add 'dequantize': True, by which they are quantized anew"
         )
-    asked = _ParameterOptions(model, options, blocks) if options is not None else None
-    found: dict[int, dict[str, Encoding | None]] = {}
+    wanted_options = _ParameterOptions(model, options, blocks) if options is not None else None
+    encodings: dict[int, dict[str, Encoding | None]] = {}
     misfits: dict[str, str] = {}
     for path, module in model.named_modules():
         for short, parameter in module._parameters.items():
@@ -57,23 +57,23 @@ def choose_encodings(
                 continue
             name, dim = dotted(path, short), _input_dim(module, short, parameter.ndim)
             encoding: Encoding | None = (
-                stored.get(id(parameter)) if asked is None else asked.encoding(path, parameter, dim)
+                stored.get(id(parameter)) if wanted_options is None else wanted_options.encoding(path, parameter, dim)
             )
             why = "" if encoding is None else encoding.misfit(tensors[name])
             if encoding is not None and encoding.dim != dim:
                 why = "its module is none that computes with it"
-            elif encoding is None and asked is None and id(parameter) in stored:
+            elif encoding is None and wanted_options is None and id(parameter) in stored:
                 why = "it is put together of what is stored in a way that scales do not go with"
             if why:
                 misfits[name] = why
-            found.setdefault(id(parameter), {})[name] = None if why else encoding
+            encodings.setdefault(id(parameter), {})[name] = None if why else encoding
     chosen: dict[str, Encoding] = {}
-    for names in found.values():
+    for names in encodings.values():
         if len(set(names.values())) == 1:
             chosen |= {name: encoding for name, encoding in names.items() if encoding is not None}
-        elif asked is None:
+        elif wanted_options is None:
             misfits |= {name: "not all modules that share it compute with it" for name in names if name not in misfits}
-    if asked is None and misfits and not dequantize:
+    if wanted_options is None and misfits and not dequantize:
         refuse_high_precision(type(model).__name__, misfits)
     return chosen, misfits
 
@@ -96,8 +96,8 @@ def border(model: nn.Module, options: QuantizeOptions | None) -> int:
     if options is not None and options.scheme is not None:
         return options.block or 1
     stored = _stored(model)
-    held = [(encoding, p.shape) for p in model.parameters() if (encoding := stored.get(id(p))) is not None]
-    return math.lcm(*{encoding.block for encoding, shape in held if encoding.block < shape[encoding.dim]})
+    encoded = [(encoding, p.shape) for p in model.parameters() if (encoding := stored.get(id(p))) is not None]
+    return math.lcm(*{encoding.block for encoding, shape in encoded if encoding.block < shape[encoding.dim]})
 
 
 def is_stored_quantized(parameter: nn.Parameter) -> bool:

@@ -76,11 +76,11 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
 
     def runs(start: int, most: float, share: float) -> Iterator[tuple[int, float]]:
         """Return the possible ends of a stage that begins at `start`, and how full it then is relative to its share."""
-        held: set[Hashable] = set()
+        seen_tensors: set[Hashable] = set()
         size = everywhere
         for stop in range(start, count):
-            size += sum(size for key, size in parts[stop].items() if key not in held)
-            held |= parts[stop].keys()
+            size += sum(size for key, size in parts[stop].items() if key not in seen_tensors)
+            seen_tensors |= parts[stop].keys()
             if size / share > most:
                 return
             yield stop + 1, size / share
@@ -103,15 +103,15 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     # Of all the ways that keep to it: the least sum of squares, from the last stage to the first.
     best: list[dict[int, tuple[float, int]]] = [{count: (0.0, count)}]
     for share in reversed(shares):
-        later, found = best[-1], dict[int, tuple[float, int]]()
+        later, ends = best[-1], dict[int, tuple[float, int]]()
         for start in range(count):
             ways = [(later[stop][0] + full**2, stop) for stop, full in runs(start, high, share) if stop in later]
             if ways:
-                found[start] = min(ways)
-        best.append(found)
+                ends[start] = min(ways)
+        best.append(ends)
     bounds = [0]
-    for found in reversed(best[1:]):
-        bounds.append(found[bounds[-1]][1])
+    for ends in reversed(best[1:]):
+        bounds.append(ends[bounds[-1]][1])
     return list(pairwise(bounds))
 
 

@@ -50,11 +50,11 @@ class Layer:
 
 def places(model: nn.Module) -> dict[str, Place]:
     """Map every module to its innermost repeated block, or else to its innermost `PreTrainedModel`."""
-    found: dict[str, Place] = {}
+    place_of: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:
         path = name[len(start) :].removeprefix(".")
-        found[name] = Place(block, path)
+        place_of[name] = Place(block, path)
         repeats = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for key, child in module.named_children():
             inner = dotted(name, key)
@@ -65,7 +65,7 @@ def places(model: nn.Module) -> dict[str, Place]:
                 visit(child, inner, block, start)
 
     visit(model, "", type(model).__name__, "")
-    return found
+    return place_of
 
 
 def uses(model: nn.Module) -> Counter[int]:
@@ -105,7 +105,7 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
         live: names of the parameters that the outputs depend on.
     """
     where = places(model)
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if name not in calls or f"{name}.weight" not in live:
             continue
@@ -117,8 +117,8 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
             widths = (module.num_embeddings, module.embedding_dim)
         else:
             continue
-        found.append(Layer(where[name], name, *widths, calls[name], isinstance(module, nn.Embedding)))
-    return sorted(found, key=lambda layer: layer.order)
+        layers.append(Layer(where[name], name, *widths, calls[name], isinstance(module, nn.Embedding)))
+    return sorted(layers, key=lambda layer: layer.order)
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -17,8 +17,8 @@ def tensor_table(plans: Iterable[TensorPlan]) -> str:
     lines = [("tensor", "count", "whole", "rule", "each rank")]
     for (pattern, shape, rule), tensors in rows.items():
         shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
-        held = (str(shape) if math.prod(shape) else "–" for shape in shapes)
-        ranks = "whole" if tensors[0].is_replicated else " ".join(held)
+        rank_shapes = (str(shape) if math.prod(shape) else "–" for shape in shapes)
+        ranks = "whole" if tensors[0].is_replicated else " ".join(rank_shapes)
         lines.append(
             (pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks)
         )

@@ -37,9 +37,9 @@ def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
     """The parameter or buffer called `name`, as it is held: a rank's own part."""
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
-    held = (owner._buffers if is_buffer else owner._parameters)[short]
-    assert held is not None, f"{name} is None"
-    return held
+    tensor = (owner._buffers if is_buffer else owner._parameters)[short]
+    assert tensor is not None, f"{name} is None"
+    return tensor
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
@@ -48,5 +48,5 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     owner = model.get_submodule(path)
     if not is_buffer and not isinstance(tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)
-    held: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-    held[short] = tensor
+    table: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
+    table[short] = tensor

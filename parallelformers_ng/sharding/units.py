@@ -102,8 +102,8 @@ def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
 
 def _common_root(paths: Sequence[str]) -> str:
     """The path of the smallest module that holds all layers of these paths, and calls them."""
-    held = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
-    split = [path.split(".") if path else [] for path in held]
+    parents = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
+    split = [path.split(".") if path else [] for path in parents]
     common: list[str] = []
     for parts in zip(*split, strict=False):
         if len(set(parts)) > 1 or "*" in parts[0]:

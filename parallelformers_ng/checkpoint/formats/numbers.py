@@ -84,10 +84,10 @@ class Scaled(ByLines):
                 below[dim] = ranges
             elif node.shape[dim] > 1 and width_of(ranges):
                 numbers = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-                held = numbers // block if isinstance(block, int) else block[numbers]
-                first = int(held.min())
-                below[dim] = ((first, int(held.max()) + 1),)
-                taken.append((dim, held - first))
+                group = numbers // block if isinstance(block, int) else block[numbers]
+                first = int(group.min())
+                below[dim] = ((first, int(group.max()) + 1),)
+                taken.append((dim, group - first))
         part = read(node, below, rank).float()
         for dim, index in taken:
             part = part.index_select(dim, index)
@@ -201,9 +201,9 @@ class Repeated(Computed):
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         ranges = cut.get(self.dim, ((0, self.shape[self.dim]),))
-        held = torch.cat([torch.arange(start, stop) for start, stop in ranges]) // self.times
+        indices = torch.cat([torch.arange(start, stop) for start, stop in ranges]) // self.times
         rest = {dim: taken for dim, taken in cut.items() if dim != self.dim}
-        return read(self.each, rest, rank).index_select(self.dim, held)
+        return read(self.each, rest, rank).index_select(self.dim, indices)
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:

@@ -101,10 +101,10 @@ def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
         kind = group.get("format") or said.get("format")
         if kind not in _FORMATS:
             raise stored.unread(f"is in compressed-tensors' format {kind}, and {', '.join(_FORMATS)} can be read; it")
-    found = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
-    if not found:
+    weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
+    if not weights:
         raise stored.damaged("its configuration has no config_groups that say how weights are quantized")
-    return found
+    return weights
 
 
 def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:

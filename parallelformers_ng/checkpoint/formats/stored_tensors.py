@@ -168,18 +168,18 @@ class StoredTensors:
             raise self.damaged(
                 f"the zero points of {name} are {list(zeros.shape)}, and its scales {list(scales.shape)}"
             )
-        held = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
+        sizes = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
         zeros = self._without_zeros(zeros)
         kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
-        why = _why_not(kind, values, scales, held, zeros, inputs, self.dtype)
+        why = _why_not(kind, values, scales, sizes, zeros, inputs, self.dtype)
         if not why:
-            size, block = shape[inputs], held[inputs]
+            size, block = shape[inputs], sizes[inputs]
             assert isinstance(block, int)
             encoding = Encoding(kind, inputs, block)
             if encoding.fits_kernels(size // block) or not self.dequantize:
-                return self._as_it_is(name, values, scales, held, encoding)
+                return self._as_it_is(name, values, scales, sizes, encoding)
         self.reasons[name] = why
-        return Scaled(shape, self.dtype, values, scales, held, zeros)
+        return Scaled(shape, self.dtype, values, scales, sizes, zeros)
 
     def _as_it_is(self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding) -> Decoded:
         """Return a weight made of its numbers and scales, one scale a line."""
