@@ -84,8 +84,8 @@ def main() -> None:
         return
     options.results.parent.mkdir(exist_ok=True)
     chosen = options.suites or [name for name in SUITES if name != "nodes" or find_spec("ray")]
-    held = [_run(name, options) for name in SUITES if name in chosen]
-    sys.exit(not all(held))
+    kept = [_run(name, options) for name in SUITES if name in chosen]
+    sys.exit(not all(kept))
 
 
 def _run(name: str, options: argparse.Namespace) -> bool:

@@ -21,7 +21,7 @@ class Figure:
 
     Attributes:
         name: with the unit.
-        how: how: aggregation of the values: "sum", "max", "p95" or "p99".
+        how: aggregation of the values: "sum", "max", "p95" or "p99".
         at_most: the bar.
         values: one per event or per run.
     """
@@ -101,7 +101,7 @@ def page(runs: list[Run], about: dict[str, tuple[int, str]]) -> str:
 
     Args:
         runs: in any order.
-        about: about: title and full count of each suite, in the order of the page.
+        about: title and full count of each suite, in the order of the page.
     """
     text = ["# Chaos: what was measured", ""]
     text += ["Written by `python -m benchmarks.chaos --report`; every row is the sum of the runs listed below it.", ""]

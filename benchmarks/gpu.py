@@ -251,8 +251,8 @@ def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor])
     for name, ids in chosen.items():
         ids = ids.to(options.device)
         logits = model(ids[:, :-1], logits_to_keep=TOKENS).logits.float()
-        found = logits.gather(-1, ids[:, -TOKENS:, None]).squeeze(-1)
-        farthest[name] = ((logits.amax(-1) - found) / logits.std(-1)).max().item()
+        logits_chosen = logits.gather(-1, ids[:, -TOKENS:, None]).squeeze(-1)
+        farthest[name] = ((logits.amax(-1) - logits_chosen) / logits.std(-1)).max().item()
     return farthest
 
 

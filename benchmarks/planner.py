@@ -49,10 +49,10 @@ def expected(config: PreTrainedConfig, ranks: int) -> tuple[Observation, float]:
     """Decode on a rank; return its times, and the bytes of the fullest rank at the end of a long batch."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    made = plan(model, ranks)
-    fullest = max(range(ranks), key=made.bytes_per_rank.__getitem__)
-    long = memory_of(model, made, observe(model, made, fullest, _BATCH, _LENGTH), 1, 0.0)
-    return observe(model, made, fullest, 1, _PROMPT + _TOKENS), long.used
+    shard_plan = plan(model, ranks)
+    fullest = max(range(ranks), key=shard_plan.bytes_per_rank.__getitem__)
+    long = memory_of(model, shard_plan, observe(model, shard_plan, fullest, _BATCH, _LENGTH), 1, 0.0)
+    return observe(model, shard_plan, fullest, 1, _PROMPT + _TOKENS), long.used
 
 
 _GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -61,7 +61,7 @@ _GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "13
 def peak_bytes(config: PreTrainedConfig, ranks: int) -> float:
     """Bytes that the fullest of new ranks has more than before, at most, with a model and a long batch."""
     ids = torch.ones(_BATCH, _LENGTH - 1, dtype=torch.long)
-    asked = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _GIVES_BACK.items():
             patch.setenv(name, value)
@@ -73,7 +73,7 @@ def peak_bytes(config: PreTrainedConfig, ranks: int) -> float:
         for pid in group.pids:
             measure.forget_peak(pid)
         with running(group, config, torch.float32) as model:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             most = [measure.peak_memory(pid) for pid in group.pids]
     return max(high - low for high, low in zip(most, before, strict=True))
 
@@ -94,8 +94,8 @@ def main() -> None:
         seen = {shape: expected(_CONFIGS[shape], ranks) for shape in options.shapes}
         with start_group(1, device="cpu") as single, start_group(ranks, device="cpu") as group:
             for _ in range(options.rounds):
-                alone, found = probe(single, torch.float32), probe(group, torch.float32)
-                cluster = as_cluster(found, alone, ranks, torch.float32)
+                alone, measured = probe(single, torch.float32), probe(group, torch.float32)
+                cluster = as_cluster(measured, alone, ranks, torch.float32)
                 for shape in options.shapes:
                     row = figures.setdefault(f"{shape}, {ranks} ranks", {})
                     split = arrangement(cluster, seen[shape][0], _ANY, torch.float32, "eager", (ranks, 1, 1), 1)

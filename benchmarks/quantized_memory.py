@@ -50,13 +50,13 @@ def measured(directory: str, ranks: int, quantize: dict[str, Any]) -> dict[str, 
         memory = Memory([os.getpid(), *group.pids], interval=0.01)
         model = parallelize(directory, workers=group, quantize=quantize, batching=False, progress=False)
         model(torch.arange(8)[None])
-        held, plan = memory.now(), model.shard_plan
+        bytes_now, plan = memory.now(), model.shard_plan
         peaks = memory.stop()["rank_anonymous"]
         plain = [sum(tensor.bytes_on(rank) for tensor in plan.stored()) for rank in range(ranks)]
         return {
             "shard in bf16": plain,
             "shard": plan.bytes_per_rank,
-            "at the end": [held[pid] - memory.before[pid] for pid in group.pids],
+            "at the end": [bytes_now[pid] - memory.before[pid] for pid in group.pids],
             "at the peak": peaks,
             "largest tensor": max(tensor.bytes_whole for tensor in plan.stored()),
             "caller": measure.memory(os.getpid())["Anonymous"],

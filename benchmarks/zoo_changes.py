@@ -53,8 +53,8 @@ def rows(table: str) -> dict[str, dict[str, str]]:
 
 
 def versions(table: str) -> str:
-    found = re.search(r"\((transformers [^)]+)\)", table)
-    return found[1] if found else "versions unknown"
+    match = re.search(r"\((transformers [^)]+)\)", table)
+    return match[1] if match else "versions unknown"
 
 
 def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:

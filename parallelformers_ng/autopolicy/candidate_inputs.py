@@ -22,7 +22,7 @@ def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]
 
     Args:
         model: a transformers model or a part of one.
-        seed: seed: seed of the random values.
+        seed: seed of the random values.
     """
     maker = SampleInputs(model, seed)
     yield from _media_in_text(maker)

@@ -19,7 +19,7 @@ class Shapes:
     """The meaning of the numbers in a configuration, seen on the model.
 
     Attributes:
-        lengths: lengths: lengths of the lists of modules: a setting that counts layers equals one of these. Any, if
+        lengths: lengths of the lists of modules: a setting that counts layers equals one of these. Any, if
             there is no model.
         sizes: all sizes of parameters. A list of nothing but these lists sizes, and no numbers of layers.
         tables: numbers that count the rows of a long table: positions and the like.

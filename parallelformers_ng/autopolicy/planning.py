@@ -34,7 +34,7 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
         others: further arguments of `parallelize`, by name; None for those not given.
 
     Raises:
-        ParallelError: ParallelError: two things exclude each other; the message names them.
+        ParallelError: two things exclude each other; the message names them.
     """
     fit.parts(world_size)
     if fit.has_stages:
@@ -56,7 +56,7 @@ def make_plan(
     Args:
         custom: the caller's policies.
         dtype: data type to cast floating-point parameters to; None leaves them.
-        quantize: quantize: weights to quantize, and how.
+        quantize: weights to quantize, and how.
 
     Raises:
         UnsupportedModelError: no policy fits, or the model cannot be computed in stages.

@@ -28,7 +28,7 @@ class Proof:
 
     Attributes:
         selection: the policies to use, the written ones included.
-        tried: tried: failed attempts and their reasons, in words.
+        tried: failed attempts and their reasons, in words.
         unproven: the parts that no inputs reach, which stay whole, and why.
         chosen: the rules found, which a search for another number of ranks tries first.
     """
@@ -55,7 +55,7 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
         model: the model, on any device; only its class and configuration are read.
         base: policies that apply already, possibly none.
         world_size: number of ranks, at least 1.
-        parts: parts: fraction of the model for each rank, as for `build_plan`.
+        parts: fraction of the model for each rank, as for `build_plan`.
 
     Raises:
         UnsupportedModelError: no twin could be made, or every proposal failed.

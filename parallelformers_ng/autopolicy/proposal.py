@@ -17,7 +17,7 @@ class Proposal:
 
     Attributes:
         block: class name that the paths are relative to.
-        kind: kind: kind of layer that the rules cut.
+        kind: kind of layer that the rules cut.
         variants: rules by path, the likeliest first.
         gathered: paths of the layers to cut by their outputs and gather, one by one, if every variant fails.
     """

@@ -25,7 +25,7 @@ class RuleSearch:
     """A search for rules for one number of ranks.
 
     Attributes:
-        tried: tried: failed attempts and their reasons, in words.
+        tried: failed attempts and their reasons, in words.
         chosen: the rules found.
 
     Args:

@@ -27,7 +27,7 @@ def select(
         model: the model, on any device.
         custom: the caller's policies.
         world_size: number of ranks that a proof is made for; None looks at the written policies alone.
-        parts: parts: fraction of the model for each rank, as for `build_plan`.
+        parts: fraction of the model for each rank, as for `build_plan`.
 
     Raises:
         PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that

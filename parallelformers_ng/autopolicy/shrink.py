@@ -51,11 +51,11 @@ class Shrinking:
             their own (norms over 32 groups, say).
         keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
         keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
-        heads: heads: powers of two that divide all head counts, if they divide: for models whose heads are too many to
+        heads: powers of two that divide all head counts, if they divide: for models whose heads are too many to
             be tiny.
         filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
         layers: the fewest layers to keep.
-        shapes: shapes: meaning of the configuration's numbers, seen on the model.
+        shapes: meaning of the configuration's numbers, seen on the model.
     """
 
     spare: int = 0

@@ -24,7 +24,7 @@ def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
     Args:
         config: one part of a configuration.
         fewest: how many layers are left, at least.
-        shapes: shapes: meaning of the numbers, seen on the model. Layers that share their weights are in no list of
+        shapes: meaning of the numbers, seen on the model. Layers that share their weights are in no list of
             modules.
     """
     main = stored_name(config, "num_hidden_layers")

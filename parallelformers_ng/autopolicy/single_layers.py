@@ -26,7 +26,7 @@ def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tu
     Args:
         model: the model.
         reached: paths of modules that need no such proof.
-        seed: seed: seed of the random inputs.
+        seed: seed of the random inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     used = uses(model)

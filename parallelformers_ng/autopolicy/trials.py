@@ -38,7 +38,7 @@ class Trials:
         twin: the twin.
         base: the policies that are part of every trial.
         world_size: number of ranks.
-        parts: parts: fraction of the twin for each rank, as for `build_plan`.
+        parts: fraction of the twin for each rank, as for `build_plan`.
         failure: why the latest trial failed, or "".
     """
 

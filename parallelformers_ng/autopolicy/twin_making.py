@@ -58,8 +58,8 @@ def make_twin(
         cls: the model's class.
         config: its configuration; a small one is taken as it is.
         attention: attention implementation, "eager", "sdpa", ….
-        seed: seed: seed of its parameters and inputs.
-        layers: layers: least number of layers, if the model has as many.
+        seed: seed of its parameters and inputs.
+        layers: least number of layers, if the model has as many.
         edits: code that the program has changed since the class built the model.
 
     Raises:
@@ -198,7 +198,7 @@ def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | 
     that looks at values takes none.
 
     Args:
-        only: only: names of the inputs to try; None for all.
+        only: names of the inputs to try; None for all.
     """
     with torch.inference_mode(), torch.device("meta"):
         for number, arguments in enumerate(candidate_inputs(skeleton)):

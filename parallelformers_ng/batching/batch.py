@@ -181,8 +181,8 @@ class Batch:
         """The group has ended, or this batch cannot go on.
 
         Args:
-            error: error: error for the calls with running rows.
-            others: others: error for the waiting calls; None: another group can have them.
+            error: error for the calls with running rows.
+            others: error for the waiting calls; None: another group can have them.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)

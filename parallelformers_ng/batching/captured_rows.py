@@ -25,7 +25,7 @@ class CapturedRows:
         steps: gives those that are recorded, or says why none can be.
 
     Attributes:
-        reason: reason: why a step ran plainly instead of from a recording, "" if none did.
+        reason: why a step ran plainly instead of from a recording, "" if none did.
     """
 
     def __init__(self, model: PreTrainedModel, steps: Callable[[], CapturedSteps | str]) -> None:
@@ -42,7 +42,7 @@ class CapturedRows:
             growing: the batch's cache.
             shape: its rows, and its tokens with that of this step.
             positions: rows × tokens that a static cache may have.
-            inputs: inputs: the model's arguments over a cache.
+            inputs: the model's arguments over a cache.
 
         Returns:
             What the model gave; None where the step is to run as it is.

@@ -61,7 +61,7 @@ class Prefixes:
         Args:
             ids: `[1, tokens]`.
             cache: has it at the end of a row.
-            row: row: the row whose prompt it is.
+            row: the row whose prompt it is.
         """
         tokens = ids.shape[1]
         if not self._least <= tokens <= self._limit or not keeps_all(cache) or self._best(ids)[0] == tokens - 1:

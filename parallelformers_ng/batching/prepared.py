@@ -17,10 +17,10 @@ class Prepared:
 
     Attributes:
         input_ids: the prompt, int64 `[1, tokens]`.
-        processors, criteria: processors, criteria: objects of this call alone; they see its row as a batch of one.
+        processors, criteria: objects of this call alone; they see its row as a batch of one.
         penalties: penalties among its processors, which a batch applies for all rows at once; None if it has none.
         config: its settings, with what the model's own say.
-        model_kwargs: model_kwargs: further arguments of the model: attention mask, positions, cache.
+        model_kwargs: further arguments of the model: attention mask, positions, cache.
     """
 
     input_ids: torch.Tensor
@@ -41,7 +41,7 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
     Args:
         ids, positions: int64 `[rows, tokens]`. Some models leave it to their forward to take positions from the length
             of the cache, padding counted; here they have those of the rows.
-        arguments: arguments: arguments of `prepare_inputs_for_generation`.
+        arguments: arguments of `prepare_inputs_for_generation`.
     """
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
     if "position_ids" in inputs and inputs["position_ids"] is None:

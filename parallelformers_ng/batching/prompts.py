@@ -28,8 +28,8 @@ class Ran:
 
     Attributes:
         rows: whose they are.
-        logits: logits: logits of their last tokens, `[rows, vocabulary]`.
-        cache: cache: cache of all of them; None if the model runs whole sequences at every step.
+        logits: logits of their last tokens, `[rows, vocabulary]`.
+        cache: cache of all of them; None if the model runs whole sequences at every step.
         mask: `[rows, columns]`, 0 where the cache has padding.
     """
 
@@ -44,7 +44,7 @@ class Prompts:
 
     Args:
         model: the rank's.
-        prefixes: prefixes: known beginnings of prompts, already run.
+        prefixes: known beginnings of prompts, already run.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:

@@ -40,7 +40,7 @@ class Round:
         piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
-        adapters: adapters: adapters of all rows, None if the model has none.
+        adapters: adapters of all rows, None if the model has none.
         positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do.
     """
 
@@ -64,8 +64,8 @@ class News:
         failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
             what its processors raise.
         states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
-        token_bytes: token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
-        free_bytes: free_bytes: free bytes of the rank's own device; 0 if that is the host.
+        token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
+        free_bytes: free bytes of the rank's own device; 0 if that is the host.
         uncaptured: why steps became no CUDA graphs that should, "" where they did.
     """
 
@@ -107,7 +107,7 @@ class RankBatch:
             calls: number of a row that joins → arguments of its `generate`, or why they could not be read.
 
         Raises:
-            Exception: Exception: the forward failed; then no row of the batch can go on.
+            Exception: the forward failed; then no row of the batch can go on.
         """
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)

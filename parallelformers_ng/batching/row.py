@@ -24,13 +24,13 @@ class BatchRow:
     Attributes:
         number: the caller's name for it.
         call: how its next token is chosen, and when it ends.
-        random: random: generator of its own, None if it has none.
+        random: generator of its own, None if it has none.
         objects: mutable parts of the caller's processors and criteria; None without any.
         ids: the prompt and the tokens so far, int64 `[1, tokens]`.
         newest: the last of them.
         told: how many of its tokens the caller has.
         outcome: GOES_ON, ENDED or FAILED.
-        failure: failure: exception on the rank that chose.
+        failure: exception on the rank that chose.
         may_be_kept: whether its keys and values may serve later prompts: all tokens of its prompt count, and the model
             has been the same since it began.
     """
@@ -74,7 +74,7 @@ class BatchRow:
         """Choose the next token as transformers' own loop does.
 
         Args:
-            logits: logits: logits of the newest token, `[1, vocabulary]`.
+            logits: logits of the newest token, `[1, vocabulary]`.
 
         Returns:
             The token, and what becomes of the row with it.

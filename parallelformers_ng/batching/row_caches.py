@@ -24,8 +24,8 @@ class _Held:
 
     Attributes:
         place: attributes of a layer, or a list or dictionary of states.
-        key: key: place in that object.
-        aligned: aligned: dimensions of rows and columns; None without columns: a state, `[rows, …]`, of convolutions or
+        key: place in that object.
+        aligned: dimensions of rows and columns; None without columns: a state, `[rows, …]`, of convolutions or
             linear attention.
     """
 
@@ -36,8 +36,8 @@ class _Held:
     @property
     def tensor(self) -> torch.Tensor:
         """`[rows, columns, …]`, or a state."""
-        held: torch.Tensor = self.place[self.key]
-        return held if self.aligned is None else held.movedim(self.aligned, (0, 1))
+        content: torch.Tensor = self.place[self.key]
+        return content if self.aligned is None else content.movedim(self.aligned, (0, 1))
 
     @tensor.setter
     def tensor(self, value: torch.Tensor) -> None:
@@ -79,8 +79,8 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     Args:
         cache: has `count` rows afterwards, or had them.
         others: its rows are aligned with those of `cache` at their ends.
-        rows: rows: rows for them.
-        columns: columns: columns of the longer cache.
+        rows: rows for them.
+        columns: columns of the longer cache.
     """
     for ours, its in zip(_all_held(cache), _all_held(others), strict=True):
         old, new = ours.tensor, its.tensor
@@ -124,7 +124,7 @@ def _all_held(cache: Any) -> Iterator[_Held]:
     """Every tensor that has rows.
 
     Raises:
-        BatchingError: BatchingError: the cache has a part to which rows cannot be added.
+        BatchingError: the cache has a part to which rows cannot be added.
     """
     for holder in _holders(cache):
         for name, value in holder.items():

@@ -71,8 +71,8 @@ class Rows:
         """Take rows in whose prompts have run, and choose their first tokens.
 
         Args:
-            logits: logits: logits of their newest tokens, `[rows, vocabulary]`.
-            cache: cache: cache of their prompts; None if every step runs whole sequences.
+            logits: logits of their newest tokens, `[rows, vocabulary]`.
+            cache: cache of their prompts; None if every step runs whole sequences.
             mask: `[rows, columns]`, 0 where the cache has padding.
 
         Raises:

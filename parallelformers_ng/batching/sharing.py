@@ -28,13 +28,13 @@ class SharedCall:
     """A call of `generate` whose row may join others.
 
     Attributes:
-        kwargs: kwargs: arguments for the ranks.
-        seed: seed: seed of its random stream, None if it has none.
-        tokens: tokens: tokens of its prompt, and the most tokens in all.
-        endings: endings: criteria checked by the caller: stop strings (they need a tokenizer) and its time limit (ranks
+        kwargs: arguments for the ranks.
+        seed: seed of its random stream, None if it has none.
+        tokens: tokens of its prompt, and the most tokens in all.
+        endings: criteria checked by the caller: stop strings (they need a tokenizer) and its time limit (ranks
             have clocks of their own).
-        objects: objects: mutable parts of its processors and criteria, None if there are none.
-        adapters: adapters: its adapters, None if the model has none.
+        objects: mutable parts of its processors and criteria, None if there are none.
+        adapters: its adapters, None if the model has none.
     """
 
     kwargs: dict[str, Any]
@@ -77,8 +77,8 @@ def shared_call(
     Args:
         model: the caller's; its settings hold where the call says nothing.
         arguments: arguments of `generate` by name.
-        seed: seed: seed of the call's random stream.
-        draw_seed: draw_seed: draws a seed for a sampling call without one. None if such a call runs alone: then it
+        seed: seed of the call's random stream.
+        draw_seed: draws a seed for a sampling call without one. None if such a call runs alone: then it
             draws from the caller's generator, as in one process.
     """
     kwargs = {

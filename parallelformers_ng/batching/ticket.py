@@ -23,9 +23,9 @@ class Ticket:
     """One call in a batch. The thread of the group changes it, the caller's waits for the bell and reads.
 
     Args:
-        call: call: the call.
+        call: the call.
         parcel: the same for the ranks, `message.parcel` of a `Call`.
-        positions: positions: the call's contribution to `Round.positions`.
+        positions: the call's contribution to `Round.positions`.
         arrived: called once the ranks have the parcel.
 
     Attributes:
@@ -81,7 +81,7 @@ class Ticket:
         """After a round that failed: begin again at the prompt. Returns whether it may; else it has ended.
 
         Args:
-            error: error: error of the round.
+            error: error of the round.
             suspected: this call may be why.
         """
         self.failures += suspected
@@ -112,7 +112,7 @@ class Ticket:
         Raises:
             DeadlineExpiredError, RequestTimeoutError: the time passed, before the ranks were asked or after.
             RequestCancelledError: another thread has cancelled it.
-            GroupError: GroupError: the row, or the whole batch, has ended.
+            GroupError: the row, or the whole batch, has ended.
         """
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring

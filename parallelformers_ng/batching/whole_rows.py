@@ -32,7 +32,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
         The logits of their newest tokens, `[rows, vocabulary]`.
 
     Raises:
-        BatchingError: BatchingError: an argument of the model cannot be padded.
+        BatchingError: an argument of the model cannot be padded.
     """
     inputs = [_inputs(model, row, row.ids) for row in rows]
     lengths = [each["input_ids"].shape[1] for each in inputs]

@@ -45,11 +45,11 @@ class CheckpointFile:
     of that name, or its copy in the hub's cache, if size and beginning match.
 
     Args:
-        path: path: path of the file.
+        path: path of the file.
 
     Attributes:
         entries: shape and data type of everything stored.
-        metadata: metadata: further text in the file, name → text.
+        metadata: further text in the file, name → text.
 
     Raises:
         CheckpointError: it is not there.

@@ -34,8 +34,8 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     """A plain model like a quantized one, whose weights are unread; None for one that is plain.
 
     Args:
-        dtype: dtype: data type of weights in high precision; None: the model's.
-        dequantize: dequantize: same as in `open_source`.
+        dtype: data type of weights in high precision; None: the model's.
+        dequantize: same as in `open_source`.
 
     Raises:
         UnsupportedModelError: it is quantized in a way that cannot be read, or not without high precision.
@@ -74,7 +74,7 @@ class Given:
 
     Args:
         model: the model, which changes in place.
-        plain: plain: result of `open_given`.
+        plain: result of `open_given`.
     """
 
     def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:

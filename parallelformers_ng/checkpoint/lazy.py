@@ -32,7 +32,7 @@ class LazyTensor(torch.Tensor):
     """A CPU tensor without memory.
 
     Args:
-        node: node: source of its values.
+        node: source of its values.
         stride: strides that operations on it shall assume; contiguous by default.
     """
 

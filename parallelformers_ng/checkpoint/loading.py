@@ -114,7 +114,7 @@ def open_source(
     """A model in evaluation mode whose weights have not been read.
 
     Args:
-        source: source: source of the files, with the arguments of `from_pretrained`.
+        source: source of the files, with the arguments of `from_pretrained`.
         model: a model on `meta` that is to get them; anything else stands for a new one.
         dtype: data type to load in; None as `from_pretrained` chooses, or as the model is.
         dequantize: whether weights may be put in high precision that are quantized in a way that nothing computes with.
@@ -157,7 +157,7 @@ def fill_skeleton(
 
     Args:
         dtype: data type to load in; None is the model's own.
-        dequantize: dequantize: same as in `open_source`.
+        dequantize: same as in `open_source`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
@@ -204,7 +204,7 @@ def model_of(
     """A model of a class whose weights are those of a state that has not been read.
 
     Args:
-        location: location: origin of the state, for errors.
+        location: origin of the state, for errors.
         dtype, options: arguments of `from_pretrained`.
 
     Raises:

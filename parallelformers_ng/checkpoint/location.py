@@ -100,7 +100,7 @@ class Source:
     """A checkpoint of which nothing but the configuration has been read.
 
     Attributes:
-        location: location: location of the checkpoint.
+        location: location of the checkpoint.
         config: its configuration, with the attributes that were passed; None where the model brings its own.
         trust_remote_code: allow code that comes with it to run here.
         options: further arguments of `from_pretrained`.
@@ -141,7 +141,7 @@ def read_source(
     Args:
         path: a directory or a model id of the hub.
         arguments: name → value. What is an attribute of the configuration overrides it.
-        model_class: model_class: same as in `Source`.
+        model_class: same as in `Source`.
         of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:

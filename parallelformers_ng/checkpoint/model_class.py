@@ -23,7 +23,7 @@ def class_of(
 
     Args:
         config: the configuration.
-        location: location: origin of the configuration, which may have code of its own.
+        location: origin of the configuration, which may have code of its own.
         trust_remote_code: allow that code to run here.
 
     Raises:

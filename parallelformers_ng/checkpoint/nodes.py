@@ -67,7 +67,7 @@ class Operation(Node):
     Attributes:
         name: the operation with its overload, as `str` prints it: "aten.cat.default".
         args, kwargs: its arguments; nodes stand for tensors.
-        output: output: index of this result among several, None for a single result.
+        output: index of this result among several, None for a single result.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Computed(Node, ABC):
         """A part of it.
 
         Args:
-            cut: cut: ranges to read: dimension → ranges along it, side by side.
+            cut: ranges to read: dimension → ranges along it, side by side.
             rank: whose shards to prefer where several ranks stored the same.
         """
 

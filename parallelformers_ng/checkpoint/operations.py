@@ -37,8 +37,8 @@ class OperandPart(NamedTuple):
 
     Attributes:
         source: the operand.
-        cut: cut: part of the operand to take; single if the cut of the result is single.
-        then: then: function that turns it into the part of the result.
+        cut: part of the operand to take; single if the cut of the result is single.
+        then: function that turns it into the part of the result.
     """
 
     source: Node

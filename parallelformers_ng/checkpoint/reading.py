@@ -31,7 +31,7 @@ def read_shard(
     """One rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
 
     Args:
-        shard: shard: the part.
+        shard: the part.
         rank: whose shards to prefer where several ranks stored the same.
         copy: False gives any view, contiguous or not, for a caller that copies it at once and then releases the node.
         rows_apart: a view of a matrix whose rows are contiguous, but not the matrix, need not be copied either.

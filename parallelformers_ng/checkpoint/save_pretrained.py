@@ -51,7 +51,7 @@ def write_pretrained(
     Args:
         model: the model, whose weights are on `meta` or with workers.
         nodes: name of a parameter or buffer → where to read it.
-        max_shard_size, save_original_format: max_shard_size, save_original_format: same as in
+        max_shard_size, save_original_format: same as in
             `PreTrainedModel.save_pretrained`.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def shard_checkpoint(
 
     Args:
         model: from `load_skeleton`.
-        plan: plan: plan of the same model.
+        plan: plan of the same model.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)

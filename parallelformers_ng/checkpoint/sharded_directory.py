@@ -78,8 +78,8 @@ def write_index(
     """Write the configuration and, last of all, the index.
 
     Args:
-        plan: plan: plan of the model.
-        names: names: names of the tensors to save.
+        plan: plan of the model.
+        names: names of the tensors to save.
         ranks: for each rank what `write_rank` returned.
     """
     write_configs(model, directory)
@@ -181,7 +181,7 @@ class CheckedLeaf(FileLeaf):
     """A tensor in a file whose bytes are compared with their checksum when a process first reads it.
 
     Attributes:
-        checksum: checksum: expected checksum.
+        checksum: expected checksum.
     """
 
     checksum: int

@@ -17,7 +17,7 @@ class Staging:
     """Two page-locked buffers through which tensors travel.
 
     Args:
-        device: device: target of the copies.
+        device: target of the copies.
         buffer_bytes: size of each buffer.
         pin: lock the pages, without which copies are not asynchronous. Needs CUDA.
     """

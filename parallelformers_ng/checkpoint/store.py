@@ -167,7 +167,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
     The descriptors may be closed afterwards; the mappings live as long as the tensors.
 
     Args:
-        fds: fds: descriptors of its own region, of the shared one, and of the file.
+        fds: descriptors of its own region, of the shared one, and of the file.
     """
     layout = Layout(plan)
     mappings = {
@@ -233,7 +233,7 @@ def take_back(
 
     Args:
         read: gives a tensor, whole; the second argument says whether it may then be let go where it was.
-        names: names: names of the tensors; all by default.
+        names: names of the tensors; all by default.
     """
     for group in names_of_each(model, plan, names):
         # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.

@@ -53,7 +53,7 @@ def write_safetensors(
     """Write a safetensors file with one tensor at a time in memory.
 
     Args:
-        entries: entries: future content, in the order of writing among equal sizes of element.
+        entries: future content, in the order of writing among equal sizes of element.
         tensor: gives each in turn.
 
     Raises:
@@ -101,8 +101,8 @@ def parse_size(
     """`"5GB"` → 5 000 000 000; `"1GiB"` counts in powers of 1024.
 
     Args:
-        argument: argument: the caller's name for it, for the error.
-        refusal: refusal: class of the error for a bad size.
+        argument: the caller's name for it, for the error.
+        refusal: class of the error for a bad size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size

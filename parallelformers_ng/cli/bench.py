@@ -29,15 +29,15 @@ class Report:
     """Figures of one model, one value for each round.
 
     Attributes:
-        model: model: name or path of the model.
+        model: name or path of the model.
         random_weights: whether it came without weights.
-        device, ranks: device, ranks: device and number of the workers.
+        device, ranks: device and number of the workers.
         prompt, tokens: lengths in tokens.
         weight_bytes: bytes of weights that a decoded token reads: all but the rows of an embedding that is not tied to
             the head (a mixture of experts reads fewer).
         bandwidth: bytes per second that the devices read together, measured before the first round.
-        scheme: scheme: scheme of the ranks' weights, None for the model's own.
-        held_bytes: held_bytes: bytes of weights that a decoded token reads on the ranks.
+        scheme: scheme of the ranks' weights, None for the model's own.
+        held_bytes: bytes of weights that a decoded token reads on the ranks.
         prefill, decode: contestant → tokens per second, round by round.
     """
 
@@ -142,7 +142,7 @@ def bench(
 
     Raises:
         UnsupportedModelError: the model does not generate.
-        ParallelError: ParallelError: `parallelize` failed.
+        ParallelError: `parallelize` failed.
     """
     if min(prompt, tokens, rounds) < 1:
         raise ValueError(f"bench: prompt {prompt}, tokens {tokens} and rounds {rounds} must all be at least 1")
@@ -153,11 +153,11 @@ def bench(
     if limit is not None and max(prompt, _SHORT_PROMPT + tokens) + 1 > limit:
         raise ValueError(f"bench: prompt {prompt} and tokens {tokens} exceed the {limit} positions of {model}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    given = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
+    has_weights = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
 
     def load() -> PreTrainedModel:
         kind = dtype or skeleton.dtype
-        if given:
+        if has_weights:
             return type(skeleton).from_pretrained(model, dtype=kind, revision=revision).eval()
         torch.manual_seed(0)
         return type(skeleton)._from_config(skeleton.config, dtype=torch.float32).to(_dtype(kind)).eval()
@@ -174,15 +174,17 @@ def bench(
             if baseline:
                 contestants[ONE_PROCESS] = load().to("cuda:0" if device == "cuda" else "cpu")
             weights = _bytes_read(skeleton) * _dtype(dtype or skeleton.dtype).itemsize // skeleton.dtype.itemsize
-            held = _bytes_held(skeleton, cut.shard_plan)
-            report = Report(model, not given, device, num_gpus, prompt, tokens, weights, speed, quantize, held)
+            weight_bytes = _bytes_held(skeleton, cut.shard_plan)
+            report = Report(
+                model, not has_weights, device, num_gpus, prompt, tokens, weights, speed, quantize, weight_bytes
+            )
             for round_ in range(rounds + 1):
                 say(f"round {round_} of {rounds}" if round_ else "warming up")
                 for name, contestant in contestants.items():
-                    filled, made = _prefill(contestant, prompt), _decode(contestant, tokens)
+                    filled, measured = _prefill(contestant, prompt), _decode(contestant, tokens)
                     if round_:
                         report.prefill.setdefault(name, []).append(filled)
-                        report.decode.setdefault(name, []).append(made)
+                        report.decode.setdefault(name, []).append(measured)
     finally:
         torch.set_num_threads(threads)
     return report
@@ -259,7 +261,7 @@ def _seconds(model: Any, prompt: int, tokens: int) -> float:
 
 
 def _dtype(kind: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, kind, None) if isinstance(kind, str) else kind
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, kind, None) if isinstance(kind, str) else kind
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"bench: {kind!r} is no data type of torch; float32, bfloat16 and float16 are")
-    return found
+    return dtype

@@ -44,15 +44,15 @@ def plan(options: argparse.Namespace) -> int:
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model
 
-    asked = forecast.given(options)
+    forecast_options = forecast.given(options)
     model, custom = empty_model(options.model, options.revision), _custom(options)
-    if asked is not None:
-        outlook = make_forecast(model, custom_policies=custom, **asked)
+    if forecast_options is not None:
+        outlook = make_forecast(model, custom_policies=custom, **forecast_options)
         _print(options, outlook.as_dict(), _of_defaults(options, model) + str(outlook))
         return 0
     fit, bits = {name: getattr(options, name) for name in ("ratio", "strategy", "tensor")}, options.quantize
-    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
-    _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
+    shard_plan = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
+    _print(options, shard_plan.as_dict(), _of_defaults(options, model) + shard_plan.table())
     return 0
 
 
@@ -72,17 +72,17 @@ def verify(options: argparse.Namespace) -> int:
     from parallelformers_ng.cli.coverage import verify_model
 
     model = empty_model(options.model, options.revision)
-    found = verify_model(model, options.num_gpus, _custom(options), options.quantize)
-    _print(options, found.as_dict(), _of_defaults(options, model) + str(found))
-    return 0 if found.equal else 1
+    verification = verify_model(model, options.num_gpus, _custom(options), options.quantize)
+    _print(options, verification.as_dict(), _of_defaults(options, model) + str(verification))
+    return 0 if verification.equal else 1
 
 
 def shard(options: argparse.Namespace) -> int:
     """Cut a checkpoint into a sharded directory, one tensor in memory at a time."""
     from parallelformers_ng.model.saving import shard as write_shards
 
-    size, given = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
-    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, **given)
+    size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
+    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, **arguments)
     return 0
 
 

@@ -53,17 +53,17 @@ class Verification:
     """The result of the proof on a tiny random copy of a model, the twin.
 
     Attributes:
-        model_class, world_size: model_class, world_size: class of the model, number of ranks.
+        model_class, world_size: class of the model, number of ranks.
         equal: whether the sharded twin gave the outputs of the whole one.
-        source: source: source of the policies.
+        source: source of the policies.
         cut_share: share of the model's cuttable bytes that are cut, 0 to 1.
         rules: how many of the model's tensors each rule cuts.
-        whole: whole: tensors that every rank holds whole, in bytes, largest first.
-        tried: tried: attempts that failed.
-        unproven: unproven: parts that the twin's inputs did not reach, and reasons.
-        scheme: scheme: scheme of the compared weights, "" for none.
+        whole: tensors that every rank holds whole, in bytes, largest first.
+        tried: attempts that failed.
+        unproven: parts that the twin's inputs did not reach, and reasons.
+        scheme: scheme of the compared weights, "" for none.
         quantized: how many of the model's tensors are held so.
-        misfits: misfits: weights that could not be quantized, and reasons.
+        misfits: weights that could not be quantized, and reasons.
     """
 
     model_class: str
@@ -113,7 +113,7 @@ def verify_model(
         model: the model; on the `meta` device it will do.
         num_gpus: number of ranks.
         custom_policies: policies that come before the written ones, as in `parallelize`.
-        quantize: quantize: same as in `parallelize`. The copy is compared once more, with weights rounded whole and
+        quantize: same as in `parallelize`. The copy is compared once more, with weights rounded whole and
             quantized in shards. If inputs share a scale in groups, the copy's groups have two inputs, as its layers are
             narrow.
 
@@ -150,7 +150,11 @@ def verify_model(
             rules[tensor.rule] = rules.get(tensor.rule, 0) + 1
     large = {name: size for name, size in plan.replicated.items() if name in plan.cuttable}
     name, share = type(model).__name__, plan.cut_share
-    found = Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
+    verification = Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
     if bits is not None:
-        found.scheme, found.quantized, found.misfits = str(bits.scheme), len(plan.quantized), dict(plan.misfits)
-    return found
+        verification.scheme, verification.quantized, verification.misfits = (
+            str(bits.scheme),
+            len(plan.quantized),
+            dict(plan.misfits),
+        )
+    return verification

@@ -61,10 +61,10 @@ def _types(kind: Any) -> Iterator[Any]:
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that flags and the environment give."""
-    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
+    flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
-        given.setdefault("api_key", key)
-    return given
+        flags.setdefault("api_key", key)
+    return flags
 
 
 def run(options: argparse.Namespace) -> int:

@@ -70,8 +70,8 @@ class Arena:
         self.world_size = world_size
         self.slot_bytes = self.words[SLOT_BYTES_WORD]
         self.may_spin = self.words[SPIN_WORD] != 0
-        found = self.words[MAGIC_WORD], self.words[WORLD_SIZE_WORD]
-        assert found == (MAGIC, world_size), "the file is no arena for these ranks"
+        stamp = self.words[MAGIC_WORD], self.words[WORLD_SIZE_WORD]
+        assert stamp == (MAGIC, world_size), "the file is no arena for these ranks"
 
     @classmethod
     def create(
@@ -88,7 +88,7 @@ class Arena:
             slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message goes in several rounds.
             one_shot_bytes: with three ranks or more, a sum up to this size in bytes is taken by every rank for
                 itself (one round); a larger one is reduce-scattered and gathered (two rounds, less traffic).
-            cpus: cpus: number of CPUs of all ranks together, by default this process's. If there are fewer CPUs than
+            cpus: number of CPUs of all ranks together, by default this process's. If there are fewer CPUs than
                 ranks, a waiting rank gives up its CPU at once: a spin would only delay the peer that it waits for.
 
         Raises:

@@ -66,7 +66,7 @@ class Communicator(ABC):
         """Sums a tensor over the ranks; every rank gets the same bits. `torch.compile` passes through it.
 
         Args:
-            tensor: tensor: tensor of one shape and dtype on all ranks. Summed in place if it is contiguous and needs no
+            tensor: tensor of one shape and dtype on all ranks. Summed in place if it is contiguous and needs no
                 gradient. 16-bit floats are accumulated in fp32, but over NCCL in their own type; bools are or-ed.
 
         Returns:
@@ -86,14 +86,14 @@ class Communicator(ABC):
         Args:
             tensor: equal on all ranks in dtype and in every dimension but `dim`.
             dim: the dimension to concatenate along; negative counts from the end.
-            sizes: sizes: contribution of each rank along `dim`, 0 allowed; None for equal ones.
+            sizes: contribution of each rank along `dim`, 0 allowed; None for equal ones.
 
         Returns:
             A new contiguous tensor, the same on all ranks, without gradient.
 
         Raises:
             ValueError: `sizes` does not fit the world size or `tensor`.
-            CollectiveAbortedError, DivergedError: CollectiveAbortedError, DivergedError: see `all_reduce`.
+            CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"all_gather: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
@@ -115,7 +115,7 @@ class Communicator(ABC):
 
         Raises:
             ValueError: there is no rank `src`.
-            CollectiveAbortedError, DivergedError: CollectiveAbortedError, DivergedError: see `all_reduce`.
+            CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not 0 <= src < self.world_size:
             raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")

@@ -71,11 +71,11 @@ def connect(
         backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
             memory, or gloo where its C was not built.
         rank, world_size: this rank and the number of ranks, of this host.
-        device: device: device of the tensors.
+        device: device of the tensors.
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
         rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
-        span: span: places of the ranks on other hosts, if there are any: `number` of this host, `counts` of ranks per
+        span: places of the ranks on other hosts, if there are any: `number` of this host, `counts` of ranks per
             host, the `address` of this host for the others, and, for the first rank here, `links`: number of another
             host → socket, and keys of its connection there.
     """
@@ -87,10 +87,10 @@ def connect(
     within = _connect_here(on_host, rank, torch.device("cpu"), arena, rendezvous, timeout)
     links = None
     if span["links"] is not None:
-        found = {
+        settings = {
             other: (socket.socket(fileno=file.fd), Session(*keys)) for other, (file, *keys) in span["links"].items()
         }
-        links = Links(span["number"], found, arena, timeout)
+        links = Links(span["number"], settings, arena, timeout)
     between = TwoStageCommunicator(within, span["number"], span["counts"], links)
     if backend == "nccl":
         return SpanningNcclCommunicator(between, rank, arena, span["address"], timeout, device)

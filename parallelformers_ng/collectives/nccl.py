@@ -152,12 +152,12 @@ class NcclCommunicator(ProcessGroupCommunicator):
             with torch.cuda.device(self._device):
                 group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
             self._sum_in_place(group, total)
-            found = total.item()
+            result = total.item()
         except RuntimeError as error:
             raise StartupError(f"NCCL cannot connect rank {self.rank} on {self._device}: {error}. {_REMEDY}") from error
         due = self.world_size * (self.world_size + 1) / 2
-        if found != due:
-            raise StartupError(f"NCCL sums to {found:g} on {self._device} where {due:g} is due. {_REMEDY}")
+        if result != due:
+            raise StartupError(f"NCCL sums to {result:g} on {self._device} where {due:g} is due. {_REMEDY}")
         return group
 
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:

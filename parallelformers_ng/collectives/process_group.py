@@ -41,11 +41,11 @@ class ProcessGroupCommunicator(ArenaCommunicator):
     """A communicator on a c10d process group.
 
     Args:
-        rank, world_size: rank, world_size: number of this rank, and of all ranks.
-        store: store: meeting point of the ranks.
+        rank, world_size: number of this rank, and of all ranks.
+        store: meeting point of the ranks.
         timeout: how long a rank waits for a peer, in seconds.
         arena: carries the abort and cancel words.
-        place: place: same as in ArenaCommunicator.
+        place: same as in ArenaCommunicator.
     """
 
     def __init__(

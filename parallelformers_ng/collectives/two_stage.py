@@ -22,7 +22,7 @@ class TwoStageCommunicator(Communicator):
 
     Args:
         host: the communicator of this host's ranks.
-        number: number: number of this host.
+        number: number of this host.
         counts: ranks of each host. Ranks are numbered host after host.
         links: the leader's; None on the others.
     """
@@ -87,11 +87,11 @@ class TwoStageCommunicator(Communicator):
         """The tensors of all leaders, flat, of so many elements each."""
         size = own.element_size()
         try:
-            found = links.exchange(_bytes(own), [count * size for count in counts])
+            parts = links.exchange(_bytes(own), [count * size for count in counts])
         except Exception as error:
             self.abort(str(error))
             raise
-        return [_tensor(part, own.dtype) for part in found]
+        return [_tensor(part, own.dtype) for part in parts]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

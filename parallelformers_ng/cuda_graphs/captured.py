@@ -45,8 +45,8 @@ class CapturedStep:
 
     Args:
         run: the model's forward.
-        arguments: arguments: arguments of the step, with the cache.
-        reusable: reusable: the cache among them.
+        arguments: arguments of the step, with the cache.
+        reusable: the cache among them.
         width: rows that the recording computes.
         communicator: the ranks, whose exchanges are in the recording.
 
@@ -69,11 +69,11 @@ class CapturedStep:
         self._recorder = recorder
         self._buffers = arguments.buffers(width)
         self._feed(arguments)
-        given, self._kept = arguments.with_tensors(self._buffers), KeptAlive()
+        buffered, self._kept = arguments.with_tensors(self._buffers), KeptAlive()
 
         def step() -> Any:
             with self._kept:
-                return run(**given)
+                return run(**buffered)
 
         with reusable.widened(width), masks_converted_once():
             output, self._graph = recorder.record(step)
@@ -97,14 +97,14 @@ class CapturedStep:
         """The step both ways. Returns the output of the one that runs as it is; and how the other differs, "" where it
         does not."""
         before = self._cache.snapshot()
-        found = self._compute(arguments)
-        for tensor, held in before:
-            tensor.copy_(held)
+        result = self._compute(arguments)
+        for tensor, saved in before:
+            tensor.copy_(saved)
         output = run(**arguments.given)
         want = output.logits
         tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
         self.proofs_left -= 1
-        agree = bool((found - want).abs().max() <= tolerance)
+        agree = bool((result - want).abs().max() <= tolerance)
         return output, "" if agree else "a recorded step gives other logits than the step as it is"
 
     def _compute(self, arguments: StepArguments) -> Tensor:
@@ -123,7 +123,7 @@ class CapturedSteps:
     """The recorded steps of one rank's model.
 
     Args:
-        recorder: recorder: recorder of the steps.
+        recorder: recorder of the steps.
         communicator: the ranks, which record and give up together.
 
     Attributes:
@@ -154,8 +154,8 @@ class CapturedSteps:
             return
         prepare, forward = model._prepare_static_cache, model.forward
 
-        def prepare_reusable(**how: Any) -> Any:
-            return self._prepare_cache(model, prepare, how)
+        def prepare_reusable(**options: Any) -> Any:
+            return self._prepare_cache(model, prepare, options)
 
         @functools.wraps(forward)
         def forward_captured(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class CapturedSteps:
         """The cache for so many rows, or a few more.
 
         Args:
-            tokens: tokens: least room, in tokens.
+            tokens: least room, in tokens.
             length: tokens of one that has to be made, by `make`.
 
         Returns:
@@ -203,16 +203,16 @@ class CapturedSteps:
         self._current = reusable
         return self._step(reusable, model.forward, (), arguments)
 
-    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
+    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], options: dict[str, Any]) -> Any:
         """Return a reusable static cache. transformers asks for one once a call, when all lengths are known."""
-        tokens = how["max_cache_len"]
+        tokens = options["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
         def make() -> Any:
             model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
-            return prepare(**{**how, "max_cache_len": length})
+            return prepare(**{**options, "max_cache_len": length})
 
-        reusable = self.cache(how["batch_size"], tokens, length, make)
+        reusable = self.cache(options["batch_size"], tokens, length, make)
         if reusable is None:
             return make()
         self._current = reusable

@@ -33,9 +33,9 @@ class StaticSteps:
 
     Attributes:
         options: arguments of `generate` that ask for it.
-        without: without: message for a call that cannot have it.
+        without: message for a call that cannot have it.
         captured: whether they become CUDA graphs.
-        by_default: by_default: whether the mode is a default. A call then uses it only if its answer is of the same
+        by_default: whether the mode is a default. A call then uses it only if its answer is of the same
             kind without it, and no call uses it after a failure.
     """
 
@@ -102,12 +102,12 @@ def static_generation(
     Returns:
         The arguments; and why they are as they were, "" where they are not.
     """
-    given = {**arguments}
-    if reason := _obstacle(model, given, steps):
-        return given, reason
+    static = {**arguments}
+    if reason := _obstacle(model, static, steps):
+        return static, reason
     if steps.captured:
-        return {"cache_implementation": "static", **given, **steps.options}, ""
-    return {"cache_implementation": "static", **steps.options, **given}, ""
+        return {"cache_implementation": "static", **static, **steps.options}, ""
+    return {"cache_implementation": "static", **steps.options, **static}, ""
 
 
 def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
@@ -126,54 +126,54 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
     On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
     several ranks, each would record the others' exchanges. If the caller says how to compile, that holds.
     """
-    given = {**arguments}
-    config = given.get("generation_config") or model.generation_config
-    said = any(given.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
-    fixed = given.get("cache_implementation", getattr(config, "cache_implementation", None))
-    if not said and (fixed is not None or any(given.get(name) is not None for name in CACHES)):
-        given["disable_compile"] = True
-    return given
+    eager = {**arguments}
+    config = eager.get("generation_config") or model.generation_config
+    said = any(eager.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
+    fixed = eager.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if not said and (fixed is not None or any(eager.get(name) is not None for name in CACHES)):
+        eager["disable_compile"] = True
+    return eager
 
 
-def _positions(arguments: Mapping[str, Any], asked: Callable[[str], Any]) -> int:
+def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> int:
     """Rows × tokens that the cache of a call must have room for."""
-    given = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-    rows, tokens = next((prompt.shape[:2] for prompt in given if prompt is not None), (1, 1))
-    new = asked("max_new_tokens")
-    tokens = tokens + new if new is not None else asked("max_length") or tokens
-    return int(rows * tokens * max(asked("num_beams") or 1, asked("num_return_sequences") or 1))
+    inputs = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    rows, tokens = next((prompt.shape[:2] for prompt in inputs if prompt is not None), (1, 1))
+    new = setting("max_new_tokens")
+    tokens = tokens + new if new is not None else setting("max_length") or tokens
+    return int(rows * tokens * max(setting("num_beams") or 1, setting("num_return_sequences") or 1))
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
     """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
-    def asked(name: str) -> Any:
+    def setting(name: str) -> Any:
         return arguments[name] if name in arguments else getattr(generation_config, name, None)
 
     if not model._can_compile_fullgraph:
         return f"transformers does not compile {type(model).__name__}, whose steps are no single graph"
     if any(arguments.get(name) is not None for name in CACHES):
         return "the caller's cache is used"
-    if asked("cache_implementation") not in (None, "static"):
-        return f"cache_implementation={asked('cache_implementation')!r} was asked for"
-    if asked("use_cache") is False:
+    if setting("cache_implementation") not in (None, "static"):
+        return f"cache_implementation={setting('cache_implementation')!r} was asked for"
+    if setting("use_cache") is False:
         return "use_cache is False"
-    if asked("disable_compile") and not steps.captured:
+    if setting("disable_compile") and not steps.captured:
         return "disable_compile was asked for"
-    if asked("compile_config") is not None and steps.captured:
+    if setting("compile_config") is not None and steps.captured:
         return "compile_config was asked for"
-    if asked("prefill_chunk_size") is not None and steps.captured:
+    if setting("prefill_chunk_size") is not None and steps.captured:
         return "prefill_chunk_size was asked for"
     if steps.captured and model.training:
         return "the model is in training mode"
     if steps.captured and torch.is_autocast_enabled():
         return "torch.autocast is on"
-    if asked("return_dict_in_generate") and steps.by_default:
+    if setting("return_dict_in_generate") and steps.by_default:
         return "the cache, which could not grow, may be handed out"
-    if steps.by_default and (positions := _positions(arguments, asked)) > MOST_POSITIONS:
+    if steps.by_default and (positions := _positions(arguments, setting)) > MOST_POSITIONS:
         return f"each step would read a cache of {positions} positions, empty ones too; {MOST_POSITIONS} at most"
-    if any(asked(name) is not None for name in _ASSISTED):
+    if any(setting(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
     if model.config.model_type == "falcon" and model.config.alibi:
         return "Falcon's alibi takes a mask of two dimensions"  # and transformers gives it one of four

@@ -92,7 +92,7 @@ class StepArguments:
     """The keyword arguments of one step.
 
     Args:
-        given: `input_ids` `[rows, 1]` among them; tensors may lie in dictionaries.
+        arguments: `input_ids` `[rows, 1]` among them; tensors may lie in dictionaries.
         cache: the cache among them.
 
     Attributes:
@@ -103,13 +103,13 @@ class StepArguments:
         Uncapturable: there is an argument that is neither a tensor nor a plain value.
     """
 
-    def __init__(self, given: dict[str, Any], cache: Any) -> None:
-        self.given = given
-        self.rows = given["input_ids"].shape[0]
+    def __init__(self, arguments: dict[str, Any], cache: Any) -> None:
+        self.given = arguments
+        self.rows = arguments["input_ids"].shape[0]
         self.tensors: list[Tensor] = []
         self._names: list[str] = []
         self._constants: list[Any] = []
-        for name, value in given.items():
+        for name, value in arguments.items():
             for key, item in value.items() if isinstance(value, dict) else ((None, value),):
                 if isinstance(item, Tensor):
                     self.tensors.append(item)

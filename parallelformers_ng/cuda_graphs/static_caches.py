@@ -81,8 +81,8 @@ class ReusableLayer(StaticLayer):
         self.keys, self.values = (memory[:rows] for memory in self.whole)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for held in (self.keys, self.values):
-            held.copy_(held.index_select(0, beam_idx.to(held.device)))
+        for states in (self.keys, self.values):
+            states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
 
 class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
@@ -95,8 +95,8 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
         if self.cumulative_length_int <= self.max_cache_len:
             return self._place(key_states, value_states)
         # transformers makes an index out of Python numbers here, which no capture admits
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held.copy_(torch.cat((held[:, :, 1:], new), dim=-2))
+        for states, new in ((self.keys, key_states), (self.values, value_states)):
+            states.copy_(torch.cat((states[:, :, 1:], new), dim=-2))
         return self.keys, self.values
 
     @property
@@ -157,8 +157,8 @@ class ReusableCache:
         length: tokens that it has room for.
 
     Attributes:
-        layers: layers: layers that hold something.
-        steps: steps: recordings of the steps that write to it: None for a step seen once, a reason for a step that is
+        layers: layers that hold something.
+        steps: recordings of the steps that write to it: None for a step seen once, a reason for a step that is
             not recorded. A layer that moves to other memory forgets them.
     """
 
@@ -199,9 +199,9 @@ class ReusableCache:
 
         Nothing is copied where that is what `lend` gave it, whatever was written there since.
         """
-        held = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
-        if len(held) == len(self._lent) and all(
-            mine.is_set_to(its) for mine, its in zip(self._lent, held, strict=True)
+        tensors = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
+        if len(tensors) == len(self._lent) and all(
+            mine.is_set_to(its) for mine, its in zip(self._lent, tensors, strict=True)
         ):
             return
         for layer, its in zip(self.layers, growing.layers, strict=True):
@@ -259,8 +259,8 @@ class ReusableCache:
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """Every tensor of the cache with a copy of what it holds now."""
-        held = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
-        return [(tensor, _copied(tensor)) for tensor in held]
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+        return [(tensor, _copied(tensor)) for tensor in tensors]
 
 
 def handed_out(cache: Cache) -> Cache:

@@ -67,8 +67,8 @@ class CacheRegistry:
 
     # -- with requests -------------------------------------------------------------------------------------------
 
-    def send(self, cache: Cache, sent: dict[int, Cache]) -> Handle:
-        """Return the value that stands for a cache in a message; note the cache in `sent` by its number.
+    def send(self, cache: Cache, in_flight: dict[int, Cache]) -> Handle:
+        """Return the value that stands for a cache in a message; note the cache in `in_flight` by its number.
 
         Raises:
             ParallelError: it is another model's, or was filled in this process.
@@ -77,7 +77,7 @@ class CacheRegistry:
             if cache.check() is not self:
                 raise ParallelError(f"this {type(cache).__name__} belongs to another model")
             whole, subcache = cache.place()
-            sent[whole.number] = whole
+            in_flight[whole.number] = whole
             return Handle("cache", (whole.number, subcache))
         if not is_empty(cache):
             raise ParallelError(
@@ -85,7 +85,7 @@ class CacheRegistry:
                 " heads; pass an empty cache, or one that this model returned"
             )
         number = next(self._numbers)
-        sent[number] = cache
+        in_flight[number] = cache
         return Handle("new cache", (number, cache))
 
     def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
@@ -119,16 +119,18 @@ class CacheRegistry:
                 freed.append(number)
         return freed
 
-    def free_after_failure(self, incarnation: int, numbers: list[int], sent: Mapping[int, Cache] | None = None) -> None:
+    def free_after_failure(
+        self, incarnation: int, numbers: list[int], in_flight: Mapping[int, Cache] | None = None
+    ) -> None:
         """Free the caches that a failed request should have freed, or has made.
 
         Args:
-            incarnation: incarnation: incarnation of the request's workers.
-            numbers: numbers: numbers of caches and blocks.
-            sent: caches that went with the request, by number. Handles among them are used no more before the ranks
-                were asked; of the caller's own empty ones, what the ranks may have begun to fill is dropped.
+            incarnation: incarnation of the request's workers.
+            numbers: numbers of caches and blocks.
+            in_flight: caches that went with the request, by number. Handles among them are verified with the ranks
+                before their next use; the caller's own empty caches are dropped on the ranks.
         """
-        for number, cache in (sent or {}).items():
+        for number, cache in (in_flight or {}).items():
             if isinstance(cache, CacheHandle):
                 cache.unverified = True
             else:
@@ -171,8 +173,8 @@ class CacheRegistry:
         if incarnation != handle.incarnation:
             return False
         numbers = [(handle.number,)] * group.world_size
-        held = group.call_each("cache_info", numbers, deadline)
-        return all(info == handle.info for info in held)
+        infos = group.call_each("cache_info", numbers, deadline)
+        return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
         # What is called when a handle goes is no Python code: Ctrl-C would strike in it, and be lost.

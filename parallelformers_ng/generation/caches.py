@@ -26,7 +26,7 @@ class CacheInfo:
     """Facts about a cache, which a handle answers by itself.
 
     Attributes:
-        module, name: module, name: place and name of the cache's class.
+        module, name: place and name of the cache's class.
         lengths: tokens held by each layer, -1 for a layer that does not count them.
         batch_size: rows, -1 before the first update.
         flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
@@ -139,10 +139,10 @@ class CacheTable:
 
     def _whole_of(self, cache: Cache) -> tuple[int, str]:
         """Number of the cache that this one is a subcache of, and which. (0, "") where it is none."""
-        for number, held in self._held.items():
-            if isinstance(held, EncoderDecoderCache):
+        for number, kept in self._held.items():
+            if isinstance(kept, EncoderDecoderCache):
                 for name in SUBCACHES:
-                    if getattr(held, name) is cache:
+                    if getattr(kept, name) is cache:
                         return number, name
         return 0, ""
 

@@ -31,7 +31,7 @@ class AgreedCriteria(StoppingCriteriaList):
     and all go on with those of rank 0.
 
     Args:
-        criteria: criteria: stopping criteria of this rank.
+        criteria: stopping criteria of this rank.
         communicator: the ranks.
         sequence: number of the request, the one that the parent cancels.
         sends: whether tokens are sent and not compared. They are the last column of what the criteria are given.
@@ -53,7 +53,7 @@ class AgreedCriteria(StoppingCriteriaList):
         """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank.
 
         Raises:
-            RequestCancelledError, DivergedError: RequestCancelledError, DivergedError: see `check`; on CPU ranks, at
+            RequestCancelledError, DivergedError: see `check`; on CPU ranks, at
                 once.
         """
         ended = super().__call__(input_ids, scores, **kwargs)
@@ -115,12 +115,12 @@ def agreed_criteria(
     """Within it, a `generate` of any of these models ends as all ranks agree.
 
     Args:
-        models: models: models with a `generate`: the model and its parts.
-        communicator, sequence: communicator, sequence: same as in `AgreedCriteria`.
+        models: models with a `generate`: the model and its parts.
+        communicator, sequence: same as in `AgreedCriteria`.
         alike: whether the ranks' devices compute alike.
 
     Raises:
-        RequestCancelledError, DivergedError: RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
+        RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
     """
     unchecked: list[AgreedCriteria] = []
 
@@ -132,9 +132,9 @@ def agreed_criteria(
         check()  # of a generation before this one
         criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
         sends = not alike and kwargs["generation_config"].get_generation_mode() in _TOKEN_BY_TOKEN
-        made = AgreedCriteria(criteria, communicator, sequence, sends)
-        unchecked.append(made)
-        return made
+        agreed = AgreedCriteria(criteria, communicator, sequence, sends)
+        unchecked.append(agreed)
+        return agreed
 
     for model in models:
         model._get_stopping_criteria = functools.partial(join, model)
@@ -155,8 +155,8 @@ def devices_alike(communicator: Communicator, device: torch.device) -> bool:
     """
     if device.type == "cpu" or communicator.world_size == 1:
         return True
-    found = torch.cuda.get_device_properties(device)
-    kind = (found.multi_processor_count, found.major, found.minor, zlib.crc32(found.name.encode()))
+    properties = torch.cuda.get_device_properties(device)
+    kind = (properties.multi_processor_count, properties.major, properties.minor, zlib.crc32(properties.name.encode()))
     kinds = communicator.all_gather(torch.tensor(kind, device=device)).view(-1, len(kind))
     return bool((kinds == kinds[0]).all())
 
@@ -201,8 +201,8 @@ class OwnStream:
     that a call with that seed has alone, see `CallersRandomness`.
 
     Args:
-        seed: seed: start of the stream.
-        device: device: device of the rank.
+        seed: start of the stream.
+        device: device of the rank.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -231,8 +231,8 @@ class CallersRandomness:
     where the device drew.
 
     Args:
-        state: state: state of the caller's CPU generator, or None to leave all generators alone.
-        device: device: device of the rank.
+        state: state of the caller's CPU generator, or None to leave all generators alone.
+        device: device of the rank.
     """
 
     def __init__(self, state: bytes | None, device: torch.device) -> None:

@@ -23,7 +23,7 @@ def globals_written_by(root: Any) -> list[str]:
     Args:
         root: a function, a method, or an object with `__call__`.
     """
-    found, seen = dict[str, None](), set[types.CodeType]()
+    names, seen = dict[str, None](), set[types.CodeType]()
     waiting = [code_of(root)]
     while waiting:
         function = waiting.pop()
@@ -33,9 +33,9 @@ def globals_written_by(root: Any) -> list[str]:
             continue
         seen.add(function.__code__)
         written, read = _names(function.__code__)
-        found.update(dict.fromkeys(written))
+        names.update(dict.fromkeys(written))
         waiting += [function.__globals__.get(name) for name in read]
-    return list(found)
+    return list(names)
 
 
 @functools.lru_cache(256)

@@ -32,18 +32,18 @@ class ObjectState:
 
     Args:
         roots: the objects.
-        there: there: function that returns the stand-in for a value in the message; by default the value itself.
+        stand_in: function that returns the stand-in for a value in the message; by default the value itself.
         with_globals: their functions were sent by value, so that global variables, defaults and attributes of these are
             parts as well.
     """
 
     def __init__(
-        self, roots: Iterable[Any], there: Callable[[Any], Any] | None = None, with_globals: bool = False
+        self, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None, with_globals: bool = False
     ) -> None:
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._functions: set[int] = set()
-        self._out = there
+        self._out = stand_in
         roots = list(roots)
         self._modules = {getattr(code_of(root), "__module__", "") for root in roots} if with_globals else set()
         for root in roots:

@@ -25,10 +25,10 @@ def slice_single_indices() -> None:
 def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
     @functools.wraps(usual)
     def indexed(tensor: Tensor, index: Any) -> Tensor:
-        given = index if type(index) is tuple else (index,)
-        if [*map(type, given)].count(list) != 1:
+        items = index if type(index) is tuple else (index,)
+        if [*map(type, items)].count(list) != 1:
             return usual(tensor, index)
-        slices = tuple(map(_slice, given))
+        slices = tuple(map(_slice, items))
         part = usual(tensor, slices) if _BASIC.issuperset(map(type, slices)) else None
         # It is a copy, as that of a list. If the number is out of range, nothing is selected, and the error of a list
         # says so.

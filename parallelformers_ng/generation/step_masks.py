@@ -32,7 +32,7 @@ def known_masks(models: Sequence[Any]) -> Iterator[None]:
     """Within it, what a `generate` of any of these models knows of its masks counts for its steps.
 
     Args:
-        models: models: models that have a `generate`.
+        models: models that have a `generate`.
     """
     changed = [(model, {name: vars(model)[name] for name in _METHODS if name in vars(model)}) for model in models]
     for model in models:

@@ -75,15 +75,15 @@ class HookRegistry:
             ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
         """
         with self._noting:
-            held = [(path, reference()) for path, reference in self.paths.items()]
-            modules = [(path, module) for path, module in held if module is not None]
+            references = [(path, reference()) for path, reference in self.paths.items()]
+            modules = [(path, module) for path, module in references if module is not None]
             for path, module in modules:
                 if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
                     del self.paths[path]  # the tables tell of the next one
-        found = [hook for path, module in modules for hook in hooks_of(path, module)]
-        for hook in found:
+        hooks = [hook for path, module in modules for hook in hooks_of(path, module)]
+        for hook in hooks:
             check_hook(self._plan, hook.path, hook.kind, hook.call)
-        return found
+        return hooks
 
     def leave(self) -> None:
         """The hooks are ordinary ones from now on."""
@@ -120,7 +120,7 @@ class CallHooks:
     """The hooks of one call.
 
     Attributes:
-        packed: packed: the hooks, ready to be sent.
+        packed: the hooks, ready to be sent.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:
@@ -149,7 +149,7 @@ class CallHooks:
             receive: makes of the handle of a cache what the caller gets.
         """
 
-        def found(handle: Handle) -> Any:
+        def cache_of(handle: Handle) -> Any:
             if handle.kind == "module":
                 return self._model.get_submodule(handle.payload)
             return self._local[handle.payload] if handle.kind == "placeholder" else receive(handle)
@@ -157,9 +157,9 @@ class CallHooks:
         if changes is None:
             return
         states, attributes = changes
-        self._state.restore(states, lambda value: map_handles(value, found))
+        self._state.restore(states, lambda value: map_handles(value, cache_of))
         for (path, name), value in attributes.items():
-            vars(self._model.get_submodule(path))[name] = map_handles(value, found)
+            vars(self._model.get_submodule(path))[name] = map_handles(value, cache_of)
 
 
 class _Table(OrderedDict):
@@ -192,9 +192,9 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
         for table in (*_FORWARD, *_BACKWARD):
             for hook in vars(module)[table].values():
                 check_hook(plan, path, table, hook)
-    found = [hook for path, module in model.named_modules() for hook in hooks_of(path, module)]
-    if found:
-        pack(model, found, [])
+    hooks = [hook for path, module in model.named_modules() for hook in hooks_of(path, module)]
+    if hooks:
+        pack(model, hooks, [])
 
 
 def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:

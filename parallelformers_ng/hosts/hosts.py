@@ -28,8 +28,8 @@ class Launcher(Protocol):
     """Starts an agent on each host of one group.
 
     Attributes:
-        key: key: the key that the agents know.
-        threads: threads: threads of each rank; None divides the CPUs of each host.
+        key: the key that the agents know.
+        threads: threads of each rank; None divides the CPUs of each host.
     """
 
     key: bytes
@@ -75,7 +75,7 @@ class Hosts:
         launcher: starts the agents.
 
     Attributes:
-        names, counts: names, counts: names of the hosts, and number of ranks of each, once they are ready.
+        names, counts: names of the hosts, and number of ranks of each, once they are ready.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -123,7 +123,7 @@ class Hosts:
         """Start the ranks, like `startup.launch`. Each host divides its CPUs among its own ranks.
 
         Args:
-            device_names: device_names: names of the devices; those of CUDA ranks are corrected, in place, once their
+            device_names: names of the devices; those of CUDA ranks are corrected, in place, once their
                 hosts are known.
         """
         order |= {"start_timeout": start_timeout, "device": device_names[0].partition(":")[0]}
@@ -232,21 +232,21 @@ class Hosts:
         self, listener: Listener, due: Mapping[bytes, int], deadline: float
     ) -> dict[int, tuple[socket.socket, Session]]:
         """Return the connections of the callers, by the number in their purpose."""
-        found: dict[int, tuple[socket.socket, Session]] = {}
-        while len(found) < len(due):
+        connections: dict[int, tuple[socket.socket, Session]] = {}
+        while len(connections) < len(due):
             try:
-                said, made = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
+                said, connection = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
             except RequestTimeoutError:
                 if time.monotonic() >= deadline:
-                    missing = [" ".join(said.decode().split()[:2]) for said in due if due[said] not in found]
+                    missing = [" ".join(said.decode().split()[:2]) for said in due if due[said] not in connections]
                     raise RequestTimeoutError(f"{', '.join(missing)} did not call in time") from None
                 self._check()
                 continue
-            if said in due and due[said] not in found:
-                found[due[said]] = made
+            if said in due and due[said] not in connections:
+                connections[due[said]] = connection
             else:
-                made[0].close()
-        return found
+                connection[0].close()
+        return connections
 
     def _check(self) -> None:
         """Raise StartupError where it is in vain to wait any longer."""

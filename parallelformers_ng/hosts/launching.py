@@ -19,7 +19,7 @@ class Elsewhere:
     """Ranks that others than this process start.
 
     Attributes:
-        make: make: makes the launcher of one group, from the number of adjacent ranks that share a host.
+        make: makes the launcher of one group, from the number of adjacent ranks that share a host.
         count: how many they are to be, None where nobody has said so.
         devices: how many CUDA devices there are, as far as it decides between these and the CPU.
         each: how many each host will have of so many ranks on "cpu" or "cuda". Asked where stages lie within hosts.
@@ -37,13 +37,13 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 
     Args:
-        num_gpus: num_gpus: argument of `parallelize`.
+        num_gpus: argument of `parallelize`.
         options: say which launcher.
         fit: says which ranks are to be on one host.
 
     Raises:
         PlacementError: the launcher cannot start so many.
-        ParallelError, StartupError: ParallelError, StartupError: see `Connection`.
+        ParallelError, StartupError: see `Connection`.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)

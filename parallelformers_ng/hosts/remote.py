@@ -34,10 +34,10 @@ class Host:
     Attributes:
         name: for errors.
         control: to its agent.
-        machine: machine: id of the machine.
-        listens: listens: address at which its agent listens.
+        machine: id of the machine.
+        listens: address at which its agent listens.
         devices: how many CUDA devices it sees.
-        pids: pids: process ids of its ranks, once they are ready.
+        pids: process ids of its ranks, once they are ready.
         is_lost: its agent hung up, or cannot be reached.
     """
 

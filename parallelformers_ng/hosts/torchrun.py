@@ -44,7 +44,7 @@ def is_running() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
-def world_size(asked: int | None) -> int:
+def world_size(num_gpus: int | None) -> int:
     """How many ranks there are: one for each process that torchrun has started.
 
     Raises:
@@ -55,10 +55,10 @@ def world_size(asked: int | None) -> int:
     nodes, each, processes = (_number(name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if nodes * each != processes:
         raise PlacementError(f"torchrun has started {processes} processes on {nodes} nodes; start equally many on each")
-    if asked not in (None, processes):
+    if num_gpus not in (None, processes):
         raise PlacementError(
-            f"num_gpus is {asked}, and torchrun has started {processes} processes, a rank each; leave num_gpus out, or"
-            " pass workers={'launcher': 'local'} for workers of each process alone"
+            f"num_gpus is {num_gpus}, and torchrun has started {processes} processes, a rank each; leave num_gpus out,"
+            " or pass workers={'launcher': 'local'} for workers of each process alone"
         )
     return processes
 
@@ -84,8 +84,8 @@ def _serve() -> NoReturn:
     groups: list[threading.Thread] = []
     try:
         while True:  # one connection waits until the caller starts a group, and again
-            made = call(address, key, b"host %d" % node, float("inf"))
-            groups.append(threading.Thread(target=agent.serve, args=(made, address, key, node), daemon=True))
+            connection = call(address, key, b"host %d" % node, float("inf"))
+            groups.append(threading.Thread(target=agent.serve, args=(connection, address, key, node), daemon=True))
             groups[-1].start()
     except ChannelClosedError:
         for group in groups:
@@ -110,8 +110,8 @@ def _store() -> dist.Store:
     can read and write it: so no secret goes through it, and its content is not trusted."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-    made = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", made)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _key() -> bytes:
@@ -149,8 +149,8 @@ class Torchrun:
     ) -> tuple[Listener, list[int]]:
         def serve_here() -> None:
             with contextlib.suppress(ChannelClosedError):
-                made = call(self._listener.address, self.key, b"host 0", deadline)
-                agent.serve(made, self._listener.address, self.key, 0)
+                connection = call(self._listener.address, self.key, b"host 0", deadline)
+                agent.serve(connection, self._listener.address, self.key, 0)
 
         threading.Thread(target=serve_here, name="parallelformers_ng-agent", daemon=True).start()
         nodes = _number("GROUP_WORLD_SIZE")

@@ -97,8 +97,8 @@ class _Half:
         self, above: Sequence[nn.Module], linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]
     ) -> None:
         present = [norm for norm in norms if norm is not None]
-        held = ("weight", "weight" + SCALE, "bias")
-        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in held]
+        names = ("weight", "weight" + SCALE, "bias")
+        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in names]
         places += [(norm, "weight") for norm in present]
         self.guard = Guard(places, (*above, *linears, *present))
         last = linears[-1]

@@ -43,13 +43,13 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
     """Linear layers of a module, two or more at a time, whose weights fit side by side and are nobody else's."""
-    found: dict[Any, list[nn.Linear]] = {}
+    groups: dict[Any, list[nn.Linear]] = {}
     for layer in module.children():
         if type(layer) is nn.Linear and all(uses[id(tensor)] == 1 for tensor in layer.parameters()):
             weight = layer.weight
             kind = weight.shape[1], weight.dtype, weight.device, layer.bias is None
-            found.setdefault(kind, []).append(layer)
-    return (layers for layers in found.values() if len(layers) > 1)
+            groups.setdefault(kind, []).append(layer)
+    return (layers for layers in groups.values() if len(layers) > 1)
 
 
 class SideBySide:
@@ -95,9 +95,9 @@ class SideBySide:
         self._outputs[layer] = output.reshape(-1, output.shape[-1])[-_ROWS_COMPARED:].clone()
         if len(self._outputs) == len(self._layers):
             want = torch.cat([self._outputs.pop(layer) for layer in self._layers], dim=-1)
-            found = self._product(input.reshape(-1, input.shape[-1])[-_ROWS_COMPARED:])
+            product = self._product(input.reshape(-1, input.shape[-1])[-_ROWS_COMPARED:])
             tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
-            self.agree = bool((found - want).abs().max() <= tolerance)
+            self.agree = bool((product - want).abs().max() <= tolerance)
             if not self.agree:
                 _logger.info(
                     "%d linear layers are computed one by one: one product gives something else", len(self._sizes)
@@ -108,7 +108,7 @@ class SideBySide:
         """Return the output of one of the layers that agree."""
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
-        if self._outputs or any(held.get(name) is not tensor for held, name, tensor in self._held):
+        if self._outputs or any(table.get(name) is not tensor for table, name, tensor in self._held):
             self.part()  # the last input was not for all of them, or a weight was replaced
         if not self.agree or input.numel() > MOST_ROWS * input.shape[-1]:
             return nn.Linear.forward(layer, input)

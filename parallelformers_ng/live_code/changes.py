@@ -48,13 +48,13 @@ def differences(digests: Digests) -> Digests:
     Returns:
         Place → digest of what it holds here, for those that differ; `ABSENT` if there is nothing.
     """
-    found: Digests = {}
+    unlike: Digests = {}
     for place, theirs in digests.items():
         value = _look_up(place)
         mine = ABSENT if value is _NOTHING else digest(value)
         if mine != theirs:
-            found[place] = mine
-    return found
+            unlike[place] = mine
+    return unlike
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:

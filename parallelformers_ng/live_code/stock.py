@@ -44,7 +44,7 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
     Returns:
         Dotted path → what is not stock, in words. Empty for a stock model.
     """
-    found: dict[str, str] = {}
+    foreign: dict[str, str] = {}
     of_classes: dict[type, str] = {}
     for path, module in model.named_modules():
         cls = type(module)
@@ -52,8 +52,8 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
             of_classes[cls] = foreign_class(cls)
         reason = _foreign_on_module(module) or of_classes[cls]
         if reason:
-            found[path] = reason
-    return {**found, **_put_in_place(model)}
+            foreign[path] = reason
+    return {**foreign, **_put_in_place(model)}
 
 
 def _put_in_place(model: nn.Module) -> dict[str, str]:
@@ -162,7 +162,7 @@ def _is_of_library(function: types.FunctionType) -> bool:
 
 def functions_of(module: nn.Module) -> dict[str, Any]:
     """The functions of the program's that a module itself holds: attribute → function, or what holds one."""
-    found = {}
+    of_class = {}
     for name, value in vars(module).items():
         if name in _SKIPPED or isinstance(value, (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)):
             continue
@@ -171,10 +171,10 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             own = set(map(id, functions_in(type(module).forward)))
             functions = [*functions_in(value)]
             if value is not None and not (functions and set(map(id, functions)) <= own):
-                found[name] = value
+                of_class[name] = value
         elif callable(value) and not isinstance(value, type) and not all(map(_is_of_library, functions_in(value))):
-            found[name] = value
-    return found
+            of_class[name] = value
+    return of_class
 
 
 def _foreign_on_module(module: nn.Module) -> str:

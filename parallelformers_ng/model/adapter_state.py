@@ -33,9 +33,9 @@ class Adapters:
 
     def active(self) -> ActiveAdapters:
         """Return the adapters of this thread's call; outside of a call, the active ones."""
-        held = _of_call.get()
-        if held is not None and held[0] is self:
-            return held[1]
+        of_call = _of_call.get()
+        if of_call is not None and of_call[0] is self:
+            return of_call[1]
         with self.switching:
             return ActiveAdapters.of(self._layers)
 
@@ -44,7 +44,7 @@ class Adapters:
         """Within it this thread computes with what is active now, also where a call becomes many requests.
 
         Args:
-            active: active: adapters to compute with instead.
+            active: adapters to compute with instead.
         """
         token = _of_call.set((self, active or self.active()))
         try:

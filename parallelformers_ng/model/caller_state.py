@@ -127,7 +127,7 @@ class Edits:
             only_step: look at the code of a forward pass alone.
 
         Raises:
-            ParallelError, NotPortableError: ParallelError, NotPortableError: see `LiveCode.update`.
+            ParallelError, NotPortableError: see `LiveCode.update`.
         """
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
@@ -176,13 +176,13 @@ CONFIGURATIONS = ("config", "generation_config")
 def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
     """By which modules and attributes all configurations of a model are reached: the model's own first, then those that
     other modules have for themselves (T5's encoder a copy, a language model within another how it generates)."""
-    found: set[int] = set()
+    seen: set[int] = set()
     owners = []
     for path, module in model.named_modules():
         for name in CONFIGURATIONS:
             config = vars(module).get(name)
-            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in found):
-                found |= {id(part) for _, part in _parts(config, "")}
+            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in seen):
+                seen |= {id(part) for _, part in _parts(config, "")}
                 owners.append((path, name))
     return owners
 
@@ -191,11 +191,11 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
     """A configuration and those within it, each with the dotted name that leads to it."""
     if config is None:
         return []
-    found = [(prefix, config)]
+    parts = [(prefix, config)]
     for name, value in vars(config).items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found += _parts(value, f"{prefix}{name}.")
-    return found
+            parts += _parts(value, f"{prefix}{name}.")
+    return parts
 
 
 def _copied(value: Any) -> Any:

@@ -53,7 +53,7 @@ class Calls:
         hooks: the caller's.
         adapters: the model's, None where it has none.
         dispatchers: one for each replica.
-        shared: shared: calls that are decoded together, for each replica; empty if each call runs alone.
+        shared: calls that are decoded together, for each replica; empty if each call runs alone.
     """
 
     def __init__(
@@ -290,18 +290,18 @@ class Calls:
             ParallelError: they are with several.
             StaleCacheError: one was held by workers that are gone.
         """
-        found = set[int]()
+        places = set[int]()
 
         def note(cache: Any) -> Any:
             if isinstance(cache, CacheHandle):
                 holder = cache.check()
-                found.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
+                places.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
             return cache
 
         map_caches(arguments, note)
-        if len(found) > 1:
+        if len(places) > 1:
             raise ParallelError("the caches of this call are with several replicas; use those of one conversation")
-        return next(iter(found), None)
+        return next(iter(places), None)
 
     def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
         if (what, level) not in self._said:

@@ -48,9 +48,9 @@ class Deployment:
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
         show_progress: show a bar when the weights are gathered.
-        checkpoint: checkpoint: files of the tensors that the model does not hold. The workers read them, and again
+        checkpoint: files of the tensors that the model does not hold. The workers read them, and again
             after a restart.
-        given: given: original form of a model that was quantized in memory; restored in the end.
+        original: original form of a model that was quantized in memory; restored in the end.
         code: the code that the model runs in this process.
     """
 
@@ -65,13 +65,13 @@ class Deployment:
         limit: RestartLimit | None = None,
         checkpoint: Checkpoint | None = None,
         show_progress: bool = True,
-        given: Given | None = None,
+        original: Given | None = None,
         code: LiveCode,
     ) -> None:
         self.plan = plan
         self.replicas = list(replicas)
         self.show_progress = show_progress
-        self._given = given
+        self._given = original
         self._checkpoint = checkpoint or Checkpoint({})
         keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
         self._keeps_weights = keep_weights
@@ -242,8 +242,8 @@ class Deployment:
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
         """A rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
         group = self.replicas[0].group
-        asked = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
-        return group.call_each("export", asked)[rank][0]
+        names_per_rank = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
+        return group.call_each("export", names_per_rank)[rank][0]
 
     def _release_store(self) -> None:
         if self._store is not None:

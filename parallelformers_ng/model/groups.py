@@ -31,7 +31,7 @@ def group_makers(
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 
     Args:
-        fit: fit: fit options. With stages, one rank of a replica computes at a time, so each gets the threads of the
+        fit: fit options. With stages, one rank of a replica computes at a time, so each gets the threads of the
             whole replica. The ranks of a stage are on one host.
 
     Raises:
@@ -74,9 +74,9 @@ def attach(
 ) -> None:
     """Give the ranks their weights: memory to map, or files to read by themselves."""
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    held = checkpoint.held(plan)
-    group.call_each("attach", [(of_rank, held) for of_rank in fds])
-    for names, size in _batches(plan.held, held):
+    stored = checkpoint.held(plan)
+    group.call_each("attach", [(of_rank, stored) for of_rank in fds])
+    for names, size in _batches(plan.held, stored):
         group.call("load", names)
         if progress is not None:
             progress(size)
@@ -100,8 +100,8 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
 
 def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
     """Have a rank compare code with what it imports, see `live_code.changes.differences`."""
-    found: Digests = group.call("differences", digests)
-    return found
+    unlike: Digests = group.call("differences", digests)
+    return unlike
 
 
 def revive(

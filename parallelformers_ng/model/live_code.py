@@ -68,7 +68,7 @@ class LiveCode:
         names = {module_of(place) for place in unlike}
         absent = {name for name in names if self._is_absent(name, here, unlike)}
         self.by_value |= absent
-        unlike = {place: found for place, found in unlike.items() if module_of(place) not in absent}
+        unlike = {place: digest for place, digest in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**here, **unlike}
         self._sent = set(unlike)
         if not unlike:

@@ -50,7 +50,7 @@ class PlainParts:
     """The plain parts of one parallelized model.
 
     Args:
-        calls: calls: calls of the model.
+        calls: calls of the model.
         parts: path and module of each.
     """
 

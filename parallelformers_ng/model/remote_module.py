@@ -38,13 +38,13 @@ class Remote:
 
     Args:
         model: the parallelized model.
-        calls: calls: calls of the model.
-        path: path: path of the module in it, "" for the model itself.
+        calls: calls of the model.
+        path: path of the module in it, "" for the model itself.
 
     Attributes:
-        parts: parts: for the model itself: its remote modules.
-        plain_parts: plain_parts: for the model itself: its modules that compute here too.
-        around: around: for the model itself: peft's objects around it.
+        parts: for the model itself: its remote modules.
+        plain_parts: for the model itself: its modules that compute here too.
+        around: for the model itself: peft's objects around it.
         tables: the parameters, buffers and children that the module had, and will have again.
     """
 
@@ -88,8 +88,8 @@ class Remote:
         """Run a method of the module on the workers."""
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
-        how = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, how))
+        options = CallOptions(unsure=self.alone is Alone.UNSURE)
+        return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, options))
 
 
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
@@ -111,10 +111,10 @@ class RemoteModule(nn.Module):
         return remote_of(self).call("__call__", args, kwargs)  # not by way of nn.Module's: hooks are called there
 
     def __setattr__(self, name: str, value: Any) -> None:
-        held = self._table_of(name)
-        if held is not None and held[name] is value:
+        table = self._table_of(name)
+        if table is not None and table[name] is value:
             return
-        if held is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+        if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
         if may_be_read(self, name, value):
             remote = remote_of(self)
@@ -233,9 +233,9 @@ class _MoveRecorder(nn.Module):
 
 def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the conversion of each tensor that `move`, a call of `to` or a relative, does to a module."""
-    asked = _MoveRecorder()
-    move(asked)
-    return asked.conversion
+    recorder = _MoveRecorder()
+    move(recorder)
+    return recorder.conversion
 
 
 def remote_of(module: nn.Module) -> Remote:

@@ -97,7 +97,7 @@ def _saved(name: str, original: Callable) -> Callable:
         """Write an ordinary checkpoint, which `from_pretrained` reads; the whole model is never in memory here.
 
         Args:
-            save_directory: save_directory: target folder; made if need be.
+            save_directory: target folder; made if need be.
             max_shard_size: bytes of a file, "5GB" or a number.
             save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
             progress: show a progress bar where standard error is a terminal.

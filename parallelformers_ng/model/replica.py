@@ -117,12 +117,12 @@ class CallOptions:
     """Options of one call.
 
     Attributes:
-        seed: seed: start of its random stream; None follows the model's, or the caller's generator.
+        seed: start of its random stream; None follows the model's, or the caller's generator.
         timeout: seconds until it must be done; None is the group's.
         streamer: is given the tokens as they are chosen.
-        not_captured: not_captured: receives the reason if its decode steps cannot become CUDA graphs; None: steps stay
+        not_captured: receives the reason if its decode steps cannot become CUDA graphs; None: steps stay
             plain.
-        unsure: unsure: same as in `Call`.
+        unsure: same as in `Call`.
     """
 
     seed: int | None = None
@@ -143,15 +143,15 @@ class Dispatcher:
     Args:
         model: the parallelized model.
         replica: the workers.
-        stream: stream: random stream of calls without a seed.
+        stream: random stream of calls without a seed.
         hooks: the caller's.
         adapters: the model's, None where it has none.
         steps: how decode steps are compiled or captured, None where they are not.
         code: the code that the model runs in this process.
 
     Attributes:
-        steps: steps: argument `steps`; None, too, once these workers have failed to capture any.
-        edits: edits: changes of the model's settings that the workers do not know yet.
+        steps: argument `steps`; None, too, once these workers have failed to capture any.
+        edits: changes of the model's settings that the workers do not know yet.
     """
 
     def __init__(
@@ -172,35 +172,41 @@ class Dispatcher:
         self._adapters = adapters
 
     def call(
-        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
+        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
         """Run a method on the workers.
 
         Args:
             path: dotted path of the module, "" for the model.
             method: its method.
-            how: how: options of this call.
+            options: options of this call.
 
         Raises:
             NotPortableError: an argument cannot cross by value; nothing was run.
             GroupError: see its subclasses.
         """
-        end = self.replica.deadline_of(how.timeout)
+        end = self.replica.deadline_of(options.timeout)
         with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
             workers = self.replica.ready(end)
-            streams = how.streamer is not None
+            streams = options.streamer is not None
             call = Call(
-                path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.not_captured is not None
+                path,
+                method,
+                args,
+                kwargs,
+                unsure=options.unsure,
+                streams=streams,
+                captured=options.not_captured is not None,
             )
-            with self._stream.of_call(how.seed) as stream:
-                return self._request(model, call, how, end, hooks, workers, stream)
+            with self._stream.of_call(options.seed) as stream:
+                return self._request(model, call, options, end, hooks, workers, stream)
 
     def _request(
         self,
         model: Any,
         call: Call,
-        how: CallOptions,
+        options: CallOptions,
         end: float,
         hooks: CallHooks | None,
         workers: tuple[WorkerGroup, int],
@@ -227,7 +233,7 @@ class Dispatcher:
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()
-        on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
+        on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
         try:
             answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
             arrived()
@@ -237,8 +243,8 @@ class Dispatcher:
                 state.restore(answer.states)
             if hooks is not None:
                 hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
-            if answer.uncaptured and how.not_captured is not None:
-                how.not_captured(answer.uncaptured)
+            if answer.uncaptured and options.not_captured is not None:
+                options.not_captured(answer.uncaptured)
             for number, info in answer.caches.items():
                 registry.refresh(caches.get(number), incarnation, number, info)
             if type(answer.output) is torch.Tensor:

@@ -20,10 +20,10 @@ class Budget:
     """Bytes of weights.
 
     Attributes:
-        devices: devices: weight budget of each rank of a replica, on the smallest of its devices, and the name of that
+        devices: weight budget of each rank of a replica, on the smallest of its devices, and the name of that
             device.
-        cpu: cpu: RAM for the overflow of all ranks of a replica.
-        folder: folder: folder for the rest, None for none.
+        cpu: RAM for the overflow of all ranks of a replica.
+        folder: folder for the rest, None for none.
         is_cuda: the ranks compute on CUDA devices, to which weights in RAM must come. CPU ranks read them there.
     """
 
@@ -68,17 +68,17 @@ def _name(key: int, keys: Sequence[int]) -> str:
     return f"device {key}" + (f", for each of its {sharers} ranks," if sharers > 1 else "")
 
 
-def _size(given: int | str, argument: str) -> int:
-    return 0 if given == 0 else parse_size(given, argument, ParallelError)
+def _size(size: int | str, argument: str) -> int:
+    return 0 if size == 0 else parse_size(size, argument, ParallelError)
 
 
-def _check_keys(given: Mapping[int | str, object], keys: Sequence[int]) -> None:
+def _check_keys(budget: Mapping[int | str, object], keys: Sequence[int]) -> None:
     known = ", ".join(map(str, keys))
-    for key in given:
+    for key in budget:
         if key != CPU and key not in keys:
             raise ParallelError(f"fit: max_memory has {key!r}; the devices are {known}, and there is 'cpu'")
     for key in keys:
-        if key not in given:
+        if key not in budget:
             raise ParallelError(f"fit: max_memory says nothing of device {key}; it takes a size for each of {known}")
 
 

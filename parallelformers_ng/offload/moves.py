@@ -21,7 +21,7 @@ class MovedLayer:
     Attributes:
         module: the layer.
         coming: done when it has come; None where nobody has asked for it.
-        next: next: layer that ran after it last time.
+        next: layer that ran after it last time.
     """
 
     next: MovedLayer
@@ -83,7 +83,7 @@ class CopiedLayer(MovedLayer):
     Args:
         places: the dictionaries of parameters that have them, and the names there. While the layer does not run they
             hold the weights as they lie in host memory: whoever reads one reads the right numbers.
-        staging: staging: buffer for copies from mapped files, since a direct copy would wait for each piece; None for
+        staging: buffer for copies from mapped files, since a direct copy would wait for each piece; None for
             page-locked memory.
         device: the CUDA device.
         stream: for copies that go ahead.
@@ -99,7 +99,7 @@ class CopiedLayer(MovedLayer):
     ) -> None:
         super().__init__(module)
         self._places = places
-        self._homes: list[Tensor] = [held[name] for held, name in places]
+        self._homes: list[Tensor] = [table[name] for table, name in places]
         self._mapping = MappedLayer(module, () if staging is None else self._homes)
         self._staging, self._device, self._stream = staging, device, stream
         self._copies: list[Tensor] = []
@@ -126,14 +126,14 @@ class CopiedLayer(MovedLayer):
             self._copy()
         else:
             current.wait_event(self._arrived)
-        for (held, name), copy in zip(self._places, self._copies, strict=True):
+        for (table, name), copy in zip(self._places, self._copies, strict=True):
             copy.record_stream(current)  # its memory is free again when what is queued until then has run
-            held[name] = nn.Parameter(copy, requires_grad=False)
+            table[name] = nn.Parameter(copy, requires_grad=False)
 
     def leave(self) -> None:
         self._copies = []
-        for (held, name), home in zip(self._places, self._homes, strict=True):
-            held[name] = home
+        for (table, name), home in zip(self._places, self._homes, strict=True):
+            table[name] = home
 
     def _copy(self) -> None:
         if self._staging is None:

@@ -25,7 +25,7 @@ class Memory:
     Attributes:
         weights: parameters and buffers.
         caches: keys, values and states of all sequences at their full length.
-        activations: activations: peak temporary memory, while the prompts of all sequences are read at once.
+        activations: peak temporary memory, while the prompts of all sequences are read at once.
         room: bytes that there are for all of it.
     """
 
@@ -49,14 +49,14 @@ class Arrangement:
 
     Attributes:
         tensor: ranks that share each layer.
-        pipeline: pipeline: number of stages; one rank of them computes at a time.
+        pipeline: number of stages; one rank of them computes at a time.
         replicas: models that work side by side.
-        sequences: sequences: sequences of all replicas.
-        memory: memory: memory of the fullest device.
+        sequences: sequences of all replicas.
+        memory: memory of the fullest device.
         prompt_seconds: until all prompts of a replica are read.
-        step_seconds: step_seconds: seconds of a decode step, at the full length.
-        exchange_seconds: exchange_seconds: seconds of the exchanges between ranks in a step.
-        exchanges: exchanges: exchanges of a rank in a step.
+        step_seconds: seconds of a decode step, at the full length.
+        exchange_seconds: seconds of the exchanges between ranks in a step.
+        exchanges: exchanges of a rank in a step.
     """
 
     tensor: int
@@ -137,23 +137,23 @@ def arrangement(
     """Estimate the speed of an arrangement from the observation of one rank.
 
     Args:
-        memory: memory: memory of the fullest device.
-        dtype: dtype: data type of the computation.
+        memory: memory of the fullest device.
+        dtype: data type of the computation.
         decode: "eager", "cuda_graphs" or "compile", as in `parallelize`.
         ways: tensor, pipeline, replicas.
-        sequences: sequences: sequences of all replicas.
+        sequences: sequences of all replicas.
     """
     tensor, pipeline, replicas = ways
 
-    def seconds(what: Pass, how: str) -> tuple[float, float]:
+    def seconds(what: Pass, kind: str) -> tuple[float, float]:
         exchanges: list[tuple[int, float, bool]] = [
             (tensor, work.exchanged, work.gathers) for work in what.work if work.exchanged
         ]
         if pipeline > 1:  # all ranks get what the last unit of a stage gives
-            between = [statistics.median(what.given)] * (pipeline - 1)
-            exchanges += [(tensor * pipeline, given, True) for given in (*between, what.given[-1])]
+            between = [statistics.median(what.sizes)] * (pipeline - 1)
+            exchanges += [(tensor * pipeline, size, True) for size in (*between, what.sizes[-1])]
         exchanged = sum(cluster.exchange_seconds(*each) for each in exchanges)
-        return exchanged + compute_seconds(cluster, what.work, dtype, how), exchanged
+        return exchanged + compute_seconds(cluster, what.work, dtype, kind), exchanged
 
     prompt, _ = seconds(seen.prompt, "eager")
     step, exchanged = seconds(seen.step, decode)
@@ -186,14 +186,14 @@ def compute_seconds(cluster: Cluster, works: Sequence[Work], dtype: torch.dtype,
 
 def fused(works: Sequence[Work]) -> list[Work]:
     """Fuse operators as a compiler does: operators between two products become one, with the bytes of the largest."""
-    found: list[Work] = []
+    kernels: list[Work] = []
     open_ = False
     for work in works:
         if work.exchanged:
             open_ = False
         elif work.fuses and open_:
-            found[-1] = max(found[-1], work, key=lambda each: each.moved)
+            kernels[-1] = max(kernels[-1], work, key=lambda each: each.moved)
         else:
-            found.append(work)
+            kernels.append(work)
             open_ = work.fuses
-    return found
+    return kernels

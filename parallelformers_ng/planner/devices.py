@@ -18,8 +18,8 @@ class Link:
     Attributes:
         bandwidth: bytes per second that a device sends, while it receives as many.
         hop_seconds: until a small message has come to the next device.
-        start_seconds: start_seconds: least seconds of a sum or a gather.
-        reference: reference: source of the figures.
+        start_seconds: least seconds of a sum or a gather.
+        reference: source of the figures.
     """
 
     bandwidth: float
@@ -37,15 +37,15 @@ class Device:
         bandwidth: bytes per second that it reads from its memory.
         flops: data type → operations per second of dense matrix products.
         link: name of the link to the other devices of its host.
-        reference: reference: source of the figures.
-        operator_seconds: operator_seconds: least seconds of an operator, besides its bytes and its arithmetic.
+        reference: source of the figures.
+        operator_seconds: least seconds of an operator, besides its bytes and its arithmetic.
         host_seconds: between two operators that the host starts one by one.
-        read_share, flops_share: read_share, flops_share: fraction of the data sheet's figures that large products
+        read_share, flops_share: fraction of the data sheet's figures that large products
             reach.
-        step_seconds: step_seconds: seconds of a step besides the model's operators: the choice of a token and the loop.
-        layer_seconds: layer_seconds: seconds of a decoder layer in one call, besides its bytes and its arithmetic; None
+        step_seconds: seconds of a step besides the model's operators: the choice of a token and the loop.
+        layer_seconds: seconds of a decoder layer in one call, besides its bytes and its arithmetic; None
             without such a call.
-        layer_bandwidth: layer_bandwidth: bytes a second that such a layer reads, see `bandwidth`.
+        layer_bandwidth: bytes a second that such a layer reads, see `bandwidth`.
     """
 
     memory: float
@@ -73,9 +73,9 @@ _USABLE = 0.9
 
 def _matrix(tera: float, fp32: float, fp8: bool = True) -> dict[torch.dtype, float]:
     """Dense operations of tensor cores in bf16 and fp16 → those of the other types; fp32 runs outside of them."""
-    found = {torch.bfloat16: tera, torch.float16: tera, torch.float32: fp32}
-    found |= {torch.float8_e4m3fn: 2 * tera} if fp8 else {}
-    return {dtype: each * 1e12 for dtype, each in found.items()}
+    speeds = {torch.bfloat16: tera, torch.float16: tera, torch.float32: fp32}
+    speeds |= {torch.float8_e4m3fn: 2 * tera} if fp8 else {}
+    return {dtype: each * 1e12 for dtype, each in speeds.items()}
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -125,7 +125,7 @@ class Cluster:
     """Hosts that are alike.
 
     Attributes:
-        device: device: kind of the `devices` of each host.
+        device: kind of the `devices` of each host.
         hosts: how many.
         link: between the devices of a host.
         network: between hosts.
@@ -162,7 +162,7 @@ def named(table: dict[str, T], name: str, argument: str, *others: str) -> T:
     """An entry of a table.
 
     Args:
-        others: others: further values that the argument takes.
+        others: further values that the argument takes.
 
     Raises:
         ParallelError: there is none of that name.

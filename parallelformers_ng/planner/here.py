@@ -32,9 +32,9 @@ class Probe:
     """Measurements of a number of ranks, in seconds, bytes and operations a second of one rank.
 
     Attributes:
-        step: step: seconds of a decode step without a layer.
-        layer: layer: seconds of a decoder layer in one call, its sums included, with hardly any bytes.
-        operator: operator: seconds of an operator of another layer.
+        step: seconds of a decode step without a layer.
+        layer: seconds of a decoder layer in one call, its sums included, with hardly any bytes.
+        operator: seconds of an operator of another layer.
         layer_bandwidth: bytes that such decoder layers read.
         bandwidth: bytes that other operators read.
         flops: operations.
@@ -54,32 +54,32 @@ def probe_here(ranks: int, dtype: torch.dtype) -> Probe:
         return probe(group, dtype)
 
 
-def as_cluster(found: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> Cluster:
+def as_cluster(measured: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> Cluster:
     """One host, with the figures of ranks that work at a time. A layer has two sums; what it takes longer than on one
     rank alone is theirs.
 
     Args:
-        found: found: measurements of the ranks.
-        alone: alone: measurements of one rank.
+        measured: measurements of the ranks.
+        alone: measurements of one rank.
         devices: ranks that there may be, between which the memory is shared out.
-        dtype: dtype: data type of the computation.
+        dtype: data type of the computation.
     """
     device = Device(
         available_memory() / devices,
-        found.bandwidth,
-        {dtype: found.flops},
+        measured.bandwidth,
+        {dtype: measured.flops},
         "",
         "measured",
-        operator_seconds=found.operator,
+        operator_seconds=measured.operator,
         host_seconds=0.0,
         read_share=1.0,
         flops_share=1.0,
-        step_seconds=found.step,
+        step_seconds=measured.step,
         layer_seconds=alone.layer,
-        layer_bandwidth=found.layer_bandwidth,
+        layer_bandwidth=measured.layer_bandwidth,
     )
     # Ranks copy what they sum: each reads what the others wrote.
-    link = Link(found.bandwidth, 0.0, max(0.0, found.layer - alone.layer) / 2, "measured")
+    link = Link(measured.bandwidth, 0.0, max(0.0, measured.layer - alone.layer) / 2, "measured")
     return Cluster(device, 1, devices, link, link)
 
 

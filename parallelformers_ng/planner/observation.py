@@ -64,14 +64,14 @@ class Pass:
     """One forward.
 
     Attributes:
-        work: work: operations, in order.
+        work: operations, in order.
         peak: bytes of what is neither weights nor caches, at most.
-        given: bytes of what each unit gives, in their order.
+        sizes: bytes of the output of each unit, in their order.
     """
 
     work: list[Work]
     peak: int
-    given: list[int]
+    sizes: list[int]
 
     @property
     def exchanges(self) -> int:
@@ -135,7 +135,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
                 )
             caches = output[name]
             second, output = recorder.record(lambda: share(**token, use_cache=True, **{name: caches}))
-            held = recorder.caches(output.get(name, caches))
+            cache_bytes = recorder.caches(output.get(name, caches))
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever modelling code raises where a number is missing
@@ -145,15 +145,15 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
         ) from error
     finally:
         look_ups.forget()
-    return Observation(batch, length, first, second, held)
+    return Observation(batch, length, first, second, cache_bytes)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its weights."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        made = torch.empty_like(tensor, device="meta")
-        empty[id(tensor)] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+        bare = torch.empty_like(tensor, device="meta")
+        empty[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
     return copy.deepcopy(model, empty)
 
 
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         self.work: list[Work] = []
         self._units = [""]
         self._native: set[str] = set()
-        self._given: list[int] = []
+        self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
         self._made_in: dict[int, str] = {}
         self._lives: list[tuple[int, int]] = []
@@ -185,11 +185,11 @@ class _Recorder(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._units.pop()
-        self._given.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
+        self._sizes.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
 
     def record(self, forward: Callable[[], Any]) -> tuple[Pass, Any]:
         """Run a forward; return its work and its output."""
-        self.work, self._lives, self._given = [], [], []
+        self.work, self._lives, self._sizes = [], [], []
         with self:
             output = forward()
         caches = _caches_of(output)
@@ -198,15 +198,15 @@ class _Recorder(TorchDispatchMode):
         for number, size in self._lives:
             level += 0 if number in self._held else size
             peak = max(peak, level)
-        return Pass(self.work, peak, self._given), output
+        return Pass(self.work, peak, self._sizes), output
 
-    def caches(self, held: Any) -> dict[str, int]:
+    def caches(self, cache: Any) -> dict[str, int]:
         """Unit → bytes that it made of what caches hold."""
-        found: dict[str, int] = {}
-        for tensor in tensors_in(held):
+        cache_bytes: dict[str, int] = {}
+        for tensor in tensors_in(cache):
             unit = self._made_in.get(self._number(tensor), "")
-            found[unit] = found.get(unit, 0) + tensor.nbytes
-        return found
+            cache_bytes[unit] = cache_bytes.get(unit, 0) + tensor.nbytes
+        return cache_bytes
 
     def note(self, **work: Any) -> None:
         unit = self._units[-1]
@@ -221,10 +221,10 @@ class _Recorder(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)  # what it is made of is noted instead
             if parts is not NotImplemented:
                 return parts
-        given = tree_leaves((args, kwargs))
-        before = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        before = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
         known = {self._number(tensor) for tensor in before}
-        key = (func, len(args), *kwargs, *(_form(each) if isinstance(each, Tensor) else repr(each) for each in given))
+        key = (func, len(args), *kwargs, *(_form(each) if isinstance(each, Tensor) else repr(each) for each in leaves))
         form = self._forms.get(key)
         output = func(*args, **kwargs) if form is None else torch.empty_strided(*form[:2], dtype=form[2], device="meta")
         after = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]

@@ -30,7 +30,7 @@ class Search:
         sequences: over all replicas.
         length: tokens of each.
         plan: number of ranks that share a layer, quantization → plan.
-        quantize: quantize: weights to quantize, and how.
+        quantize: weights to quantize, and how.
 
     Attributes:
         refusals: why some numbers of ranks cannot share a layer.

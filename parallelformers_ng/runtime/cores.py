@@ -29,7 +29,7 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 
     Args:
         world_size: number of ranks.
-        threads: threads: number of threads of each rank.
+        threads: number of threads of each rank.
     """
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // world_size
@@ -42,14 +42,14 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 
 def numa_nodes(directory: Path) -> dict[int, int]:
     """CPU → its NUMA node; empty where the system tells of none, or where this process may open no more files."""
-    found: dict[int, int] = {}
+    node_of: dict[int, int] = {}
     try:
         lists = [(node, (node / "cpulist").read_text()) for node in directory.glob("node[0-9]*")]
     except OSError:
-        return found
+        return node_of
     for node, text in lists:
         for part in text.strip().split(","):
             first, _, last = part.partition("-")
             if first:
-                found.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
-    return found
+                node_of.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
+    return node_of

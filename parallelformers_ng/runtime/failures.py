@@ -48,7 +48,7 @@ def rebuild(rank: int, description: Any) -> WorkerError:
 
     Args:
         rank: the rank that raised it.
-        description: description: result of `describe`.
+        description: result of `describe`.
 
     Raises:
         ProtocolError: the description is not one.
@@ -69,7 +69,7 @@ def most_informative(descriptions: dict[int, Any]) -> int:
     """The rank whose exception explains the others: not one that only says that a peer gave up.
 
     Args:
-        descriptions: descriptions: description from each rank that raised, by rank.
+        descriptions: description from each rank that raised, by rank.
     """
     return min(descriptions, key=lambda rank: (getattr(descriptions[rank], "aborted", False), rank))
 
@@ -82,10 +82,10 @@ def _message(error: BaseException) -> str:
 
 
 def _find(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+    owner: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found
+        owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+    return owner
 
 
 def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:

@@ -68,7 +68,7 @@ class _Server:
     """The loop of the server.
 
     Args:
-        requests: requests: socket on which the caller asks for ranks.
+        requests: socket on which the caller asks for ranks.
         lifeline: the reading end of the pipe that the kernel watches.
         watched: pidfds of the caller and of this process, which ranks watch.
     """

@@ -112,7 +112,7 @@ class ForkServer:
     """A server, from the caller's side. It ends when neither this process nor a rank of it has any use for it.
 
     Args:
-        inheritance: inheritance: state of this process that its forks inherit.
+        inheritance: state of this process that its forks inherit.
         imports: name of the module that it imports before it forks.
 
     Attributes:

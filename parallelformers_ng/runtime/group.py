@@ -39,22 +39,22 @@ class WorkerGroup:
         world_size: number of workers.
         device: `"cpu"` or `"cuda"`.
         target: `"module:Class"`, importable in a fresh interpreter with this one's `sys.path`.
-        imports: imports: name of a module for the process that forks the workers, imported once for all; by default
+        imports: name of a module for the process that forks the workers, imported once for all; by default
             torch, or the module of an earlier group's process.
         device_ids: CUDA device of each rank; by default 0, 1, 2, ….
-        backend: backend: backend of the collectives; `"auto"` picks by device.
+        backend: backend of the collectives; `"auto"` picks by device.
         timeout: seconds that a request may take, unless the call says otherwise.
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
-        among: among: number of this group, and number of equal groups, that share the CPUs.
-        hosts: hosts: makes the starter of the ranks, if this process does not start them on this machine.
+        among: number of this group, and number of equal groups, that share the CPUs.
+        hosts: makes the starter of the ranks, if this process does not start them on this machine.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
 
     Attributes:
         device, device_names: "cpu" or "cuda"; the device of each rank: "cpu:0", "cuda:3", ….
         owner: id of the process that started the group; in any other it is of no use.
-        hosts: hosts: starter of the ranks, if this process does not start them.
+        hosts: starter of the ranks, if this process does not start them.
         user: a weak reference to whom the group serves: see `in_use`.
 
     Raises:
@@ -122,7 +122,7 @@ class WorkerGroup:
         """Wait for workers that were started with `wait=False`. If they are ready, it does nothing.
 
         Raises:
-            StartupError: StartupError: see the constructor.
+            StartupError: see the constructor.
         """
         if self._wait is not None:
             try:

@@ -41,13 +41,13 @@ def placement(
         if device_ids is not None:
             raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
         return count, kind
-    asked = f"num_gpus is {count}" + (f" for each of {replicas} replicas" if replicas > 1 else "")
+    request = f"num_gpus is {count}" + (f" for each of {replicas} replicas" if replicas > 1 else "")
     ids = list(device_ids) if device_ids is not None else list(range(count * replicas))
     if len(ids) != count * replicas:
-        raise PlacementError(f"{asked}, but device_ids names {len(ids)} devices: {ids}")
+        raise PlacementError(f"{request}, but device_ids names {len(ids)} devices: {ids}")
     missing = [index for index in ids if not 0 <= index < available]
     if missing:
-        raise PlacementError(f"{asked}, but only {available} CUDA devices are visible (no device {missing})")
+        raise PlacementError(f"{request}, but only {available} CUDA devices are visible (no device {missing})")
     return count, kind
 
 

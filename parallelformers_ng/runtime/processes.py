@@ -68,9 +68,9 @@ class RankStarter(Steering, Protocol):
     """Starts and steers ranks that are not children of this process.
 
     Attributes:
-        names, counts: names, counts: names of the hosts, and number of ranks of each, once these are ready.
+        names, counts: names of the hosts, and number of ranks of each, once these are ready.
         are_here: whether all ranks are on one host, and it is this machine.
-        launch: launch: same as `startup.launch`, without an arena.
+        launch: same as `startup.launch`, without an arena.
     """
 
     @property
@@ -91,7 +91,7 @@ class Processes:
 
     Args:
         arena: the collectives' shared memory, or what stands for that of several hosts.
-        device_names: device_names: device of each rank, for messages.
+        device_names: device of each rank, for messages.
 
     Attributes:
         owner: id of the process that started them; in any other they are of no use.
@@ -134,7 +134,7 @@ class Processes:
         """Have callers get an error from here on. The first reason stays.
 
         Args:
-            cause: cause: error for the callers; a WorkerGoneError becomes the WorkerDiedError of its worker.
+            cause: error for the callers; a WorkerGoneError becomes the WorkerDiedError of its worker.
         """
         if isinstance(cause, WorkerGoneError):
             why: Why = self.workers[cause.rank].death(self._device_names[cause.rank])

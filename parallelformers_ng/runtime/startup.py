@@ -69,12 +69,12 @@ def launch(
         target: `"module:Class"`.
         imports: name of the module that the process imports which forks the workers, see `forks.running`.
         device_names: torch device of each rank.
-        backend: backend: backend of the collectives.
-        timeout: timeout: timeout of the collectives, in seconds.
+        backend: backend of the collectives.
+        timeout: timeout of the collectives, in seconds.
         start_timeout: seconds until all must be ready.
-        threads: threads: threads of each worker; None divides the CPUs.
+        threads: threads of each worker; None divides the CPUs.
         among: the first rank's place among how many ranks that share the CPUs.
-        spans: spans: facts for each rank about ranks on other hosts, if there are any: see `connect`, and `caller`, the
+        spans: facts for each rank about ranks on other hosts, if there are any: see `connect`, and `caller`, the
             socket and the keys of its connection to the group's caller.
 
     Returns:
@@ -141,8 +141,8 @@ def await_ready(
     """Wait until all workers are ready. The caller ends the processes if this raises.
 
     Args:
-        workers: workers: workers that `launch` started.
-        server: server: server that forks them.
+        workers: workers that `launch` started.
+        server: server that forks them.
         deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
         start_timeout: the seconds that this was, for the message.
 
@@ -200,9 +200,9 @@ def _place(worker: WorkerProcess) -> str:
     worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS
     while time.monotonic() < end and not worker.has_ended():
-        found = _PLACES.findall(worker.startup_log()[before:])
-        if found:
-            return f" ({found[0][0]}, line {found[0][1]})"
+        places = _PLACES.findall(worker.startup_log()[before:])
+        if places:
+            return f" ({places[0][0]}, line {places[0][1]})"
         time.sleep(0.02)
     return ""
 

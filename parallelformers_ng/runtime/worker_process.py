@@ -32,8 +32,8 @@ class WorkerProcess:
 
     Args:
         rank: its rank.
-        environment: environment: environment of a fresh process.
-        server: server: server that forks it. Without one, or if it cannot, the worker is a fresh process.
+        environment: environment of a fresh process.
+        server: server that forks it. Without one, or if it cannot, the worker is a fresh process.
 
     Raises:
         StartupError: the interpreter could not be started, or this process may open no more files.

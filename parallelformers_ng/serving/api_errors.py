@@ -23,7 +23,7 @@ class ApiError(Exception):
     """An error answer for a client.
 
     Args:
-        status: status: HTTP status.
+        status: HTTP status.
         message: in words.
         param: the field of the request that it is about.
         code: for programs.

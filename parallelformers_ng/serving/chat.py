@@ -20,7 +20,7 @@ class Chat:
     """The tokenizer's work for a server.
 
     Args:
-        tokenizer: tokenizer: tokenizer of transformers.
+        tokenizer: tokenizer of transformers.
         template: a chat template in the place of its own.
         most: tokens that a prompt may have.
         processor: the model's, if it reads pictures; its chat template counts.
@@ -70,8 +70,8 @@ class Chat:
             text: the text.
             special: whether the tokens come first that the model's prompts begin with.
         """
-        found: list[int] = self.encoding(text, special)["input_ids"]
-        return found
+        token_ids: list[int] = self.encoding(text, special)["input_ids"]
+        return token_ids
 
     def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
         """Return the tokens of a text, and what else the tokenizer has the model read; see `ids`."""

@@ -33,8 +33,8 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     """A matcher of an answer by a grammar; in an error state if the grammar is invalid or too expensive.
 
     Args:
-        grammar: grammar: grammar of llguidance.
-        tokenizer: tokenizer: result of `grammar_tokenizer`.
+        grammar: grammar of llguidance.
+        tokenizer: result of `grammar_tokenizer`.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -48,16 +48,16 @@ def _with_deep_stack(make: Callable[[], Any]) -> Any:
     llguidance reads rules that refer to each other by recursion. A chain of 3,000 rules outgrows the stack of an
     ordinary thread, which ends the process; this one has room for as many as fit into `MOST_CHARACTERS`.
     """
-    found: list[Any] = []
+    results: list[Any] = []
     with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            thread = threading.Thread(target=lambda: found.append(make()))
+            thread = threading.Thread(target=lambda: results.append(make()))
             thread.start()
         finally:
             threading.stack_size(before)
     thread.join()
-    return found[0]
+    return results[0]
 
 
 _stack_size = threading.Lock()
@@ -85,8 +85,8 @@ class Grammar(LogitsProcessor):
     What it needs crosses to the ranks; how far it has read stays where it reads.
 
     Args:
-        grammar: grammar: grammar of llguidance.
-        packed, words, ends: packed, words, ends: same as in `grammar_tokenizer`.
+        grammar: grammar of llguidance.
+        packed, words, ends: same as in `grammar_tokenizer`.
         prompt: how many tokens there are before the answer.
     """
 

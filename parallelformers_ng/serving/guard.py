@@ -165,15 +165,15 @@ class AccessGuard:
     def _has_key(self, scope: Scope) -> bool:
         """Whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks for."""
         assert self._options.api_key is not None
-        kind, _, given = _header(scope, b"authorization").strip().partition(b" ")
+        kind, _, key = _header(scope, b"authorization").strip().partition(b" ")
         if kind.lower() == b"basic":
             try:
-                given = base64.b64decode(given).partition(b":")[2]
+                key = base64.b64decode(key).partition(b":")[2]
             except binascii.Error:
                 return False
         elif kind.lower() != b"bearer":
             return False
-        return hmac.compare_digest(given.strip(), self._options.api_key.encode())
+        return hmac.compare_digest(key.strip(), self._options.api_key.encode())
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error.response()

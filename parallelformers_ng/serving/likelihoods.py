@@ -58,7 +58,7 @@ def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
     """The likeliest tokens, the first the likeliest.
 
     Args:
-        logprobs: logprobs: log-probabilities of each, `[vocabulary]`.
+        logprobs: log-probabilities of each, `[vocabulary]`.
     """
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -40,7 +40,7 @@ class Metrics:
     """Figures of one server.
 
     Args:
-        name: name: name of the model, a label of each.
+        name: name of the model, a label of each.
         rows: answers that are decoded at a time; others wait in the order in which they came.
         cache_tokens: tokens that the caches of all rows may have.
 
@@ -145,7 +145,7 @@ class Metrics:
         """Count a request that was not answered with success.
 
         Args:
-            status: status: HTTP status; 499 if the client went before the end.
+            status: HTTP status; 499 if the client went before the end.
         """
         if status == CLIENT_WENT:
             self._cancelled.inc()
@@ -215,7 +215,7 @@ class AnswerMetrics:
     """One answer that is being counted.
 
     Args:
-        metrics: metrics: metrics that count it.
+        metrics: metrics that count it.
         prompt: tokens of its prompt.
     """
 

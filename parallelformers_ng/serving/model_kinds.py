@@ -34,7 +34,7 @@ class Kind:
 
     Attributes:
         pooling: pooling of its embeddings; None if it gives none.
-        activation: activation: function from a classifier's logits to scores; None for other models.
+        activation: function from a classifier's logits to scores; None for other models.
         reads_pictures: whether chats may have pictures.
         reads_sound: whether the model also reads sound, which the server refuses in chats.
         transcribes: whether it makes text of sound, and of nothing else.

@@ -31,7 +31,7 @@ class ServedReplica:
     """One replica: the caller of its ranks, which lie on the cluster where there is room for them.
 
     Args:
-        options: options: options of the server.
+        options: options of the server.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -64,7 +64,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
     with contextlib.closing(Connection(RayOptions(address=options.ray_address))):
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
         try:
-            made = serve.deployment(serve.ingress()(ServedReplica)).options(
+            deployment = serve.deployment(serve.ingress()(ServedReplica)).options(
                 **scale,
                 ray_actor_options={"num_cpus": 0},  # the ranks have bundles of their own
                 max_ongoing_requests=options.rows + options.waiting,
@@ -72,7 +72,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
                 graceful_shutdown_timeout_s=options.drain,
             )
             try:
-                serve.run(made.bind(options), name=_NAME, route_prefix="/")
+                serve.run(deployment.bind(options), name=_NAME, route_prefix="/")
             except RuntimeError as error:
                 raise StartupError(f"Ray Serve cannot start the server: {error}") from error
             yield f"http://{options.host}:{options.port}"

@@ -26,7 +26,7 @@ class FewestRequests(RequestRouter):
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
         """The one to ask, and the others for the case that it is full."""
-        self._asked = {request: asked for request, asked in self._asked.items() if not asked[1].cancelled()}
+        self._asked = {request: sent_to for request, sent_to in self._asked.items() if not sent_to[1].cancelled()}
         counts = Counter(replica for replica, _ in self._asked.values())
         first, *others = sorted(
             random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]

@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
     complete or out of time. The second one ends it at once.
 
     Args:
-        app: app: application to serve.
+        app: application to serve.
         options: address and limits.
         say: is told of what happens, a line at a time.
         abandon: ends the calls of requests that are not waited for any longer.
@@ -137,9 +137,9 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
 
     Args:
         options: the model, and where its ranks are.
-        kind: kind: kind of model; by default the class in its configuration decides.
+        kind: kind of model; by default the class in its configuration decides.
     """
-    found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
     if is_gguf(options.model):
         source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
@@ -153,9 +153,9 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
                 f"lora_modules is for models that write text; {options.model} is served as {kind}"
             )
         names = peft_names(options)
-        found["adapters"] = {names[name]: path for name, path in options.adapters.items()}
+        arguments["adapters"] = {names[name]: path for name, path in options.adapters.items()}
     if kind is not None and kind.model_class is not None:
-        found["model_class"] = kind.model_class
+        arguments["model_class"] = kind.model_class
     model = parallelize(
         source,
         options.num_gpus,
@@ -169,7 +169,7 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
             "replicas": options.replicas if options.launcher == "local" else 1,
         },
         batching=options.batching,
-        **found,
+        **arguments,
     )
     return model, tokenizer
 

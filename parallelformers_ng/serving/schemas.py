@@ -26,7 +26,7 @@ class Schemas:
     """Makes processors of constraints.
 
     Args:
-        tokenizer: tokenizer: tokenizer of transformers.
+        tokenizer: tokenizer of transformers.
         words: size of the model's vocabulary.
         ends: tokens that end an answer.
     """
@@ -53,7 +53,7 @@ class Schemas:
         """Keeps an answer to a grammar.
 
         Args:
-            grammar: grammar: result of `grammar`.
+            grammar: result of `grammar`.
             prompt: how many tokens there are before the answer.
         """
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)

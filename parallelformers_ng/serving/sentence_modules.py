@@ -148,7 +148,7 @@ def _modes(config: dict[str, Any], name: str) -> list[str]:
 def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
     """Return whether texts are lower-cased, and the most tokens of a text."""
     configs = (files.json(file) for file in _TRANSFORMER_FILES)
-    config: dict[str, Any] = next((found for found in configs if found is not None), {})
+    config: dict[str, Any] = next((settings for settings in configs if settings is not None), {})
     for key, value in config.items():
         if key in ("max_seq_length", "do_lower_case", *_HARMLESS) or not value:
             continue

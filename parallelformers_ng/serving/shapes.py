@@ -21,12 +21,12 @@ class Shape:
     """The common shape of answers on all routes.
 
     Args:
-        name: name: name of the model.
-        tokenizer: tokenizer: tokenizer of transformers.
-        request: request: request to answer.
+        name: name of the model.
+        tokenizer: tokenizer of transformers.
+        request: request to answer.
 
     Attributes:
-        prompt_tokens: prompt_tokens: tokens of all prompts.
+        prompt_tokens: tokens of all prompts.
         end: text after the last event of a stream.
     """
 
@@ -158,11 +158,11 @@ class CompletionShape(Shape):
     """The shape of `/v1/completions`.
 
     Args:
-        name, tokenizer, request: name, tokenizer, request: same as in `Shape`.
-        prompts: prompts: prompts in tokens.
+        name, tokenizer, request: same as in `Shape`.
+        prompts: prompts in tokens.
 
     Attributes:
-        before: before: likelihoods of each prompt's tokens from the second on, if they are echoed.
+        before: likelihoods of each prompt's tokens from the second on, if they are echoed.
     """
 
     kind = chunk_kind = "text_completion"
@@ -202,25 +202,25 @@ class CompletionShape(Shape):
     def _logprobs(self, index: int, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt = index // (self._request.n or 1)
         if self.before and index not in self._offsets:
             first = self._prompts[prompt][0]
-            self._note(found, index, first, None, None, self._token_bytes.bytes(first))  # nothing foretold it
+            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # nothing foretold it
             for each in self.before[prompt]:
-                self._note_likelihood(found, index, each, self._token_bytes.bytes(each.token))
+                self._note_likelihood(logprobs, index, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:
             special = each.token in self._special
-            self._note_likelihood(found, index, each, b"" if special else self._token_bytes.bytes(each.token))
-        return found
+            self._note_likelihood(logprobs, index, each, b"" if special else self._token_bytes.bytes(each.token))
+        return logprobs
 
-    def _note_likelihood(self, found: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
+    def _note_likelihood(self, logprobs: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
         top = {self._token_bytes.text(token): logprob for token, logprob in each.top}
-        self._note(found, index, each.token, max(each.logprob, _LEAST), top, shown)
+        self._note(logprobs, index, each.token, max(each.logprob, _LEAST), top, shown)
 
     def _note(
         self,
-        found: dict[str, list[Any]],
+        logprobs: dict[str, list[Any]],
         index: int,
         token: int,
         logprob: float | None,
@@ -237,7 +237,7 @@ class CompletionShape(Shape):
             ("top_logprobs", top),
             ("text_offset", self._offsets[index].add(shown)),
         ):
-            found[name].append(value)
+            logprobs[name].append(value)
 
 
 class _Offset:

@@ -24,7 +24,7 @@ class Status:
     Args:
         engine: the model.
         chat: its tokenizer.
-        options: options: options of the server.
+        options: options of the server.
 
     Attributes:
         began: when the server did, in seconds of Unix.

@@ -65,10 +65,10 @@ class Stopper:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(ends)]
         hold = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

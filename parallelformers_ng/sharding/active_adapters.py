@@ -17,7 +17,7 @@ class ActiveAdapters:
     """The adapters that a call runs with.
 
     Attributes:
-        settings: settings: distinct settings of layers: names of the active adapters, whether all are off, and the
+        settings: distinct settings of layers: names of the active adapters, whether all are off, and the
             scale of each.
         which: index into `settings` of each layer with adapters, in the model's order.
     """

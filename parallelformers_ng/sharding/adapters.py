@@ -163,7 +163,7 @@ class _Place:
     """A place in a model where a layer has adapters, or copies.
 
     Attributes:
-        path: path: path of the place.
+        path: path of the place.
         layers: paths of the layer itself and of its copies.
         layer: the layer itself.
         adapters: the adapter layers by path; several lie within each other, each for a parameter of the layer.
@@ -188,7 +188,7 @@ class _Place:
         """How the tensors of the adapters are cut, by name.
 
         Args:
-            plan: plan: plan of the model without adapters.
+            plan: plan of the model without adapters.
             is_cut: whether ranks compute with parts of the layer.
         """
         cuts_by_name: dict[str, _Cut] = {}
@@ -236,9 +236,9 @@ def _cut(
     """How one of an adapter's tensors is cut.
 
     Args:
-        counts: counts: dimensions of the layer that the adapter's dimensions stand for.
-        weight: weight: weight of the layer.
-        counted: counted: dimension of `counts` that is cut.
+        counts: dimensions of the layer that the adapter's dimensions stand for.
+        weight: weight of the layer.
+        counted: dimension of `counts` that is cut.
     """
     if weight is None or not counted:
         return (WHOLE,) * ranks, ""

@@ -21,13 +21,13 @@ class Draft:
 
     Attributes:
         world_size: number of ranks.
-        parts: parts: fraction of the whole for each rank, 1 in all; empty for equal fractions.
-        shares: shares: fraction for each rank of widths that are not counted in heads, as for `spread`.
+        parts: fraction of the whole for each rank, 1 in all; empty for equal fractions.
+        shares: fraction for each rank of widths that are not counted in heads, as for `spread`.
         group: how much of that is to stay together, as for `spread_columns`.
         modules: dotted path → module.
         foreign: dotted path of a module that runs code of the program's → what it is; none if a proof has run it.
         cuts: tensor name → one shard per rank, and the rule that made them.
-        layers: layers: jobs of the injector, each once.
+        layers: jobs of the injector, each once.
         who: the policy, rule and place that is being applied, for errors.
         counter: the module that counts the heads for it; None where none does.
     """
@@ -69,7 +69,7 @@ class Draft:
         """Cut a tensor along `dim`.
 
         Args:
-            ranges: ranges: ranges held by each rank.
+            ranges: ranges held by each rank.
             zero: for each rank, whether it holds zeros instead; none does by default.
         """
         zeros = zero or [False] * self.world_size

@@ -52,7 +52,7 @@ class Encoding:
     """How one weight is held.
 
     Attributes:
-        kind: kind: format of the small numbers: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
+        kind: format of the small numbers: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
         dim: the dimension along which numbers share a scale, that of the inputs, counted from the last one, -1.
         block: how many of them share one. The plan cuts between blocks, or shares the only one.
     """

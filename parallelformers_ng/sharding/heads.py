@@ -227,7 +227,7 @@ class RenewedAttention(ParallelLayer):
     """A module that changes between full and sparse attention by making a new one around the same layers.
 
     Attributes:
-        carried: carried: state that the new one takes over: its counts of heads, and the needs of `HeadParallel`.
+        carried: state that the new one takes over: its counts of heads, and the needs of `HeadParallel`.
     """
 
     carried: Sequence[str]

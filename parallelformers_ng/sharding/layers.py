@@ -21,10 +21,10 @@ class ParallelLayer(nn.Module):
     """Base of the parallel layers.
 
     Attributes:
-        takes_part, gives_part: takes_part, gives_part: whether its inputs, its outputs differ between ranks: columns,
+        takes_part, gives_part: whether its inputs, its outputs differ between ranks: columns,
             heads or partial sums of one rank. If not, all ranks have the same.
         renews: whether its forward stands for the layer's own, which it does not call.
-        communicator: communicator: communicator of this rank's layers: all ranks, or the ranks of its stage.
+        communicator: communicator of this rank's layers: all ranks, or the ranks of its stage.
     """
 
     takes_part: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class ParallelLayer(nn.Module):
         """Called by the injector.
 
         Args:
-            everyone: everyone: communicator of all ranks.
+            everyone: communicator of all ranks.
             width: ranks of a stage, beside each other; all where there are no stages.
         """
         self.communicator = everyone.within(width)

@@ -45,7 +45,7 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     """Cut parameters of two and more dimensions that no policy cut, kind by kind, the largest first.
 
     Args:
-        draft: draft: draft with the cuts of the policies.
+        draft: draft with the cuts of the policies.
         exhaustive: cut whatever can be cut, as a proof does; otherwise stop once the ranks hold about the same.
     """
     where = places(draft.model)

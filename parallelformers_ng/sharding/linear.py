@@ -31,7 +31,7 @@ class Column(Rule):
     """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
 
     Args:
-        unit: unit: unit of the outputs; "key" marks key and value projections of a model with fewer key/value than
+        unit: unit of the outputs; "key" marks key and value projections of a model with fewer key/value than
             query heads.
         fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
             `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
@@ -39,10 +39,10 @@ class Column(Rule):
             *per head* (Bloom) are one part: a head is contiguous.
         interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
             group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
-        heads: heads: path of the `Heads` rule that counts this layer; by default the nearest above.
+        heads: path of the `Heads` rule that counts this layer; by default the nearest above.
         gather: put the cut outputs together again, for a layer whose reader needs all of them.
         gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
-        widths: widths: attributes of the parent module that equal the number of outputs (`conv_dim`) and are read by
+        widths: attributes of the parent module that equal the number of outputs (`conv_dim`) and are read by
             its forward.
     """
 
@@ -101,9 +101,9 @@ class Row(Rule):
     """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
 
     Args:
-        unit: unit: unit of the inputs, as in `Column`.
+        unit: unit of the inputs, as in `Column`.
         fused: parts packed side by side along the input, as in `Column`.
-        heads: heads: path of the `Heads` rule that counts this layer; by default the nearest above.
+        heads: path of the `Heads` rule that counts this layer; by default the nearest above.
         reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
     """
 
@@ -133,10 +133,10 @@ class Slice(Rule):
 
     Args:
         dim: the dimension to cut.
-        unit: unit: unit of that dimension, as in `Column`.
+        unit: unit of that dimension, as in `Column`.
         fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
             `Heads` rule.
-        heads: heads: path of the `Heads` rule that counts it; by default the nearest above.
+        heads: path of the `Heads` rule that counts it; by default the nearest above.
         partial: its products are summed over the ranks, so a rank without heads holds zeros.
     """
 

@@ -107,8 +107,8 @@ class Norm(Rule):
     A norm per head needs no rule: its width is not cut.
 
     Args:
-        unit: unit: unit of the width, as in `Column`.
-        heads: heads: path of the `Heads` rule that counts it; by default the nearest above.
+        unit: unit of the width, as in `Column`.
+        heads: path of the `Heads` rule that counts it; by default the nearest above.
     """
 
     unit: Unit = ""

@@ -21,7 +21,7 @@ class OwnHeads(Tensor):
     """A tensor with the shape of all heads. Whatever is computed from it is computed from all heads.
 
     Attributes:
-        own: own: attention weights of this rank, as its attention reads them.
+        own: attention weights of this rank, as its attention reads them.
         head_dim, head_sizes: the dimension of heads, and how many of them each rank has.
     """
 
@@ -35,7 +35,7 @@ class OwnHeads(Tensor):
     def __new__(cls, own: Tensor, dim: int, sizes: Sequence[int], gather: Callable[[], Tensor]) -> OwnHeads:
         """
         Args:
-            own: own: attention weights of this rank.
+            own: attention weights of this rank.
             dim: its dimension of heads.
             sizes: heads of each rank.
             gather: gives the tensor of all heads; a collective.

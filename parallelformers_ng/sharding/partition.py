@@ -23,7 +23,7 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
     """Cut `count` items into consecutive ranges, one per rank, as evenly as they go, longer ones first.
 
     Args:
-        shares: shares: fraction of the whole for each rank, 1 in all; empty for equal fractions. Each rank gets at
+        shares: fraction of the whole for each rank, 1 in all; empty for equal fractions. Each rank gets at
             least one item if there are enough; otherwise the first ranks get one each.
 
     >>> spread(12, 5)
@@ -46,7 +46,7 @@ def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), gr
     """Like `spread`; by shares in whole cache lines, as long as that moves no border by more than a hundredth.
 
     Args:
-        group: group: width of a group that is not cut, if there are as many whole groups as ranks.
+        group: width of a group that is not cut, if there are as many whole groups as ranks.
 
     >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
     [(0, 192), (192, 576), (576, 960)]
@@ -85,7 +85,7 @@ def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -
     Args:
         loads: bytes on each rank while all share that by their parts.
         flexible: how many of them, in all, can be shared out freely.
-        parts: parts: fraction of all bytes for each rank, 1 in all; empty for equal fractions.
+        parts: fraction of all bytes for each rank, 1 in all; empty for equal fractions.
 
     Returns:
         One number per rank, 1 in all; none where the loads will do.
@@ -130,7 +130,7 @@ def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Seque
     in 6 + 3 with 2 + 1, not in 5 + 4 with as many key/value heads.
 
     Args:
-        shares: shares: fraction of the heads for each rank, 1 in all; empty for equal fractions.
+        shares: fraction of the heads for each rank, 1 in all; empty for equal fractions.
 
     Raises:
         PolicyError: the query heads are not a multiple of the key/value heads.
@@ -195,7 +195,7 @@ def cut_width(
         parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
         heads: the head shares of the surrounding attention, empty where there is none.
         head_widths: columns of one head in each part; none where all heads are equally wide.
-        shares: shares: fraction of the columns for each rank, as for `spread`.
+        shares: fraction of the columns for each rank, as for `spread`.
         group: how many columns are to stay together, as for `spread_columns`.
 
     Returns:

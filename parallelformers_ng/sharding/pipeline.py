@@ -28,9 +28,9 @@ def in_stages(
     Args:
         plan: for the ranks of one stage.
         model: the model, on any device.
-        shares: shares: fraction of the model for each stage, 1 in all.
-        merged: merged: whether, of consecutive blocks of a stage, only the last result goes to the other stages.
-        plain: plain: the model without adapters, if it has any: they go with their part. A part of a module that has
+        shares: fraction of the model for each stage, 1 in all.
+        merged: whether, of consecutive blocks of a stage, only the last result goes to the other stages.
+        plain: the model without adapters, if it has any: they go with their part. A part of a module that has
             trained copies is on all ranks.
 
     Returns:

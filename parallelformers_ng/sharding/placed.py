@@ -63,7 +63,7 @@ class _OverStages(ParallelLayer):
     """Exchanges among all ranks, whatever the module's own layers exchange within their stage.
 
     Attributes:
-        everyone: everyone: communicator of all ranks.
+        everyone: communicator of all ranks.
     """
 
     takes_part = False
@@ -78,7 +78,7 @@ class Placed(_OverStages):
     """A module that some ranks compute and whose result every rank gets: z = f(x) there, z everywhere.
 
     Attributes:
-        stop: stop: first rank after the stage.
+        stop: first rank after the stage.
     """
 
     stop: Stop

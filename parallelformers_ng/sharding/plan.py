@@ -30,11 +30,11 @@ class ShardPlan:
         model_class: name of the model's class.
         world_size: number of ranks.
         tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
-        layers: layers: jobs of the injector, in order.
+        layers: jobs of the injector, in order.
         blocks: paths of the modules that the policies apply to, or that lie in one stage; what lies beneath one may
             hold only part of a result, or nothing.
         policy: names of the policies that apply.
-        source: source: origin of the policies, as in `Selection`.
+        source: origin of the policies, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
@@ -45,8 +45,8 @@ class ShardPlan:
         misfits: name of one that was to be quantized and stays in high precision → why.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.
-        why: why: reason for the strategy, if it was left open.
-        tiers: tiers: places of weights that have no room on the devices; None if all have room.
+        why: reason for the strategy, if it was left open.
+        tiers: places of weights that have no room on the devices; None if all have room.
     """
 
     model_class: str

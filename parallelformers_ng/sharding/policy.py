@@ -86,7 +86,7 @@ class Selection:
             where only leftovers are cut.
         vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
         leftovers: whether what the policies leave whole is cut where it is large.
-        customs: customs: policies of the caller, who answers for the code that they cut.
+        customs: policies of the caller, who answers for the code that they cut.
         proven: whether the others were proven on the code that this model runs. If not, they cut the libraries' own
             code alone.
     """

@@ -20,7 +20,7 @@ class Quantized(nn.Module):
     then and let go afterwards.
 
     Attributes:
-        encodings: encodings: name of a parameter → its encoding, and the data type that readers see.
+        encodings: name of a parameter → its encoding, and the data type that readers see.
     """
 
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]

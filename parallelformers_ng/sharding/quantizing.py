@@ -36,7 +36,7 @@ def choose_encodings(
 
     Raises:
         ParallelError: `skip` names no layer of the model, or the model is quantized already.
-        UnsupportedModelError: UnsupportedModelError: a weight that is stored quantized would become high precision, and
+        UnsupportedModelError: a weight that is stored quantized would become high precision, and
             the caller did not allow that.
     """
     stored, dequantize = _stored(model), options is not None and options.dequantize

@@ -55,8 +55,8 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     beside its share; of the ways to do so the one whose stages are most alike. Exact.
 
     Args:
-        parts: parts: parts of each stage, in order.
-        shares: shares: fraction of the whole for each device, 1 in all.
+        parts: parts of each stage, in order.
+        shares: fraction of the whole for each device, 1 in all.
         everywhere: bytes that every device holds besides.
 
     Returns:

@@ -34,7 +34,7 @@ class Layer:
     """A Linear, Conv1D or Embedding that was called, and whose weight counts.
 
     Attributes:
-        place: place: place of the module.
+        place: place of the module.
         name: dotted path in the model.
         inputs, outputs: its widths.
         order: when it was first called.

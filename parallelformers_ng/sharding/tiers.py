@@ -19,7 +19,7 @@ class Tiers:
             model's order.
         places: for each rank, where each layer lies of which it holds anything.
         is_cuda: whether the ranks compute on CUDA devices, to which weights in RAM must come.
-        folder: folder: folder for the files.
+        folder: folder for the files.
     """
 
     layers: dict[str, list[str]]

@@ -117,7 +117,7 @@ class Frame:
     """A frame as received. One whose message is not decoded has to be discarded.
 
     Attributes:
-        body: body: variable part, in memory of this process; aligned, and writable, if there are tensors.
+        body: variable part, in memory of this process; aligned, and writable, if there are tensors.
         outside: number of objects outside the pickle.
         fds: open files that came with it.
     """
@@ -153,7 +153,7 @@ class FixedPart:
 
         Args:
             data: bytes, from `begin` on at least those of `FIXED_PART`.
-            begin: begin: offset of the frame.
+            begin: offset of the frame.
             descriptors: number of file descriptors that came; those of later frames may be among them.
 
         Raises:

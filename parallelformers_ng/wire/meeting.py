@@ -48,7 +48,7 @@ class Listener:
 
     Args:
         host: the address of one interface of this machine. One that stands for all of them is refused.
-        key: key: secret key of the callers.
+        key: secret key of the callers.
 
     Attributes:
         address: host and port.
@@ -137,9 +137,9 @@ class Listener:
             return None
         del self._strangers[fd]
         self._poll.unregister(fd)
-        there, here = _keys(self._key, nonces)
+        their_key, here = _keys(self._key, nonces)
         _watch_peer(stranger.connection)
-        return purpose.rstrip(b"\0"), (stranger.connection, Session(here, there))
+        return purpose.rstrip(b"\0"), (stranger.connection, Session(here, their_key))
 
     def _leave_silent(self) -> None:
         now = time.monotonic()
@@ -157,12 +157,12 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
     Args:
         address: host and port.
         key: see above.
-        purpose: purpose: purpose of the connection, up to 32 bytes.
+        purpose: purpose of the connection, up to 32 bytes.
         deadline: on the clock of `time.monotonic`, in seconds.
 
     Raises:
         ChannelClosedError: nobody listens there, or who does left.
-        ProtocolError: ProtocolError: the listener does not know the key.
+        ProtocolError: the listener does not know the key.
         RequestTimeoutError: it did not answer before the deadline.
     """
     assert len(purpose) <= _PURPOSE
@@ -189,8 +189,8 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
         if isinstance(error, OSError):
             raise ChannelClosedError(f"{where} cannot be reached: {error.strerror or error}") from error
         raise
-    there, here = _keys(key, nonces)
-    return connection, Session(there, here)
+    their_key, here = _keys(key, nonces)
+    return connection, Session(their_key, here)
 
 
 def _take(connection: socket.socket, count: int, deadline: float) -> bytes:

@@ -56,7 +56,7 @@ class Encoded:
 
     Attributes:
         pickle: the value, without what lies outside.
-        outside: outside: bytes of tensors, and None for each open file, in the order of their names in the pickle.
+        outside: bytes of tensors, and None for each open file, in the order of their names in the pickle.
         fds: descriptors to pass along; the maker of the message still owns them.
     """
 
@@ -74,7 +74,7 @@ def encode(value: Any, place: str = "") -> Encoded:
 
     Args:
         value: the value.
-        place: place: name of the object in error messages; by default, a dict is called by its keys.
+        place: name of the object in error messages; by default, a dict is called by its keys.
 
     Raises:
         NotPortableError: a part of the value cannot be pickled. The message names its place.
@@ -115,7 +115,7 @@ def parcel(value: Any) -> tuple[bytes, int]:
     """Encode a value that goes within another message, and is decoded apart from it by `unpack`.
 
     Raises:
-        NotPortableError: NotPortableError: see `encode`; also for open files.
+        NotPortableError: see `encode`; also for open files.
     """
     encoded = encode(value)
     if encoded.fds:
@@ -157,7 +157,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
     Args:
         frame: its descriptors belong to the value afterwards; if this fails, they are closed.
-        device: device: target of all tensors, in whatever object; one copy each. None leaves them here.
+        device: target of all tensors, in whatever object; one copy each. None leaves them here.
 
     Returns:
         The value. Its tensors are views of the frame's memory.
@@ -167,7 +167,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         NotPortableError: an object could not be rebuilt in this process.
     """
     fds, frame.fds = frame.fds, []
-    given = iter(fds)
+    descriptors = iter(fds)
     try:
         pickled, parts, begin = _parts_of(frame)
         outside: Iterator[Any] = iter(())
@@ -175,9 +175,9 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
             blob = torch.frombuffer(frame.body, dtype=torch.uint8, offset=begin) if begin < len(frame.body) else _EMPTY
             if device is not None and device.type != "cpu":
                 blob = blob.to(device)
-            outside = _outside(blob, parts, given)
+            outside = _outside(blob, parts, descriptors)
         value = pickle.loads(pickled, buffers=outside)
-        if next(outside, None) is not None or next(given, None) is not None:
+        if next(outside, None) is not None or next(descriptors, None) is not None:
             raise ProtocolError("a message does not use all that came with it")
         return value
     except BaseException as error:
@@ -239,7 +239,7 @@ class _MessagePickler(ByValuePickler):
     """Puts the bytes of tensors, and open files, outside of the pickle.
 
     Attributes:
-        outside, fds: outside, fds: same as in `Encoded`.
+        outside, fds: same as in `Encoded`.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:

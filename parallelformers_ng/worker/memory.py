@@ -14,9 +14,9 @@ class RankMemory:
     """The memory of the calling process, a rank.
 
     Args:
-        device: device: device of the rank.
+        device: device of the rank.
         name: "cuda:0", "cpu:1", …; on CPU the number is the rank's.
-        shard_bytes: shard_bytes: bytes of its weights by the plan.
+        shard_bytes: bytes of its weights by the plan.
     """
 
     def __init__(self, device: torch.device, name: str, shard_bytes: int) -> None:

@@ -108,13 +108,13 @@ class ModelRunner(RankWeights):
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
-        held = self.model is not None
+        had_model = self.model is not None
         self.kept.drop(self.model)
         self._clear()
         titles.show(f"rank {self.rank} of {self.communicator.world_size}")
         self.code.undo()
         serve_stock_code(True)
-        if held:
+        if had_model:
             gc.collect()  # modules are held in cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes may want it
@@ -164,11 +164,11 @@ class ModelRunner(RankWeights):
             self._latest_hooks = None
         return answer
 
-    def decode_rows(self, asked: Round) -> News:
+    def decode_rows(self, order: Round) -> News:
         """Run a round of the calls that are decoded together."""
-        self._prepare(Call("", "generate", (), {}, adapters=asked.adapters))
+        self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, dict[str, Any] | Description] = {}
-        for number, (data, outside, _) in asked.joins.items():
+        for number, (data, outside, _) in order.joins.items():
             try:
                 call: Call = unpack(data, outside, self.device)
             except NotPortableError as error:
@@ -180,7 +180,7 @@ class ModelRunner(RankWeights):
             steps = functools.partial(self._captured_steps, "rows")
             self.kept.batch = RankBatch(self.model, self.communicator, steps)
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
-            return self.kept.batch.run(asked, calls)
+            return self.kept.batch.run(order, calls)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """Return the notes of the caller's forward hooks in the call with that block of caches, even if it failed."""
@@ -206,9 +206,9 @@ class ModelRunner(RankWeights):
             raise
 
     @contextlib.contextmanager
-    def _capturing(self, module: Any, asked: bool) -> Iterator[Callable[[], str]]:
+    def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
         """Within it, decode steps are captured if that is asked for. Gives what says afterwards why they were not."""
-        if not asked:
+        if not wanted:
             yield str
             return
         captured = self._captured_steps("call")

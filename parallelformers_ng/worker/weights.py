@@ -32,7 +32,7 @@ class RankWeights:
 
     Args:
         rank: its number.
-        device: device: device of the rank.
+        device: device of the rank.
         emit: sends the parent what happens on the way.
 
     Attributes:
@@ -71,14 +71,14 @@ class RankWeights:
         self.aliases = self.plan.aliases()
         plan = self.checkpoint.in_memory(self.plan)
         try:
-            held = map_shards(plan, self.rank, [descriptor.fd for descriptor in fds])
+            mapped = map_shards(plan, self.rank, [descriptor.fd for descriptor in fds])
         finally:
             for descriptor in fds:
                 descriptor.close()
         if self.device.type != "cpu":
-            held = {name: self._for_device(name, tensor) for name, tensor in held.items()}
+            mapped = {name: self._for_device(name, tensor) for name, tensor in mapped.items()}
         for name, tensor in plan.tensors.items():
-            set_tensor(self.model, name, held[tensor.storage], tensor.is_buffer)
+            set_tensor(self.model, name, mapped[tensor.storage], tensor.is_buffer)
 
     def load(self, names: list[str]) -> None:
         """Take some stored tensors out of the checkpoint's files: mapped where they lie as this rank holds them, else
@@ -116,7 +116,7 @@ class RankWeights:
             owners = [name.rpartition(".") for each in stored for name in self.aliases[each]]
             places = [(self.model.get_submodule(owner)._parameters, name) for owner, _, name in owners]
             if stream is None:
-                layers.append(MappedLayer(module, [held[name] for held, name in places]))
+                layers.append(MappedLayer(module, [table[name] for table, name in places]))
             else:
                 on_disk = self._place(stored[0]) == "disk"
                 staging = staging or Staging(self.device) if on_disk else staging

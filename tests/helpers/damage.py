@@ -76,9 +76,9 @@ class Damaged(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        directory: directory: folder of the copy, until the next one is made.
+        directory: folder of the copy, until the next one is made.
         damage: the function that did it.
-        name: name: kind of damage and its number.
+        name: kind of damage and its number.
     """
 
     directory: Path
@@ -92,7 +92,7 @@ def damaged(kind: str, intact: Path, folder: Path, rounds: int) -> Iterator[Dama
     Args:
         kind: "one", "several" or "sharded".
         intact: the checkpoint.
-        folder: folder: an empty folder for the copies.
+        folder: an empty folder for the copies.
     """
     for seed in range(rounds):
         for damage, pattern in DAMAGE[kind]:

@@ -26,8 +26,8 @@ class Files:
     """A checkpoint to be damaged.
 
     Attributes:
-        tensors: tensors: stored tensors.
-        header: header: further text in the file.
+        tensors: stored tensors.
+        header: further text in the file.
         config: the configuration.
         parts: names of what quantized weights are made of.
     """
@@ -177,9 +177,9 @@ class Damaged(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        path: path: path of the copy, until the next one is made.
-        names: names: words of the refusal besides the path.
-        what: what: kind of damage, format and seed.
+        path: path of the copy, until the next one is made.
+        names: words of the refusal besides the path.
+        what: kind of damage, format and seed.
     """
 
     path: Path

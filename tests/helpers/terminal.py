@@ -16,7 +16,7 @@ class Terminal:
     """A Python REPL on a pseudo-terminal of its own.
 
     Args:
-        environment: environment: environment of the interpreter.
+        environment: environment of the interpreter.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:

@@ -58,15 +58,15 @@ class Walk(FaultMoves, CodeMoves):
 
     Args:
         make: makes the model, always the same.
-        inputs: inputs: inputs of its forward.
-        seed: seed: seed of the walk.
+        inputs: inputs of its forward.
+        seed: seed of the walk.
         parallelize: makes a parallelized model of a whole one.
 
     Attributes:
         whole, cut: the model, and a parallelized copy of it.
         refused: how many steps the parallelized model refused.
         taken, refusals: how many steps of each kind were taken, and refused.
-        steps: steps: moves so far, for people.
+        steps: moves so far, for people.
     """
 
     make: Callable[[], Any]

@@ -36,9 +36,9 @@ class Entry:
     Attributes:
         returns: value that a caller gets, or effect that it has.
         source: file of the source, and symbol in it.
-        waits: waits: event that the calling thread waits for.
+        waits: event that the calling thread waits for.
         frees: memory or handles that it releases.
-        thread: thread: thread that may call it.
+        thread: thread that may call it.
         since: first version for which this holds, if it is not all that are supported (torch 2.11 and later).
         cuda_build: whether only a build of torch with CUDA has the name.
     """

@@ -47,8 +47,8 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        strikes: strikes: fault on one rank, given the scores of a step. None: the request is at fault, see `spoil`.
-        raises: raises: error for the caller.
+        strikes: fault on one rank, given the scores of a step. None: the request is at fault, see `spoil`.
+        raises: error for the caller.
         says: part of its message.
         restarts: whether the workers are due to be started again.
     """

@@ -86,7 +86,7 @@ class CountingRecorder(CudaRecorder):
     """Records steps, and counts what each launches.
 
     Attributes:
-        latest: latest: kernels of the latest recording.
+        latest: kernels of the latest recording.
     """
 
     latest = KernelCount()

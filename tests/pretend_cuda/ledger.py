@@ -35,7 +35,7 @@ class Ledger:
         """Note that the host waits for an event.
 
         Args:
-            launched: launched: value of `launched` at the recording.
+            launched: value of `launched` at the recording.
         """
         self.note(WAITS, "Event.synchronize")
         totals = Counter({LAUNCHES: self.launched})

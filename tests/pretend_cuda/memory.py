@@ -44,8 +44,8 @@ class Memory:
 
     Attributes:
         limit: bytes that each device has.
-        faults: faults: uses of freed memory, in words.
-        pools: pools: pools of graphs, by handle.
+        faults: uses of freed memory, in words.
+        pools: pools of graphs, by handle.
         pool: the one in which memory is taken now, during a capture.
         on_take, on_free: called with each storage that is allocated, and freed.
     """

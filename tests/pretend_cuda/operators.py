@@ -28,12 +28,12 @@ class Operator:
         is_composite: it is made of others, which are looked at in its place.
         is_copy: it goes from one device to another.
         indexes: it takes indices, also such as lie on the host.
-        looks_up, asserts: looks_up, asserts: the device asserts and the host raises: if an index is out of range; in
+        looks_up, asserts: the device asserts and the host raises: if an index is out of range; in
             any case.
         takes_numbers: it takes tensors of the host that hold one number.
         writes_first: its first argument is written to.
         writes: places and names of the arguments that are written to.
-        waits: waits: the host has to know its result, or the result's shape.
+        waits: the host has to know its result, or the result's shape.
         has_device, has_generator: it has an argument of this name.
         changes_view: it changes the shape of its argument in place.
     """

@@ -31,7 +31,7 @@ class Stream:
 
     Attributes:
         position: how much was queued on it.
-        seen: seen: its progress on the other streams.
+        seen: its progress on the other streams.
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:

@@ -92,7 +92,7 @@ class DeviceMode(TorchDispatchMode):
         current: the index of the current device.
         generators: the random stream of each device.
         pinned: storages of the host that are page-locked, as long as the tensors live with which they were taken.
-        broken: broken: text of a device-side assertion. As on CUDA, nothing works in the process afterwards.
+        broken: text of a device-side assertion. As on CUDA, nothing works in the process afterwards.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class PretendedRunner(ModelRunner):
         """Recordings and replays since this was last asked.
 
         Args:
-            fault: fault: fault from now on: see `stubs.CUDAGraph`; "no room" if the last rank has none for caches.
+            fault: fault from now on: see `stubs.CUDAGraph`; "no room" if the last rank has none for caches.
         """
         graphs = stubs.CUDAGraph
         counts = graphs.recordings, graphs.replays

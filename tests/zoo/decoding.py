@@ -28,7 +28,7 @@ def generate(twin: Twin, model: Any, decodings: set[str] | None = None) -> dict[
     Args:
         twin: whose inputs are decoded from.
         model: the twin's model, or a rank's share of it.
-        decodings: decodings: the ways; None stands for all ways in which `model` generates from the inputs of its
+        decodings: the ways; None stands for all ways in which `model` generates from the inputs of its
             forward.
     """
     found: dict[str, torch.Tensor] = {}

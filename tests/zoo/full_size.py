@@ -23,11 +23,11 @@ class FullSize:
     """A model type's default configuration, planned.
 
     Attributes:
-        model_type, model_class: model_type, model_class: type and class of the model.
+        model_type, model_class: type and class of the model.
         status: "planned", "refused" or "skipped" (transformers cannot build it here).
         reason: in words, unless planned.
         parameters: how many it has.
-        bytes: bytes: bytes of the whole model.
+        bytes: bytes of the whole model.
         cut: number of ranks → share of all bytes that are cut, 0 to 1.
         fullest: number of ranks → bytes of the fullest rank, an even share being 1.
         seconds: number of ranks → processor time that the plan took; the first includes the search for rules.

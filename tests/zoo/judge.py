@@ -36,15 +36,15 @@ class Verdict:
     """The verdict for one model type at one world size.
 
     Attributes:
-        model_type, model_class: model_type, model_class: type and class of the model.
+        model_type, model_class: type and class of the model.
         world_size: number of ranks.
         status: "equal", "wrong", "refused" or "skipped" (cannot be built or run whole).
         reason: in words, unless equal.
-        source: source: source of the policies.
+        source: source of the policies.
         share: share of the cuttable bytes that are cut, 0 to 1.
-        compared: compared: compared results: "forward", "parts", single "layers", and the ways of decoding ("greedy",
+        compared: compared results: "forward", "parts", single "layers", and the ways of decoding ("greedy",
             "beam", "sampled").
-        seconds: seconds: duration.
+        seconds: duration.
     """
 
     model_type: str
@@ -62,7 +62,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
     """Verdicts on one model type, as dictionaries, one for each world size.
 
     Args:
-        model_type: model_type: type in its configuration.
+        model_type: type in its configuration.
         world_sizes: numbers of ranks.
         varied: take a model of other sizes than the twin has on which its policies are proven.
     """

@@ -39,7 +39,7 @@ class Sharing:
     """The verdict for one model type.
 
     Attributes:
-        model_type, model_class: model_type, model_class: type and class of the model.
+        model_type, model_class: type and class of the model.
         status: "shares"; "wrong" (it was proven, but other calls have other tokens); "alone" (calls run in their turn);
             "encoder"; "no text" (it generates sounds, or by CTC, without a loop); "not from text" (transformers' own
             `generate` does not go from token ids alone); "unbuilt".

@@ -120,11 +120,11 @@ class Unpacked(Computed):
     """Numbers that lie in words, several in each, side by side along one dimension.
 
     Attributes:
-        words: words: stored words.
-        bits: bits: bits of a number.
+        words: stored words.
+        bits: bits of a number.
         dim: along which words hold several.
-        places: places: positions of the numbers within a word, lowest bits first.
-        table: table: value of each number; None for the number itself.
+        places: positions of the numbers within a word, lowest bits first.
+        table: value of each number; None for the number itself.
     """
 
     words: Node
@@ -158,7 +158,7 @@ class Pairs(ByLines):
     Attributes:
         values: them.
         dim: along which they lie in pairs.
-        name: name: name of the weight, for errors.
+        name: name of the weight, for errors.
     """
 
     values: Node
@@ -187,7 +187,7 @@ class Repeated(Computed):
 
     Attributes:
         each: them.
-        dim: dim: the dimension of the groups.
+        dim: the dimension of the groups.
         times: how often; the last ones less often where `shape` says so.
     """
 

@@ -29,11 +29,11 @@ class StoredTensors:
 
     Args:
         state: all of it.
-        quantization: quantization: the configuration of the quantization.
+        quantization: the configuration of the quantization.
         where: the checkpoint, for errors.
         dtype: the data type of weights in high precision.
         plain: builds the model that the weights are for, on `meta`, or has it.
-        header: header: text about tensors, name → text; None: the text in the files.
+        header: text about tensors, name → text; None: the text in the files.
         dequantize: whether ranks may hold in high precision what no kernel reads.
 
     Attributes:
@@ -80,7 +80,7 @@ class StoredTensors:
 
         Args:
             dtypes: data types that it may have.
-            shape: shape: required shape, None for any number.
+            shape: required shape, None for any number.
 
         Raises:
             CheckpointError: it is not there, or is something else.
@@ -141,11 +141,11 @@ class StoredTensors:
 
         Args:
             values: the numbers, in the shape of the weight.
-            scales: scales: one for each block along each dimension, or one in all.
+            scales: one for each block along each dimension, or one in all.
             blocks: for each dimension; None as the number of scales says: one for all, or one for each.
-            zeros: zeros: zero points, one for each scale.
+            zeros: zero points, one for each scale.
             inputs: the dimension that counts inputs, from the last one.
-            bits: bits: bits of the integers.
+            bits: bits of the integers.
 
         Raises:
             CheckpointError: there are not as many scales as that makes.
