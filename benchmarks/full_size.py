@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(path: str | None) -> dict[str, dict[str, Any]]:
-    """Model type → what is written of it in a file of this benchmark; nothing where there is no file."""
+    """Model type → what is written of it in a file of this benchmark; nothing if there is no file."""
     if not path or not Path(path).exists():
         return {}
     return {row["model_type"]: row for row in json.loads(Path(path).read_text())}

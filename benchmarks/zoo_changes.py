@@ -2,7 +2,7 @@
 
     python -m benchmarks.zoo_changes BEFORE.md AFTER.md
 
-Exits with 1 where a model type is worse than it was, or is new and not equal.
+Exits with 1 if a model type is worse than it was, or is new and not equal.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def parallelize(
         model: a transformers model with its weights loaded, or peft's around one; or a directory or model id of the
             hub, whose weights each worker then reads its share of, also a directory with an adapter of peft's; or a
             model on `meta`, with `weights`.
-        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
+        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers if there is none.
         fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
         weights: the directory or model id that has the weights of a model on `meta`.
         model_class: the class to load a path as; by default the one that its configuration names.
@@ -267,7 +267,7 @@ def plan(
     fit: FitOptions | Mapping[str, Any] | None = None,
     quantize: Any = None,
 ) -> ShardPlan:
-    """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
+    """Return how `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
     Args:
         model: a transformers model.
@@ -303,8 +303,8 @@ def _source(
     model_class: type[PreTrainedModel] | None,
     options: Mapping[str, Any],
 ) -> Source | None:
-    """The checkpoint that the weights come from, None where the model has them; every argument for it acts or is
-    refused."""
+    """Return the checkpoint that the weights come from, None if the model has them; every argument for it acts or
+    is refused."""
     if isinstance(model, (str, os.PathLike)):
         if weights is not None:
             raise ParallelError("weights is for a model on meta; a path has its own")

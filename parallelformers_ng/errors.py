@@ -63,9 +63,9 @@ class WorkerDiedError(GroupError):
 
     Attributes:
         rank: the worker's rank.
-        signal: the signal that ended it, or None where it exited by itself.
-        exit_code: its exit code, or None where a signal ended it.
-        host: the host that it ran on, or None where the group is on one alone.
+        signal: the signal that ended it, or None if it exited by itself.
+        exit_code: its exit code, or None if a signal ended it.
+        host: the host that it ran on, or None if the group is on one alone.
     """
 
     def __init__(
@@ -153,6 +153,6 @@ class RequestCancelledError(GroupError):
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """` (did you mean 'timeout'?)`, for the end of a message; "" where none of the known names is near."""
+    """` (did you mean 'timeout'?)`, for the end of a message; "" if none of the known names is near."""
     near = difflib.get_close_matches(wrong, list(known), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

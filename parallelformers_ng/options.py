@@ -182,8 +182,8 @@ class FitOptions:
         return self.strategy == BOTH and self.tensor is None
 
     def over(self, counts: Sequence[int]) -> FitOptions:
-        """The same, with stages that lie within hosts of so many ranks where it is open. A ParallelError says that
-        these have none of two ranks or more."""
+        """Return the same, with stages that lie within hosts of so many ranks where it is open. A ParallelError says
+        that these have none of two ranks or more."""
         if not self.is_open or len(counts) == 1:
             return self
         tensor = math.gcd(*counts)
@@ -195,7 +195,7 @@ class FitOptions:
         return replace(self, tensor=tensor)
 
     def stages(self, world_size: int) -> int:
-        """How many stages so many ranks make, 1 where all do every layer together.
+        """Return how many stages so many ranks make, 1 if all do every layer together.
 
         Raises:
             ParallelError: they make none, or one, or an unknown number.
@@ -311,8 +311,8 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, as the options annotate it: a class, a union of types, a list, a dictionary, or a
-    tuple of any length."""
+    """Return whether a value is of a type, as the options annotate it: a class, a union of types, a list, a
+    dictionary, or a tuple of any length."""
     if kind is Any:
         return True
     origin, inner = get_origin(kind), get_args(kind)
@@ -340,7 +340,8 @@ def read_quantize(quantize: Any) -> QuantizeOptions | None:
 
 
 def _of_torchao(config: Any) -> QuantizeOptions:
-    """The options that stand for a config: it is told by its name and values, for torchao is not needed otherwise."""
+    """Return the options that stand for a config: it is told by its name and values, for torchao is not needed
+    otherwise."""
     values = {name: str(value) for name, value in vars(config).items()}
     kind, granularity = type(config).__name__, type(getattr(config, "granularity", None)).__name__
     group = getattr(getattr(config, "granularity", None), "group_size", None)

@@ -32,8 +32,8 @@ class Shapes:
     windows: bool = False
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
-        """Whether a list names some of `count` layers: in order, each once, into the last quarter of them, perhaps with
-        the states after the last. Scales of pooling and the like end before."""
+        """Return whether a list names some of `count` layers: in order, each once, into the last quarter of them,
+        perhaps with the states after the last. Scales of pooling and the like end before."""
         if not numbers or any(type(number) is not int for number in numbers) or self.sizes.issuperset(numbers):
             return False
         return list(numbers) == sorted(set(numbers)) and numbers[0] >= 0 and 3 * count <= 4 * numbers[-1] <= 4 * count

@@ -24,7 +24,7 @@ def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
 
 
 def absent_kinds(model: nn.Module, small: nn.Module) -> dict[Kind, int]:
-    """The kinds of layers that `model` has and `small` lacks, with the index of the first of each."""
+    """Return the kinds of layers that `model` has and `small` lacks, with the index of the first of each."""
     shown = first_of_each_kind(small)
     return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in shown}
 

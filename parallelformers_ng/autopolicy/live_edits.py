@@ -61,7 +61,7 @@ class _Edit:
 
 
 def _copied(module: nn.Module) -> nn.Module | None:
-    """A copy of a module without tensors; None for one that holds what cannot be copied."""
+    """Return a copy of a module without tensors; None for one that holds what cannot be copied."""
     try:
         return copy.deepcopy(module)
     except Exception:  # attributes are the program's, and may refuse to be copied in any way

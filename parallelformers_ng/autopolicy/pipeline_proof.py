@@ -26,8 +26,8 @@ _PROVEN: dict[tuple[Any, ...], bool | str] = {}
 
 
 def may_merge(model: PreTrainedModel) -> bool:
-    """Whether of blocks that follow one another in a stage only the last one's result need go to the other ranks; else
-    each block's must.
+    """Return whether of blocks that follow one another in a stage only the last one's result need go to the other
+    ranks; else each block's must.
 
     Raises:
         UnsupportedModelError: the twin gives other outputs either way, or there is none.

@@ -51,7 +51,7 @@ def make_plan(
     fit: FitOptions,
     quantize: QuantizeOptions | None = None,
 ) -> ShardPlan:
-    """How so many ranks hold a model.
+    """Return how so many ranks hold a model.
 
     Args:
         custom: the caller's policies.
@@ -86,7 +86,8 @@ def make_plan(
 
 
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
-    """The plan that cuts layers, unless it cannot be, or leaves much more on its fullest rank than stages would."""
+    """Return the plan that cuts layers, unless it cannot be, or leaves much more on its fullest rank than stages
+    would."""
     try:
         tensor = cut()
     except UnsupportedModelError as error:

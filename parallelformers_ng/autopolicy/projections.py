@@ -76,7 +76,7 @@ class Attention:
         return cls(name, module, tuple(query), tuple(keys), fused, out, others)
 
     def within(self, place: Place, where: dict[str, Place]) -> bool:
-        """Whether the output projection, too, lies in the block of the module."""
+        """Return whether the output projection, too, lies in the block of the module."""
         return where[self.out.name].block == place.block
 
     def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
@@ -178,7 +178,7 @@ class Attention:
 def _output(
     name: str, own: dict[str, Layer], by_name: dict[str, Layer], width: int | None, taken: set[str]
 ) -> Layer | None:
-    """The projection behind attention: beneath the module, or beside it."""
+    """Return the projection behind attention: beneath the module, or beside it."""
     parent = name.rpartition(".")[0]
     nearby = list(own.items())
     for above in (name, parent):

@@ -101,7 +101,7 @@ def prove_live_code(
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
-    """Check written policies: "" where the sharded and the whole outputs of a twin match, else what differs.
+    """Check written policies: "" if the sharded and the whole outputs of a twin match, else what differs.
 
     Raises:
         UnsupportedModelError: no twin could be made.
@@ -129,7 +129,7 @@ def prove_custom(
 def _objection(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float]
 ) -> str:
-    """Why the policies are refused, in words; "" where a twin proves them."""
+    """Return why the policies are refused, in words; "" if a twin proves them."""
     try:
         twin = twin_of(model)
     except UnsupportedModelError as error:
@@ -181,7 +181,7 @@ def _search(
 
 
 def twin_of(model: PreTrainedModel) -> Twin:
-    """A tiny random copy of a model.
+    """Return a tiny random copy of a model.
 
     Raises:
         UnsupportedModelError: none could be made.
@@ -201,5 +201,5 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def attention_of(model: PreTrainedModel) -> str | None:
-    """Its attention implementation."""
+    """Return its attention implementation."""
     return getattr(model.config, "_attn_implementation", None)

@@ -37,7 +37,7 @@ class Proposal:
 
 
 def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Policy], ...]:
-    """One policy for each block class, from `(block, rules)`."""
+    """Return one policy for each block class, from `(block, rules)`."""
     plans: dict[str, dict[str, Rule]] = {}
     for block, rules in parts:
         plans.setdefault(block, {}).update(rules)

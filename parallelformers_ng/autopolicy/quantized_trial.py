@@ -27,7 +27,7 @@ _DTYPE, _TOLERANCE = torch.float32, 1e-4
 
 
 def check_quantized(model: PreTrainedModel, selection: Selection, world_size: int, options: QuantizeOptions) -> str:
-    """ "" where the outputs match, else what differs.
+    """ "" if the outputs match, else what differs.
 
     Args:
         model: whose twin it is; only its class and configuration are read.

@@ -42,7 +42,7 @@ class RuleSearch:
         self._vocabulary = vocabulary
 
     def result(self) -> Selection:
-        """The policies found, those of the base included.
+        """Return the policies found, those of the base included.
 
         Raises:
             UnsupportedModelError: every proposal failed.
@@ -83,7 +83,7 @@ class RuleSearch:
         return Selection((*base.policies, *policies), "+".join(sources), vocabulary, leftovers, base.customs)
 
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
-        """Rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
+        """Return rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
         choices: dict[tuple[str, str], Choice] = {}
@@ -103,7 +103,7 @@ class RuleSearch:
     # -- search --------------------------------------------------------------------------------------------------
 
     def vocabulary_holds(self) -> bool:
-        """Whether the base passes with the vocabulary cut.
+        """Return whether the base passes with the vocabulary cut.
 
         Raises:
             UnsupportedModelError: it does not pass without that, either.
@@ -119,7 +119,7 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal], vocabulary: bool) -> list[Choice]:
-        """The proposals that pass, each tried alone and then together."""
+        """Return the proposals that pass, each tried alone and then together."""
         first = _first_variants(proposals)
         if first and not vocabulary and self.trials.match(first, vocabulary):
             return first
@@ -184,7 +184,7 @@ def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
 
 
 def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
-    """Whether a proposal's block lies in a block that a written policy describes."""
+    """Return whether a proposal's block lies in a block that a written policy describes."""
     named = (name for name, module in model.named_modules() if type(module).__name__ == proposal.block)
     return any(_lies_in(name, covered - {""}) for name in named)
 

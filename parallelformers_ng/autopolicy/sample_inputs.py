@@ -116,7 +116,7 @@ class SampleInputs:
         return None
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """The first of these attributes that the configuration or one inside it has."""
+        """Return the first of these attributes that the configuration or one inside it has."""
         values = (setting(part, name) for part in self.parts for name in names)
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
 
@@ -180,7 +180,8 @@ class SampleInputs:
         return int(patch) if isinstance(patch, int) else int(patch[-1])
 
     def patch_width(self, channels: int) -> int:
-        """Values of a flattened patch: what the layer that embeds patches takes, else what the configuration says."""
+        """Return values of a flattened patch: what the layer that embeds patches takes, else what the configuration
+        says."""
         for name, module in self.model.named_modules():
             if "patch" in name and isinstance(module, nn.Linear):
                 return module.in_features

@@ -68,7 +68,7 @@ class Shrinking:
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
-    """A small copy of `config`; one that is small already comes back as it is."""
+    """Return a small copy of `config`; one that is small already comes back as it is."""
     small, shapes = copy.deepcopy(config), shrinking.shapes
     parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
@@ -108,7 +108,8 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
 
 
 def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
-    """Whether an attribute is a width, or counts the groups of a convolution that has one for each of its channels."""
+    """Return whether an attribute is a width, or counts the groups of a convolution that has one for each of its
+    channels."""
     if _NOT_WIDTH.search(name):
         return False
     if name.endswith("_groups"):
@@ -117,12 +118,14 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
 
 
 def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:
-    """Whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their ids."""
+    """Return whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their
+    ids."""
     return type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name)
 
 
 def _shrink_coefficients(config: Any, factor: float) -> bool:
-    """Whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made smaller."""
+    """Return whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made
+    smaller."""
     width, repeats = setting(config, "width_coefficient"), setting(config, "num_block_repeats")
     if width is None or not isinstance(repeats, (list, tuple)):
         return False
@@ -133,7 +136,7 @@ def _shrink_coefficients(config: Any, factor: float) -> bool:
 
 
 def _width_factor(parts: list[Any]) -> float:
-    """The smallest power of two that leaves heads at least 8 wide and widths whole."""
+    """Return the smallest power of two that leaves heads at least 8 wide and widths whole."""
     mains, heads_dims, quotients = [], [], []
     for part in parts:
         width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
@@ -162,7 +165,7 @@ def _width_factor(parts: list[Any]) -> float:
 
 
 def _stage_widths(part: Any) -> list[int]:
-    """The widths of a model in stages that names no other, unless stages have heads of their own."""
+    """Return the widths of a model in stages that names no other, unless stages have heads of their own."""
     widths = setting(part, "hidden_sizes")
     if not isinstance(widths, (list, tuple)) or any(counts_heads(name) for name, _ in own_settings(part)):
         return []
@@ -170,7 +173,7 @@ def _stage_widths(part: Any) -> list[int]:
 
 
 def _fewer_heads(parts: list[Any], most: int) -> float:
-    """The smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
+    """Return the smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
     counts = [
         value for part in parts for name, value in own_settings(part)
         if counts_heads(name) and isinstance(value, int) and value > 1
@@ -195,7 +198,7 @@ def _scale(value: Any, factor: float) -> Any:
 
 
 def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a head that rotate by time, height and width still fill half of what rotates of a head.
+    """Return the sections of a head that rotate by time, height and width still fill half of what rotates of a head.
 
     Code that reads sections has defaults of its own, and other code ignores them: so sections are always written.
     Sections that are equal stay equal.
@@ -214,7 +217,7 @@ def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_images(config: Any) -> None:
-    """Four patches a side, or 64 pixels where there are no patches of one size."""
+    """Four patches a side, or 64 pixels if there are no patches of one size."""
     patch = setting(config, "patch_size")
     side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
     for name in ("image_size", "img_size"):
@@ -264,7 +267,7 @@ def _counts_tokens(name: str) -> bool:
 
 
 def _small_id(value: Any, ids: dict[int, int]) -> Any:
-    """Ids past the small vocabulary get others below its end, equal ones the same."""
+    """Return ids past the small vocabulary get others below its end, equal ones the same."""
     if isinstance(value, (list, tuple)):
         return type(value)(_small_id(item, ids) for item in value)
     if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:

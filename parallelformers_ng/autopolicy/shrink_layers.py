@@ -67,7 +67,7 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
 
 
 def _sections(config: Any, main: str) -> list[str]:
-    """Settings that say how many layers come first, next and last, that of the longest section last; none where no two
+    """Settings that say how many layers come first, next and last, that of the longest section last; none if no two
     or more add up to all layers."""
     others = {name: count for name, count in own_settings(config) if name != main and name.endswith(_LAYERS)}
     counts = {name: count for name, count in others.items() if isinstance(count, int) and count > 0}
@@ -76,7 +76,8 @@ def _sections(config: Any, main: str) -> list[str]:
 
 
 def _layers_of_all_kinds(config: Any, count: int) -> int:
-    """How many of the first layers show every kind that a list with an item per layer names; 0 without such a list."""
+    """Return how many of the first layers show every kind that a list with an item per layer names; 0 without such a
+    list."""
     needed = 0
     for _, pattern in own_settings(config):
         if not isinstance(pattern, (list, tuple)) or len(pattern) != count:
@@ -100,7 +101,7 @@ def _longest_period(config: Any, count: int) -> int:
 
 
 def _output_lists(config: Any) -> list[str]:
-    """Names of the lists of layers whose outputs a backbone gives."""
+    """Return names of the lists of layers whose outputs a backbone gives."""
     return [
         name for name, numbers in own_settings(config)
         if name.endswith("out_indices") and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
@@ -121,7 +122,7 @@ def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str], shape
 
 
 def _stages(config: Any, count: int) -> list[int]:
-    """The layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
+    """Return the layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
     indices, names = vars(config).get("_out_indices"), vars(config).get("stage_names")
     if not indices or not names or len(names) != count + 1 or "depths" in vars(config):
         return []

@@ -25,14 +25,14 @@ def shrink_by_trial(
     enough: int,
     runs: Callable[[PreTrainedConfig], bool] = lambda tried: True,
 ) -> PreTrainedConfig | None:
-    """A small copy of `config`, or None where it cannot be made as small.
+    """Return a small copy of `config`, or None if it cannot be made as small.
 
     Numbers that are equal are halved together, and all numbers of a list, so that widths that agree go on agreeing;
     before that, all numbers that look like widths, which also agree in sums and products.
 
     Args:
         config: a configuration, small or not.
-        weigh: how many parameters its model has; None where the class refuses it.
+        weigh: how many parameters its model has; None if the class refuses it.
         enough: parameters.
         runs: whether its model's forward takes it.
     """
@@ -62,7 +62,7 @@ def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """The numbers that a setting has, also in lists within lists; none where none of them is to be halved.
+    """Return the numbers that a setting has, also in lists within lists; none if none of them is to be halved.
 
     Counts of heads are what a proof is about, and vocabularies go with the ids in them. Windows and counts of experts
     are small already: transformers' own masks do not fit a window of one token, and experts are chosen from groups.

@@ -117,7 +117,8 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
 
 
 def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> bool:
-    """Whether a small copy has other parameters where its windows stay long: so many queries a window, for example."""
+    """Return whether a small copy has other parameters where its windows stay long: so many queries a window, for
+    example."""
     short = shrink(config, least)
     long = shrink(config, replace(least, shapes=replace(least.shapes, windows=True)))
     if short.to_dict() == long.to_dict():
@@ -128,7 +129,7 @@ def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, 
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The model without weights; None where it cannot be built so, as the next size may be to its taste."""
+    """Return the model without weights; None if it cannot be built so, as the next size may be to its taste."""
     try:
         with torch.device("meta"):
             return cls._from_config(copy.deepcopy(config))
@@ -194,8 +195,8 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrin
 
 
 def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | None:
-    """The number of the first inputs that the forward of a model without weights takes; None where it takes none. One
-    that looks at values takes none.
+    """Return the number of the first inputs that the forward of a model without weights takes; None if it takes
+    none. One that looks at values takes none.
 
     Args:
         only: names of the inputs to try; None for all.
@@ -222,7 +223,7 @@ def build_tiny(
     seed: int = 0,
     largest: int = _LARGEST,
 ) -> PreTrainedModel | None:
-    """A random model in evaluation mode, or None where it would have more than `largest` parameters."""
+    """Return a random model in evaluation mode, or None if it would have more than `largest` parameters."""
     options = {"attn_implementation": attention} if attention else {}
     try:
         with torch.device("meta"):

@@ -67,7 +67,7 @@ class _Observer:
         return self.twin
 
     def _reached(self, part: nn.Module, path: str) -> bool:
-        """Whether most of a part's large parameters already have an influence on some output."""
+        """Return whether most of a part's large parameters already have an influence on some output."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
         return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
 

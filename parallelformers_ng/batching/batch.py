@@ -79,7 +79,7 @@ class Batch:
             self.group.submit(_RoundRequest(self))
 
     def next_round(self) -> Round | None:
-        """The next round; None if there is nothing to do."""
+        """Return the next round; None if there is nothing to do."""
         while self._arrived:
             self._waiting[next(self._numbers)] = self._arrived.popleft()
         left = [number for number, ticket in self._running.items() if ticket.given_up]
@@ -178,7 +178,7 @@ class Batch:
         self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:
-        """The group has ended, or this batch cannot go on.
+        """End the batch: the group has ended, or a round failed.
 
         Args:
             error: error for the calls with running rows.

@@ -36,7 +36,7 @@ class CapturedRows:
     def run(
         self, growing: Any, shape: tuple[int, int], positions: int, inputs: Callable[[Any], dict[str, Any]]
     ) -> Any | None:
-        """One step.
+        """Return one step.
 
         Args:
             growing: the batch's cache.
@@ -45,7 +45,7 @@ class CapturedRows:
             inputs: the model's arguments over a cache.
 
         Returns:
-            What the model gave; None where the step is to run as it is.
+            What the model gave; None if the step is to run as it is.
         """
         rows, columns = shape
         length = max(LENGTH_STEP, bucket_of(columns))  # of half of it a step reads nothing, and it is recorded once

@@ -30,7 +30,7 @@ class Ran:
         rows: whose they are.
         logits: logits of their last tokens, `[rows, vocabulary]`.
         cache: cache of all of them; None if the model runs whole sequences at every step.
-        mask: `[rows, columns]`, 0 where the cache has padding.
+        mask: `[rows, columns]`, 0 if the cache has padding.
     """
 
     rows: list[BatchRow]
@@ -75,7 +75,7 @@ class Prompts:
             piece: tokens; 0 runs the first prompt, whole.
 
         Returns:
-            The prompts that are done, None where the first is not.
+            The prompts that are done, None if the first is not.
         """
         rows = self._side_by_side(piece)
         if len(rows) > 1:
@@ -102,7 +102,7 @@ class Prompts:
         return Ran([row], logits[:, -1], cache, mask)
 
     def _side_by_side(self, piece: int) -> list[BatchRow]:
-        """The first prompt, and those after it that may run with it."""
+        """Return the first prompt, and those after it that may run with it."""
         if self._done:
             return [self._waiting[0]]
         rows, longest = list[BatchRow](), 0

@@ -41,7 +41,7 @@ class Round:
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
         adapters: adapters of all rows, None if the model has none.
-        positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do.
+        positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 if none do.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class News:
         states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
         free_bytes: free bytes of the rank's own device; 0 if that is the host.
-        uncaptured: why steps became no CUDA graphs that should, "" where they did.
+        uncaptured: why steps became no CUDA graphs that should, "" if they did.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)

@@ -100,7 +100,7 @@ class BatchRow:
             self.newest = token
 
     def news(self) -> list[int]:
-        """The tokens that the caller has not been told of."""
+        """Return the tokens that the caller has not been told of."""
         new: list[int] = self.ids[0, self.told :].tolist()
         self.told = self.ids.shape[1]
         return new

@@ -56,12 +56,12 @@ def is_of_tokens_alone(cache: Any) -> bool:
 
 
 def holds_any(cache: Any) -> bool:
-    """Whether a cache holds anything."""
+    """Return whether a cache holds anything."""
     return next(iter(_all_held(cache)), None) is not None
 
 
 def keeps_all(cache: Any) -> bool:
-    """Whether a cache keeps the keys and values of all tokens, and nothing else."""
+    """Return whether a cache keeps the keys and values of all tokens, and nothing else."""
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
@@ -103,13 +103,13 @@ def align_ends(cache: Any, empty: list[int]) -> None:
 
 
 def token_bytes(cache: Any) -> int:
-    """Bytes of what one token of one row takes."""
+    """Return bytes of what one token of one row takes."""
     tensors = [each.tensor for each in _all_held(cache) if each.aligned]
     return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in tensors)
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a cache; none of one that holds states alone."""
+    """Return the layers of a cache; none of one that holds states alone."""
     layers = getattr(cache, "layers", ())
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # one in int8 is made of two
 
@@ -121,7 +121,7 @@ def _note_columns(cache: Any, columns: int) -> None:
 
 
 def _all_held(cache: Any) -> Iterator[_Held]:
-    """Every tensor that has rows.
+    """Yield every tensor that has rows.
 
     Raises:
         BatchingError: the cache has a part to which rows cannot be added.

@@ -35,9 +35,9 @@ class Rows:
 
     Args:
         model: the rank's.
-        communicator: the ranks; None where there is one.
+        communicator: the ranks; None if there is one.
         prefixes: keeps the sequences that are complete.
-        captured: runs steps that are recorded; None where none are.
+        captured: runs steps that are recorded; None if none are.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Rows:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, 0 where there is no row."""
+        """Bytes of the keys and values of one token, 0 if there is no row."""
         return 0 if self._cache is None else row_caches.token_bytes(self._cache)
 
     def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class Rows:
         Args:
             logits: logits of their newest tokens, `[rows, vocabulary]`.
             cache: cache of their prompts; None if every step runs whole sequences.
-            mask: `[rows, columns]`, 0 where the cache has padding.
+            mask: `[rows, columns]`, 0 if the cache has padding.
 
         Raises:
             BatchingError: the model keeps a cache that no row can be added to.
@@ -107,7 +107,7 @@ class Rows:
         """Choose one more token for each row.
 
         Args:
-            positions: rows × tokens of caches over which steps are recorded; 0 where none are to be.
+            positions: rows × tokens of caches over which steps are recorded; 0 if none are to be.
 
         Returns:
             The rows, also those that ended with it and have left.
@@ -154,7 +154,7 @@ class Rows:
             self._slots, self._cache = [], None
 
     def _choose(self, rows: list[BatchRow], logits: torch.Tensor) -> None:
-        """Each rank chooses for its share of the rows, and all take what it chose."""
+        """Choose the tokens of this rank's share of the rows; then exchange them."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = {index: logits[index : index + 1] for index, row in enumerate(rows) if row.number % ranks == rank}
         if at := [index for index in own if rows[index].call.penalties is not None]:

@@ -72,7 +72,7 @@ class SharedCall:
 def shared_call(
     model: Any, arguments: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None
 ) -> SharedCall | str:
-    """A call whose row may join others; else why it runs alone.
+    """Return a call whose row may join others; else why it runs alone.
 
     Args:
         model: the caller's; its settings hold where the call says nothing.
@@ -134,7 +134,7 @@ def shared_call(
 
 
 def tokens_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """How many tokens the prompts of a call of `generate` have, and with all that may follow.
+    """Return how many tokens the prompts of a call of `generate` have, and with all that may follow.
 
     Args:
         model: the caller's; its settings hold where the call says nothing.

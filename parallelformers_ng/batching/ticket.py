@@ -64,7 +64,7 @@ class Ticket:
         return self.failures > 1 and self.is_suspect
 
     def take(self, tokens: list[int]) -> None:
-        """Tokens that the ranks have chosen."""
+        """Take tokens that the ranks have chosen."""
         for token in tokens:
             if self._again < len(self.tokens) and self.tokens[self._again] != token:
                 self.end(DivergedError("after a round that failed for another call, this call's tokens were others"))

@@ -13,7 +13,7 @@ from parallelformers_ng.errors import BatchingError
 
 
 def runs_whole(model: Any, row: BatchRow) -> bool:
-    """Whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
+    """Return whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
 
     Raises:
         BatchingError: it has a cache of a kind of its own.

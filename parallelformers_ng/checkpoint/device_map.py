@@ -72,7 +72,8 @@ def balanced_device_map(
 
 
 def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
-    """Each unit → the first of those that it is tied to, and that these are tied to: itself where there is none."""
+    """Return each unit → the first of those that it is tied to, and that these are tied to: itself if there is
+    none."""
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
     for unit, tensors in unit_tensors.items():
@@ -89,7 +90,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
-    """Path of an attention of the decoder → bytes of its keys and values."""
+    """Return path of an attention of the decoder → bytes of its keys and values."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not length or not model.can_generate() or not queries:
@@ -109,5 +110,6 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether it is the module itself that keeps keys and values, and not one around it that knows its number too."""
+    """Return whether it is the module itself that keeps keys and values, and not one around it that knows its number
+    too."""
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

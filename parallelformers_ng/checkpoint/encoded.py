@@ -51,7 +51,7 @@ class Decoded(Computed):
         return torch.cat(pieces, dim)
 
     def _bytes(self, cut: Mapping[int, tuple[Range, ...]], dim: int, rank: int | None) -> Tensor:
-        """A part that ends between bytes."""
+        """Return a part that ends between bytes."""
         numbers, scales = self.parts
         rest = {other: ranges for other, ranges in cut.items() if other != dim}
         scale = read(scales, rest, rank)
@@ -247,11 +247,11 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten.stack.default": _stacked,
 }
 """Operations that do to numbers and scales what they do to a weight; given the dimensions of an operand, and which of
-them counts its inputs: which one of the result does, None where they mix."""
+them counts its inputs: which one of the result does, None if they mix."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """A tensor, given how to read what the ranks hold of it."""
+    """Return a tensor, given how to read what the ranks hold of it."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])

@@ -72,22 +72,22 @@ class CheckpointFile:
         self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
-        """One stored tensor, a view of the mapped file."""
+        """Return one stored tensor, a view of the mapped file."""
         raise NotImplementedError
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is known to lie in the mapped file."""
+        """Return whether `tensor` is known to lie in the mapped file."""
         return False
 
     def maps(self, key: str) -> bool:
-        """Whether `tensor` is known to be a view of the mapped file."""
+        """Return whether `tensor` is known to be a view of the mapped file."""
         return False
 
     def release(self, key: str) -> None:
         """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
 
     def name_to_open(self) -> str:
-        """A path at which the file that was found can be opened.
+        """Return a path at which the file that was found can be opened.
 
         Raises:
             CheckpointError: it was written to since, or it is gone.
@@ -100,7 +100,7 @@ class CheckpointFile:
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
     def is_like(self, name: str) -> bool:
-        """Whether a file of another host may be this one."""
+        """Return whether a file of another host may be this one."""
         return os.stat(name).st_size == self._identity[2]
 
     def _name_elsewhere(self) -> str:

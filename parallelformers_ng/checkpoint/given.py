@@ -31,7 +31,7 @@ _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4
 
 
 def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
-    """A plain model like a quantized one, whose weights are unread; None for one that is plain.
+    """Return a plain model like a quantized one, whose weights are unread; None for one that is plain.
 
     Args:
         dtype: data type of weights in high precision; None: the model's.
@@ -110,7 +110,8 @@ class Given:
 
 
 def _unpacked(layer: nn.Module) -> bool:
-    """Whether a layer of a plain model has weights that are made of what is stored as small numbers and scales."""
+    """Return whether a layer of a plain model has weights that are made of what is stored as small numbers and
+    scales."""
     return any(
         isinstance(tensor, LazyTensor) and not isinstance(tensor.node, FetchedLeaf)
         for tensor in layer._parameters.values()

@@ -44,15 +44,15 @@ class Layout:
 
 
 def file_region(plan: ShardPlan, rank: int) -> int:
-    """The region of a rank that is a file."""
+    """Return the region of a rank that is a file."""
     return plan.world_size + 1 + rank
 
 
 def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
-    """Whether the plan leaves a rank's part of a tensor to the disk."""
+    """Return whether the plan leaves a rank's part of a tensor to the disk."""
     return plan.tiers is not None and plan.tiers.place(tensor.storage, rank) == "disk"
 
 
 def regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
-    """The regions that a rank maps: its own, the one that all share, and its file."""
+    """Return the regions that a rank maps: its own, the one that all share, and its file."""
     return rank, plan.world_size, file_region(plan, rank)

@@ -133,7 +133,7 @@ _BEYOND_OPERATORS = (
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """The values, an ordinary tensor; a parameter where `tensor` is one."""
+    """Return the values, an ordinary tensor; a parameter where `tensor` is one."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):
@@ -142,7 +142,7 @@ def values(tensor: RemoteTensor) -> torch.Tensor:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[RemoteTensor]:
-    """The remote tensors that an operator would write to."""
+    """Return the remote tensors that an operator would write to."""
     by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     writes = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     leaves = tree_leaves([by_name[name] for name in by_name if name in writes])

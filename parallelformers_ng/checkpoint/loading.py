@@ -69,20 +69,21 @@ class Checkpoint:
         return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
     def held(self, plan: ShardPlan) -> Checkpoint:
-        """How to read what the ranks hold of it, as integers and scales where the plan has a tensor quantized."""
+        """Return how to read what the ranks hold of it, as integers and scales where the plan has a tensor
+        quantized."""
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
             nodes |= held_nodes(plan, name, node)
         return Checkpoint(nodes, [part.name for name in self.copied for part in plan.parts(name)])
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
-        """The plan of what ranks do not read out of the files."""
+        """Return the plan of what ranks do not read out of the files."""
         return dataclasses.replace(
             plan, tensors={name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
         )
 
     def is_read(self, tensor: TensorPlan) -> bool:
-        """Whether ranks read a tensor out of the files."""
+        """Return whether ranks read a tensor out of the files."""
         return tensor.storage in self.nodes and tensor.storage not in self.copied
 
     def copy(self, store: ShardStore) -> None:
@@ -94,8 +95,8 @@ class Checkpoint:
 
 
 def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
-    """Whether a rank has its part of a tensor in RAM that it does not own, or on disk other than it lies in the
-    checkpoint."""
+    """Return whether a rank has its part of a tensor in RAM that it does not own, or on disk other than it lies in
+    the checkpoint."""
     if plan.tiers is None or tensor.name not in nodes:
         return False
     for rank, shard in enumerate(tensor.shards):
@@ -111,7 +112,7 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """A model in evaluation mode whose weights have not been read.
+    """Return a model in evaluation mode whose weights have not been read.
 
     Args:
         source: source of the files, with the arguments of `from_pretrained`.
@@ -201,7 +202,7 @@ def model_of(
     options: Mapping[str, Any],
     state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
-    """A model of a class whose weights are those of a state that has not been read.
+    """Return a model of a class whose weights are those of a state that has not been read.
 
     Args:
         location: origin of the state, for errors.
@@ -293,7 +294,7 @@ def prepare_conversions() -> None:
 
 
 def lazy_state(location: Location) -> dict[str, LazyTensor]:
-    """All stored tensors by their names in the checkpoint, none of them read.
+    """Return all stored tensors by their names in the checkpoint, none of them read.
 
     Raises:
         CheckpointError: a file is missing or damaged.

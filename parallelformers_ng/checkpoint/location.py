@@ -101,7 +101,7 @@ class Source:
 
     Attributes:
         location: location of the checkpoint.
-        config: its configuration, with the attributes that were passed; None where the model brings its own.
+        config: its configuration, with the attributes that were passed; None if the model brings its own.
         trust_remote_code: allow code that comes with it to run here.
         options: further arguments of `from_pretrained`.
         model_class: the class to load; None is the one that the configuration names.
@@ -115,13 +115,13 @@ class Source:
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """The path of the model that the adapter in a directory was made for; None where the directory has none."""
+    """Return the path of the model that the adapter in a directory was made for; None if the directory has none."""
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and unknown ones."""
+    """Raise ParallelError for arguments of `from_pretrained` if nothing is loaded with them, and unknown ones."""
     for name in options:
         _refuse_by_name(name)
         if name in _FOR_LOADING:
@@ -142,7 +142,7 @@ def read_source(
         path: a directory or a model id of the hub.
         arguments: name → value. What is an attribute of the configuration overrides it.
         model_class: same as in `Source`.
-        of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
+        of_its_own: False if a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:
         ParallelError: an argument that is unknown, or refused here.
@@ -203,7 +203,7 @@ def stored_quantization(location: Location) -> dict[str, Any] | None:
 
 
 def open_weights(location: Location) -> list[CheckpointFile]:
-    """The files that hold the weights, every one that an index names; nothing but headers is read.
+    """Return the files that hold the weights, every one that an index names; nothing but headers is read.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -19,7 +19,7 @@ log = logging.getLogger("parallelformers_ng")
 def class_of(
     config: PreTrainedConfig, location: Location | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """The class that a configuration names, else that of the most telling auto mapping, which a log line says.
+    """Return the class that a configuration names, else that of the most telling auto mapping, which a log line says.
 
     Args:
         config: the configuration.
@@ -70,7 +70,7 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
-    """The model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
+    """Return the model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
 
     Args:
         name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type
@@ -94,5 +94,5 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
 
 
 def is_model_type(name: str) -> bool:
-    """Whether a name stands for a type's default configuration: no file or folder is called so."""
+    """Return whether a name stands for a type's default configuration: no file or folder is called so."""
     return not Path(name).exists() and name in transformers.CONFIG_MAPPING

@@ -34,13 +34,13 @@ class Leaf(Node, ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """The whole of it, as a view of mapped memory where that can be."""
+        """Return the whole of it, as a view of mapped memory if that can be."""
 
     def release(self) -> None:
         """Let go of the pages that were mapped to read it; reading it again maps them again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of what is stored rather than a copy."""
+        """Return whether `tensor` is a view of what is stored rather than a copy."""
         return False
 
 
@@ -98,7 +98,7 @@ class Computed(Node, ABC):
 
     @abstractmethod
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """A part of it.
+        """Return a part of it.
 
         Args:
             cut: ranges to read: dimension → ranges along it, side by side.
@@ -107,7 +107,7 @@ class Computed(Node, ABC):
 
 
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
-    """A tensor of which every rank holds its shard.
+    """Return a tensor of which every rank holds its shard.
 
     Args:
         part: gives the shard of the rank of that number.
@@ -122,7 +122,7 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
 
 
 def parts(node: Node) -> Iterator[Node]:
-    """A node, and all that operations make it of."""
+    """Yield a node, and all that operations make it of."""
     yield node
     if isinstance(node, Operation):
         for operand in tree_leaves((node.args, node.kwargs)):

@@ -22,7 +22,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 
 def at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """A view of one place in a tensor."""
+    """Return a view of one place in a tensor."""
     for dim, (start, stop) in place.items():
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor
@@ -71,7 +71,7 @@ def _permute(node: Operation, cut: Cut) -> OperandPart:
 
 
 def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> OperandPart:
-    """Part of `source[start:stop]` along `dim`."""
+    """Return part of `source[start:stop]` along `dim`."""
     ((first, last),) = cut.get(dim, ((0, stop - start),))
     return OperandPart(source, {**cut, dim: ((start + first, start + last),)})
 
@@ -106,7 +106,7 @@ def _unbind(node: Operation, cut: Cut) -> OperandPart:
 
 
 def _pick(source: Node, dim: int, index: int, cut: Cut) -> OperandPart:
-    """Part of `source[…, index, …]`."""
+    """Return part of `source[…, index, …]`."""
     index %= source.shape[dim]
     above = {other + (other >= dim): ranges for other, ranges in cut.items()}
     return OperandPart(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
@@ -141,7 +141,7 @@ TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
     "aten.squeeze.dim": _squeeze,
     "aten.unsqueeze.default": _unsqueeze,
 }
-"""What to read for a single cut; None where the operation has to be run whole after all."""
+"""What to read for a single cut; None if the operation has to be run whole after all."""
 
 # -- operations that put tensors together: any cut falls into pieces -----------------------------------------------
 

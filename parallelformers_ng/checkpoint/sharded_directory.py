@@ -130,7 +130,7 @@ def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def files_of(path: Path) -> set[str] | None:
-    """Names of the files that belong to a sharded directory; None where it is none."""
+    """Return names of the files that belong to a sharded directory; None if it is none."""
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}
@@ -138,7 +138,7 @@ def files_of(path: Path) -> set[str] | None:
 
 
 def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
-    """The tensors of a sharded directory by their names in the model; nothing but headers is read.
+    """Return the tensors of a sharded directory by their names in the model; nothing but headers is read.
 
     A rank that reads its own shard of one reads its own file alone, and gets a view of it.
 

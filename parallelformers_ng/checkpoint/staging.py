@@ -29,8 +29,8 @@ class Staging:
         self._turn = 0
 
     def to_device(self, source: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the device. The source is read when this returns; the copy is complete for whatever
-        is queued on the device's current stream afterwards."""
+        """Return a contiguous copy on the device. The source is read when this returns; the copy is complete for
+        whatever is queued on the device's current stream afterwards."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         for part, place in _pieces(source, target, self._buffers[0].numel()):
             self._send(part, place)

@@ -67,7 +67,7 @@ class ShardStore:
             raise
 
     def fds_for(self, rank: int) -> list[int]:
-        """The regions rank `rank` maps, see `map_shards`."""
+        """Return the regions rank `rank` maps, see `map_shards`."""
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
@@ -126,11 +126,11 @@ class ShardStore:
         return whole
 
     def node(self, tensor: TensorPlan) -> Node:
-        """One tensor, to be read in parts."""
+        """Return one tensor, to be read in parts."""
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """One rank's part of the weights, mapped while it is used."""
+        """Return one rank's part of the weights, mapped while it is used."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -148,7 +148,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _file_in(folder: str, size: int) -> int:
-    """A file in a folder that has no name there, so that it goes when nobody has it open any more."""
+    """Return a file in a folder that has no name there, so that it goes when nobody has it open any more."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -183,7 +183,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
 
 
 def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int) -> torch.Tensor:
-    """A rank's part of a tensor, as a view of a mapping; of memory of its own where it has no bytes."""
+    """Return a rank's part of a tensor, as a view of a mapping; of memory of its own if it has no bytes."""
     shape = tensor.shards[rank].shape(tensor.shape)
     if mapping is None or 0 in shape:
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -244,7 +244,8 @@ def take_back(
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
-    """The names of each tensor of `model`, several where it is tied; of all that the plan has, or of `names` alone."""
+    """Return the names of each tensor of `model`, several where it is tied; of all that the plan has, or of `names`
+    alone."""
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():

@@ -121,7 +121,7 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
     Whatever interrupts it, `target` is then the old one or the new one, whole.
 
     Args:
-        ours: the files in an existing `target` that are ours to replace; None where it is none of our directories.
+        ours: the files in an existing `target` that are ours to replace; None if it is none of our directories.
             Other files in it are kept.
 
     Raises:

@@ -55,7 +55,7 @@ class Report:
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
-        """The part of the bandwidth that a contestant's median decode speed amounts to."""
+        """Return the part of the bandwidth that a contestant's median decode speed amounts to."""
         read = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
         return statistics.median(self.decode[name]) * read / self.bandwidth
 
@@ -191,7 +191,7 @@ def bench(
 
 
 def read_bandwidth(device: str, count: int = 1) -> float:
-    """Bytes per second of sums over a tensor far larger than any cache, the best of a few passes.
+    """Return bytes per second of sums over a tensor far larger than any cache, the best of a few passes.
 
     Args:
         device: "cpu", which all threads of this process read together, or "cuda".
@@ -224,7 +224,7 @@ def _bytes_read(model: PreTrainedModel) -> int:
 
 
 def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
-    """The same of weights as ranks hold them, each once."""
+    """Return the same of weights as ranks hold them, each once."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -233,12 +233,12 @@ def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
 
 
 def _prefill(model: Any, prompt: int) -> float:
-    """Tokens per second of the prompt's pass, the choice of the first token included."""
+    """Return tokens per second of the prompt's pass, the choice of the first token included."""
     return prompt / _seconds(model, prompt, 1)
 
 
 def _decode(model: Any, tokens: int) -> float:
-    """Tokens per second after a short prompt, whose own pass is taken off."""
+    """Return tokens per second after a short prompt, whose own pass is taken off."""
     first = _seconds(model, _SHORT_PROMPT, 1)
     return tokens / max(_seconds(model, _SHORT_PROMPT, tokens + 1) - first, 1e-9)
 

@@ -39,7 +39,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def plan(options: argparse.Namespace) -> int:
-    """How the model would be cut, with the bytes of each rank; or what it would need and give on other devices."""
+    """Return how the model would be cut, with the bytes of each rank; or what it would need and give on other
+    devices."""
     from parallelformers_ng import forecast as make_forecast
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model
@@ -57,7 +58,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def policies(options: argparse.Namespace) -> int:
-    """Every model type and where its policy comes from."""
+    """Return every model type and where its policy comes from."""
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
@@ -117,14 +118,15 @@ def _numbers(text: str) -> list[float]:
 
 
 def _custom(options: argparse.Namespace) -> Any:
-    """The policies of `--policy`, None without."""
+    """Return the policies of `--policy`, None without."""
     from parallelformers_ng.sharding.policy_file import policies_of_file
 
     return None if options.policy is None else policies_of_file(options.policy)
 
 
 def _of_defaults(options: argparse.Namespace, model: Any) -> str:
-    """A first line that says so where a bare model type stands for its defaults, as no checkpoint of that name does."""
+    """Return a first line that says so where a bare model type stands for its defaults, as no checkpoint of that
+    name does."""
     from parallelformers_ng.checkpoint.model_class import is_model_type
 
     if not is_model_type(options.model):
@@ -199,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check a model's policy on a tiny random copy: sharded and whole outputs must match",
         description="Build a tiny random copy of the model (its class, head counts and layer pattern, from the"
         " configuration alone), run it whole and sharded over N ranks, and compare the outputs; with --quantize also"
-        " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 where the outputs"
+        " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 if the outputs"
         " differ, with 2 where the model is refused.",
     )
     command.set_defaults(command=verify)

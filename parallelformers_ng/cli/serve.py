@@ -20,7 +20,7 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each option. What is not given is left out, so that a file can say it."""
+    """Add a flag for each option. A missing flag is left out, so that a file can set it."""
     from parallelformers_ng.serving.serve_options import ServeOptions
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)

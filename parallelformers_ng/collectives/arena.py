@@ -41,7 +41,7 @@ PARENT = -1
 
 
 def arena_bytes(world_size: int, slot_bytes: int) -> int:
-    """The size of a whole arena, in bytes: the slots begin on a page."""
+    """Return the size of a whole arena, in bytes: the slots begin on a page."""
     places = 2 * world_size
     end_of_lines = HEADER_BYTES + places * LINE_BYTES
     return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes
@@ -119,11 +119,11 @@ class Arena:
             raise
 
     def line(self, place: int) -> int:
-        """The index of the first word of a place's line."""
+        """Return the index of the first word of a place's line."""
         return (HEADER_BYTES + place * LINE_BYTES) // 8
 
     def counter(self, place: int) -> int:
-        """The last step that was published there."""
+        """Return the last step that was published there."""
         return self.words[self.line(place) + COUNTER_WORD]
 
     @property
@@ -139,7 +139,7 @@ class Arena:
         self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
 
     def end(self, place: int) -> tuple[int, int]:
-        """The sequence number, modulo 2³², of the request that a rank was done with last, and those 32 bits."""
+        """Return the sequence number, modulo 2³², of the request that a rank was done with last, and those 32 bits."""
         return divmod(self.words[self.line(place) + END_WORD], 1 << 32)
 
     def request_cancel(self, sequence: int) -> None:
@@ -160,7 +160,7 @@ class Arena:
         self.words[ABORT_WORD] = author + 2
 
     def abort_error(self) -> CollectiveAbortedError:
-        """The exception that says who aborted and why."""
+        """Return the exception that says who aborted and why."""
         author = self.words[ABORT_WORD] - 2
         start = self._reason_start(author)
         # Another process may be writing the text; the abort is certain all the same.

@@ -156,7 +156,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _part(self, width: int) -> Communicator:
-        """A new one for `within`."""
+        """Return a new one for `within`."""
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class ArenaCommunicator(Communicator):
 
     Args:
         arena: it belongs to the communicator of all its ranks, which closes it.
-        place: this rank's among all of the arena; None where the communicator is that of all.
+        place: this rank's among all of the arena; None if the communicator is that of all.
     """
 
     def __init__(self, rank: int, world_size: int, arena: Arena, place: int | None = None) -> None:
@@ -263,7 +263,7 @@ def give_way(waited: float) -> None:
 
 
 def summable_in_place(tensor: Tensor) -> Tensor:
-    """The tensor itself where it may be overwritten by the sum, else a contiguous copy.
+    """Return the tensor itself where it may be overwritten by the sum, else a contiguous copy.
 
     A tensor that needs a gradient may be saved for the backward pass and must keep its values.
     """

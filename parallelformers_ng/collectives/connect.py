@@ -22,7 +22,7 @@ BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
 
 def chosen_backend(backend: str, device_type: str) -> str:
-    """The one of BACKENDS that "auto" stands for; any other stands for itself."""
+    """Return the one of BACKENDS that "auto" stands for; any other stands for itself."""
     if backend != "auto":
         return backend
     on_cpu = "shared_memory" if is_built() else "gloo"
@@ -30,7 +30,7 @@ def chosen_backend(backend: str, device_type: str) -> str:
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
-    """Why a backend cannot serve the devices of a type, "cpu" or "cuda", here; "" where it can."""
+    """Return why a backend cannot serve the devices of a type, "cpu" or "cuda", here; "" if it can."""
     if backend not in BACKENDS:
         return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)

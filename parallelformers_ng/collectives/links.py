@@ -66,7 +66,8 @@ class _Link:
         self._unsent = [memoryview(bytes(part)) for part in self._unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """The body of the record that is due, once it has come whole; records of earlier generations are dropped.
+        """Return the body of the record that is due, once it has come whole; records of earlier generations are
+        dropped.
 
         Raises:
             DivergedError: another record came.

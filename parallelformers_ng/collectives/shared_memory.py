@@ -31,7 +31,7 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 
 
 def is_built() -> bool:
-    """Whether the collectives in C were built where this was installed."""
+    """Return whether the collectives in C were built where this was installed."""
     return _kernel is not None
 
 

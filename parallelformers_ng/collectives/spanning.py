@@ -48,7 +48,7 @@ class HandedOver(dist.Store):
         return self._exchange(b"")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether other ranks have signalled."""
+        """Return whether other ranks have signalled."""
         return False
 
     def _exchange(self, own: bytes) -> bytes:
@@ -120,7 +120,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface of this machine that has an address.
+    """Return the name of the interface of this machine that has an address.
 
     Raises:
         StartupError: none has it.

@@ -34,7 +34,7 @@ class _Meeting:
             return self._stages[width][number]
 
     def end(self) -> None:
-        """A rank will not come again: the ranks that wait for it raise."""
+        """Note that a rank will not come again: the ranks that wait for it raise."""
         self.ended = True
         if self.barrier.n_waiting:
             self.barrier.abort()

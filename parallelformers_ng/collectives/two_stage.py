@@ -84,7 +84,7 @@ class TwoStageCommunicator(Communicator):
         return tensor if self._within.world_size == 1 else self._within.broadcast(tensor)
 
     def _exchanged(self, links: Links, own: Tensor, counts: list[int]) -> list[Tensor]:
-        """The tensors of all leaders, flat, of so many elements each."""
+        """Return the tensors of all leaders, flat, of so many elements each."""
         size = own.element_size()
         try:
             parts = links.exchange(_bytes(own), [count * size for count in counts])

@@ -87,15 +87,15 @@ class CapturedStep:
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """The step's output, from the recording."""
+        """Return the step's output, from the recording."""
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
     def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
-        """The step both ways. Returns the output of the one that runs as it is; and how the other differs, "" where it
-        does not."""
+        """Return the step both ways. Returns the output of the one that runs as it is; and how the other differs, ""
+        where it does not."""
         before = self._cache.snapshot()
         result = self._compute(arguments)
         for tensor, saved in before:
@@ -127,7 +127,7 @@ class CapturedSteps:
         communicator: the ranks, which record and give up together.
 
     Attributes:
-        reason: why the last call ran steps as they are, "" where it did not.
+        reason: why the last call ran steps as they are, "" if it did not.
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
@@ -173,7 +173,7 @@ class CapturedSteps:
             self._current = None
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """The cache for so many rows, or a few more.
+        """Return the cache for so many rows, or a few more.
 
         Args:
             tokens: least room, in tokens.
@@ -196,7 +196,7 @@ class CapturedSteps:
         return reusable
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
-        """A step over a cache of `cache`, from its recording where there is one."""
+        """Return a step over a cache of `cache`, from its recording if there is one."""
         self.reason = _model_obstacle(model)
         if self.reason:
             return model(**arguments)
@@ -272,7 +272,7 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """This rank's failure, or that another has one: the ranks go on in the same way."""
+        """Return this rank's failure, or that another has one: the ranks go on in the same way."""
         if self._communicator.world_size == 1:
             return failure
         mine = torch.tensor([bool(failure)], device=self._device())
@@ -285,8 +285,8 @@ class CapturedSteps:
 
 
 def odd_output(output: Any, cache: Any) -> str:
-    """Name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are no
-    more."""
+    """Return name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are
+    no more."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")

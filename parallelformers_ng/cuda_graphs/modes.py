@@ -46,7 +46,7 @@ class StaticSteps:
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
-    """The decode mode of `parallelize`.
+    """Return the decode mode of `parallelize`.
 
     Args:
         decode: its argument.
@@ -55,7 +55,7 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
             in it, and is compiled in pieces around them.
 
     Returns:
-        How decode steps run, None for as they are; and why that is not as asked, "" where it is.
+        How decode steps run, None for as they are; and why that is not as asked, "" if it is.
 
     Raises:
         ParallelError: `decode` is something else, or has each of several ranks make CUDA graphs of what it compiles.
@@ -97,10 +97,10 @@ CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 def static_generation(
     model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """The arguments of a call of `generate` with what makes its steps go as asked.
+    """Return the arguments of a call of `generate` with what makes its steps go as asked.
 
     Returns:
-        The arguments; and why they are as they were, "" where they are not.
+        The arguments; and why they are as they were, "" if they are not.
     """
     static = {**arguments}
     if reason := _obstacle(model, static, steps):
@@ -121,7 +121,7 @@ def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_s
 
 
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
+    """Return the arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
 
     On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
     several ranks, each would record the others' exchanges. If the caller says how to compile, that holds.
@@ -136,7 +136,7 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
 
 
 def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> int:
-    """Rows × tokens that the cache of a call must have room for."""
+    """Return rows × tokens that the cache of a call must have room for."""
     inputs = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     rows, tokens = next((prompt.shape[:2] for prompt in inputs if prompt is not None), (1, 1))
     new = setting("max_new_tokens")
@@ -145,7 +145,7 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
+    """Return why the steps of this call cannot be compiled or captured, in words; "" if they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def setting(name: str) -> Any:

@@ -135,8 +135,8 @@ class StepArguments:
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Tensors of `width` rows for these arguments. What is added to theirs is the first row: valid, whoever reads
-        it."""
+        """Return tensors of `width` rows for these arguments. What is added to theirs is the first row: valid,
+        whoever reads it."""
         buffers = []
         for tensor in self.tensors:
             shape = self._shape(tensor, width)
@@ -145,7 +145,7 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """The arguments with other tensors in the places of these."""
+        """Return the arguments with other tensors in the places of these."""
         rest = iter(tensors)
 
         def placed(item: Any) -> Any:
@@ -197,7 +197,7 @@ class CaptureCheck(TorchDispatchMode):
     is better not tried.
 
     Attributes:
-        found: the first such operator, in words; "" where there is none.
+        found: the first such operator, in words; "" if there is none.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ LENGTH_STEP = 128
 
 
 def bucket_of(rows: int) -> int:
-    """The rows that memory is taken for: the next power of two, 1, 2, 4, 8, …."""
+    """Return the rows that memory is taken for: the next power of two, 1, 2, 4, 8, …."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -111,7 +111,7 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
 @functools.cache
 def _tokens_are_placed_alike() -> bool:
-    """Whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
+    """Return whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
     with torch.inference_mode(), torch.device("cpu"):
         states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
         one = states[:, :, :1]
@@ -134,7 +134,7 @@ _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
 def unsupported_layer(cache: Cache) -> str:
-    """The kind of cache, or of a layer in it, that has no reusable form; "" where all have."""
+    """Return the kind of cache, or of a layer in it, that has no reusable form; "" if all have."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
@@ -189,7 +189,7 @@ class ReusableCache:
             layer.release()
 
     def renew(self) -> StaticCache:
-        """The cache as if it were new."""
+        """Return the cache as if it were new."""
         for layer in self.layers:
             layer.renew()
         return self.cache
@@ -258,13 +258,13 @@ class ReusableCache:
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """Every tensor of the cache with a copy of what it holds now."""
+        """Return every tensor of the cache with a copy of what it holds now."""
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         return [(tensor, _copied(tensor)) for tensor in tensors]
 
 
 def handed_out(cache: Cache) -> Cache:
-    """The cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
+    """Return the cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
     if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
@@ -290,7 +290,7 @@ def _plain_copy(layer: Any) -> StaticLayer:
 
 
 def _fits(memory: Tensor, states: Tensor) -> bool:
-    """Whether the memory has room for these rows of `[rows, heads, new tokens, width]`."""
+    """Return whether the memory has room for these rows of `[rows, heads, new tokens, width]`."""
     same = memory.dtype == states.dtype and memory.device == states.device
     shapes_fit = memory.shape[1] == states.shape[1] and memory.shape[3] == states.shape[3]
     return same and shapes_fit and states.shape[0] <= memory.shape[0]

@@ -28,7 +28,7 @@ class Workers(Protocol):
         """How often the workers were started again."""
 
     def ready(self, deadline: float | None) -> tuple[WorkerGroup, int]:
-        """The group to send requests to, and its incarnation."""
+        """Return the group to send requests to, and its incarnation."""
 
     def deadline_of(self, timeout: float | None) -> float:
         """When a call must be done that begins now, on the clock of `time.monotonic`."""
@@ -96,7 +96,7 @@ class CacheRegistry:
             self._enter(adopt(cache, self, incarnation, number, info))
 
     def receive(self, handle: Handle, incarnation: int) -> Any:
-        """The caller's handle for a cache that a request returned."""
+        """Return the caller's handle for a cache that a request returned."""
         number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
         known = None if entry is None else entry()
@@ -106,7 +106,7 @@ class CacheRegistry:
         return getattr(known, subcache) if subcache else known
 
     def take_freed(self) -> list[int]:
-        """Numbers to free with the request that is about to be sent."""
+        """Return numbers to free with the request that is about to be sent."""
         present, freed = self.incarnation, []
         while self.unwanted:
             item = self.unwanted.popleft()
@@ -165,7 +165,7 @@ class CacheRegistry:
             raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Whether every rank still holds the cache as it was when the caller last heard of it."""
+        """Return whether every rank still holds the cache as it was when the caller last heard of it."""
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)

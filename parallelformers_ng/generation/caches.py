@@ -65,8 +65,8 @@ _COUNTING = (DynamicLayer, Int8Layer, DynamicSlidingWindowLayer, StaticLayer, St
 
 
 def shows_every_write(cache: Cache) -> bool:
-    """Whether no forward can write to the cache without its lengths telling. The states of linear attention and the
-    cross-attention of an encoder-decoder change and have no length."""
+    """Return whether no forward can write to the cache without its lengths telling. The states of linear attention
+    and the cross-attention of an encoder-decoder change and have no length."""
     return not isinstance(cache, EncoderDecoderCache) and all(type(layer) in _COUNTING for layer in cache.layers)
 
 
@@ -89,7 +89,7 @@ class CacheTable:
         return len(self._held)
 
     def get(self, number: int, subcache: str = "") -> Cache:
-        """A cache that is held, or one of its subcaches."""
+        """Return a cache that is held, or one of its subcaches."""
         cache = self._held[number]
         return getattr(cache, subcache) if subcache else cache
 
@@ -98,11 +98,11 @@ class CacheTable:
         return info_of(self._held[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
-        """The same; None where the cache may have been written to in a way that its lengths do not show."""
+        """Return the same; None if the cache may have been written to in a way that its lengths do not show."""
         return self.info(number) if shows_every_write(self._held[number]) else None
 
     def put(self, cache: Cache) -> int:
-        """The id of `cache`, a new one on first sight."""
+        """Return the id of `cache`, a new one on first sight."""
         number = self._ids.get(id(cache))
         if number is None:
             number = self.last_number = self.last_number + 1
@@ -138,7 +138,7 @@ class CacheTable:
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _whole_of(self, cache: Cache) -> tuple[int, str]:
-        """Number of the cache that this one is a subcache of, and which. (0, "") where it is none."""
+        """Return number of the cache that this one is a subcache of, and which. (0, "") where it is none."""
         for number, kept in self._held.items():
             if isinstance(kept, EncoderDecoderCache):
                 for name in SUBCACHES:
@@ -159,7 +159,7 @@ def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
-    """The same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
+    """Return the same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
     return mapped(value, Handle, change, in_place=True)
 
 

@@ -30,7 +30,7 @@ class _Room(NamedTuple):
     room: int
 
     def fits(self, layer: Any, end: int) -> bool:
-        """Whether the layer may write up to token `end` behind what it holds."""
+        """Return whether the layer may write up to token `end` behind what it holds."""
         mine = self.owner == id(layer) and self.keys() is layer.keys and self.values() is layer.values
         return mine and end <= self.room
 
@@ -88,7 +88,7 @@ def extended(
 
 
 def _follows(old: Tensor, new: Tensor) -> bool:
-    """Whether both go into one tensor as they are. If not, `torch.cat` promotes them, or says what is wrong."""
+    """Return whether both go into one tensor as they are. If not, `torch.cat` promotes them, or says what is wrong."""
     if old.dtype is not new.dtype:
         return False
     mine, its = old.shape, new.shape

@@ -95,8 +95,8 @@ class AgreedCriteria(StoppingCriteriaList):
             raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """A number that differs, but for chance, where tokens differ, the newest or earlier ones: at each step 31 times
-        what it was + Σ (row + 1) · 1000003 · token mod 2⁶³."""
+        """Return a number that differs, but for chance, where tokens differ, the newest or earlier ones: at each
+        step 31 times what it was + Σ (row + 1) · 1000003 · token mod 2⁶³."""
         newest = input_ids[:, -1]
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
@@ -147,7 +147,7 @@ def agreed_criteria(
 
 
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:
-    """Whether the devices of all ranks compute and draw alike. All ranks call it together.
+    """Return whether the devices of all ranks compute and draw alike. All ranks call it together.
 
     On CUDA they do not if the devices differ in their multiprocessors, over which a kernel lays out its draws
     (`calc_execution_policy` in torch's DistributionTemplates.h). Nor if the devices differ in kind, as the kind decides

@@ -40,7 +40,7 @@ def globals_written_by(root: Any) -> list[str]:
 
 @functools.lru_cache(256)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the global variables that code writes to, and of all that it reads."""
+    """Return names of the global variables that code writes to, and of all that it reads."""
     written, read = list[str](), dict[str, None]()
     for part in _parts(code):
         begins: dict[tuple[Any, Any], str] = {}  # line and column → the global variable whose name begins there
@@ -58,7 +58,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and those within it."""
+    """Yield a code object and those within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

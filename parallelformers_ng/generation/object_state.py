@@ -94,7 +94,7 @@ class ObjectState:
                 attributes.update((key, here(item)) for key, item in state if not _is_local(item))
 
     def shares(self, other: ObjectState) -> bool:
-        """Whether a part belongs to both."""
+        """Return whether a part belongs to both."""
         return not self._numbers.keys().isdisjoint(other._numbers)
 
     def _walk(self, obj: Any) -> None:
@@ -170,7 +170,7 @@ class ObjectState:
         return [(key, self._there(item)) for key, item in attributes.items()]
 
     def _there(self, item: Any) -> Any:
-        """A stand-in for what is a part itself, or stays on its side; other values as they are."""
+        """Return a stand-in for what is a part itself, or stays on its side; other values as they are."""
         if id(item) in self._numbers:
             return Handle("part", self._numbers[id(item)])
         if self._out is not None:
@@ -193,16 +193,17 @@ class _Global:
 
 
 def code_of(root: Any) -> Any:
-    """The function that is run when a callable is called."""
+    """Return the function that is run when a callable is called."""
     while isinstance(root, functools.partial):
         root = root.func
     if isinstance(root, types.MethodType):
         return root.__func__
-    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (not whether, but which)
+    # noqa: B004 (not whether, but which)
+    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)
 
 
 def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Names of global variables that code reads, and that it writes."""
+    """Return names of global variables that code reads, and that it writes."""
     read, written = set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
@@ -218,7 +219,7 @@ def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The objects with code of the caller's among the arguments of `generate`."""
+    """Yield the objects with code of the caller's among the arguments of `generate`."""
     for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]

@@ -38,7 +38,7 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
 
 
 def _slice(item: Any) -> Any:
-    """The slice that selects what a list of one number does; anything else as it is."""
+    """Return the slice that selects what a list of one number does; anything else as it is."""
     if type(item) is not list or len(item) != 1 or type(item[0]) is not int:
         return item
     return slice(item[0], item[0] + 1 or None)

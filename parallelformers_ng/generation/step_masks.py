@@ -101,7 +101,7 @@ _loops: list[_Loop] = []
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether the model may compute without a mask: never in a step that is given one."""
+    """Return whether the model may compute without a mask: never in a step that is given one."""
 
     @functools.wraps(question)
     def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:

@@ -23,7 +23,7 @@ class EmittingStreamer(BaseStreamer):
 
 
 def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
-    """The caller's end: hands an event to the streamer that `generate` was given, in the calling thread."""
+    """Hand an event to the caller's streamer, in the calling thread."""
     if event is None:
         streamer.end()
     else:

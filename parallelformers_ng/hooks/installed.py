@@ -86,7 +86,8 @@ class InstalledHooks:
             getattr(module, table).pop(key, None)
 
     def _called(self, hook: Hook) -> Callable[..., Any]:
-        """A hook as a module calls it: it sees the weights of all heads, and what it sets on its module is noted."""
+        """Return a hook as a module calls it: it sees the weights of all heads, and what it sets on its module is
+        noted."""
 
         def call(module: nn.Module, *seen: Any) -> Any:
             before = dict(vars(module))
@@ -100,7 +101,7 @@ class InstalledHooks:
         return call
 
     def _there(self, value: Any) -> Any:
-        """A value as it goes home."""
+        """Return a value as it goes home."""
         return mapped(value, (Cache, nn.Module, Placeholder), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:

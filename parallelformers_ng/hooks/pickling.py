@@ -79,7 +79,7 @@ class Placeholder:
 
 
 def is_of_library(hook: Any) -> bool:
-    """Whether a hook is part of how a model computes: torch's and transformers' own."""
+    """Return whether a hook is part of how a model computes: torch's and transformers' own."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__
@@ -109,7 +109,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
 
 
 def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
-    """The hooks on a worker, where their tensors have arrived."""
+    """Return the hooks on a worker, where their tensors have arrived."""
     find: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule, "tensor": packed.tensors.__getitem__, "placeholder": Placeholder
     }  # fmt: skip

@@ -52,7 +52,7 @@ class HookRegistry:
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[CallHooks | None]:
-        """The hooks for a call, of each module in their order; None where there are none. Calls come one after another,
+        """The hooks for a call, of each module in their order; None if there are none. Calls come one after another,
         for each begins with what the one before has noted.
 
         Raises:
@@ -69,7 +69,7 @@ class HookRegistry:
             self._turn.release()
 
     def present(self) -> list[Hook]:
-        """The hooks that the modules have now.
+        """Return the hooks that the modules have now.
 
         Raises:
             ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
@@ -86,7 +86,7 @@ class HookRegistry:
         return hooks
 
     def leave(self) -> None:
-        """The hooks are ordinary ones from now on."""
+        """Make the hooks ordinary ones from now on."""
         model: Any = self._model()
         for module in model.modules():
             for name in (*_FORWARD, *_BACKWARD):
@@ -145,7 +145,7 @@ class CallHooks:
         """Write down here what the hooks have noted on rank 0.
 
         Args:
-            changes: None where they were not called.
+            changes: None if they were not called.
             receive: makes of the handle of a cache what the caller gets.
         """
 
@@ -226,7 +226,7 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
-    """The forward hooks that the caller has registered on a module."""
+    """Yield the forward hooks that the caller has registered on a module."""
     for kind in _FORWARD:
         with_kwargs = vars(module)[f"{kind}_with_kwargs"]
         always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}

@@ -208,7 +208,7 @@ class _Agent:
 
 
 def _handed(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
-    """A connection in a form in which a rank gets it; this process has it open as long as `opened` is."""
+    """Return a connection in a form in which a rank gets it; this process has it open as long as `opened` is."""
     connection, session = link
     connection.setblocking(True)
     opened.callback(connection.close)

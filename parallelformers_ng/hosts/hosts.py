@@ -258,7 +258,7 @@ class Hosts:
                 self._is_ready(host, time.monotonic() + STEER_SECONDS)
 
     def _is_ready(self, host: Host, deadline: float) -> bool:
-        """Whether a host's ranks are ready, waiting a little."""
+        """Return whether a host's ranks are ready, waiting a little."""
         if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), _CHECK_SECONDS)):
             if time.monotonic() >= deadline:
                 raise RequestTimeoutError(f"the ranks of host {host.name} were not ready in time")
@@ -319,7 +319,7 @@ class Hosts:
 
 
 def _met(connection: socket.socket, session: Session, deadline: float) -> Host:
-    """The host whose agent has called.
+    """Return the host whose agent has called.
 
     Raises:
         StartupError: its libraries are others than those here.

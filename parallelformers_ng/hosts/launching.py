@@ -16,11 +16,11 @@ from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions, re
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Ranks that others than this process start.
+    """The ranks that a launcher starts, not this process.
 
     Attributes:
         make: makes the launcher of one group, from the number of adjacent ranks that share a host.
-        count: how many they are to be, None where nobody has said so.
+        count: how many they are to be, None if nobody has said so.
         devices: how many CUDA devices there are, as far as it decides between these and the CPU.
         each: how many each host will have of so many ranks on "cpu" or "cuda". Asked where stages lie within hosts.
     """
@@ -32,7 +32,7 @@ class Elsewhere:
 
 
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
-    """How the ranks of a group are started where this process does not do it; None where it does.
+    """Return how the ranks of a group are started where this process does not do it; None if it does.
 
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 

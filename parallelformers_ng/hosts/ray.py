@@ -139,7 +139,8 @@ class RayHosts:
         return ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
     def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
-        """The devices that Ray has reserved in each bundle. What runs in a bundle is told; they stay the bundle's."""
+        """Return the devices that Ray has reserved in each bundle. What runs in a bundle is told; they stay the
+        bundle's."""
         ray = _ray()
         pending = {
             bundle: ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
@@ -196,8 +197,8 @@ def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
 
 
 def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many ranks each host has, where all are to have equally many and no more hosts are to be taken than need be.
-    1 where there is no room for all of them.
+    """Return how many ranks each host has, where all are to have equally many and no more hosts are to be taken than
+    need be. 1 if there is no room for all of them.
 
     Args:
         bundle: resources of one bundle.

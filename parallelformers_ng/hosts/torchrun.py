@@ -40,12 +40,12 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
 def world_size(num_gpus: int | None) -> int:
-    """How many ranks there are: one for each process that torchrun has started.
+    """Return how many ranks there are: one for each process that torchrun has started.
 
     Raises:
         PlacementError: another number was asked for, or this is no torchrun job.
@@ -64,7 +64,7 @@ def world_size(num_gpus: int | None) -> int:
 
 
 def ranks_of_each() -> int:
-    """How many ranks each node has."""
+    """Return how many ranks each node has."""
     return _number("LOCAL_WORLD_SIZE")
 
 
@@ -157,10 +157,10 @@ class Torchrun:
         return self._listener, [world_size // nodes] * nodes
 
     def check(self) -> None:
-        """The agents end with this process; if one dies, torchrun ends the job."""
+        """Do nothing: the agents end with this process, and if one dies, torchrun ends the job."""
 
     def close(self, patient: bool) -> None:
-        """The agents wait for the next group."""
+        """Leave the agents waiting for the next group."""
 
 
 def _open() -> tuple[bytes, Listener]:

@@ -80,7 +80,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 def is_step(hidden: Tensor) -> bool:
-    """Whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
+    """Return whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
     return hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_cpu and hidden.is_contiguous()
 
 
@@ -118,12 +118,12 @@ class _Half:
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
+        """Return whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
         fits = hidden.dtype is self.dtype and hidden.shape[2] == self.hidden and hidden.shape[0] <= self._most_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         return partial if self.communicator is None else self.communicator.all_reduce(partial)
 
 
@@ -191,7 +191,7 @@ class AttentionHalf(_Half):
         return step if step.fits and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Whether the kernel can append to what the cache has of this layer, and read it."""
+        """Return whether the kernel can append to what the cache has of this layer, and read it."""
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer or not layer.is_initialized:
             return False
@@ -225,7 +225,7 @@ class AttentionHalf(_Half):
         return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
 
     def tokens_in(self, cache: DynamicCache) -> int:
-        """How many tokens the cache has of this layer."""
+        """Return how many tokens the cache has of this layer."""
         keys: Any = cache.layers[self.layer_idx].keys
         return int(keys.shape[2])
 
@@ -245,7 +245,7 @@ class Step:
 
     @classmethod
     def of(cls, half: AttentionHalf, rows: int, positions: tuple[Tensor, Tensor], mask: Tensor | None) -> Step:
-        """The step of which `half` computes a part. transformers passes the same objects to all layers."""
+        """Return the step of which `half` computes a part. transformers passes the same objects to all layers."""
         shared, sizes = (half.config, positions, mask), (rows, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -312,7 +312,7 @@ class FeedHalf(_Half):
         return alike and self.may_stand_for_modules(hidden)
 
     def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
@@ -322,7 +322,8 @@ class FeedHalf(_Half):
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
-    """Whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows dense."""
+    """Return whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows
+    dense."""
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False

@@ -69,7 +69,8 @@ class DecoderStack(nn.ModuleList):
 
 @functools.cache
 def with_layers_as_one(cls: Any) -> Any:
-    """The class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the next."""
+    """Return the class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the
+    next."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ class _StackInC:
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """The last layer's output."""
+        """Return the last layer's output."""
         out = hidden.clone()
         places = [number for attention in self._attentions for number in attention.lengthen(cache)]
         kernel = None if self._communicator is None else self._communicator.kernel

@@ -107,8 +107,8 @@ def layers_agree() -> bool:
 
 
 def _agrees(family: str, quantized: bool = False) -> bool:
-    """Whether a step of a small model of a family, with random numbers in fp32, is in the kernels what it is in
-    transformers; with weights that are integers and scales, what it is in torch."""
+    """Return whether a step of a small model of a family, with random numbers in fp32, is in the kernels what it is
+    in transformers; with weights that are integers and scales, what it is in torch."""
     try:
         distance = _distance(family, quantized)
     except Exception as error:

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Have the layers of a model that may read the same tensor share memory, and be computed as one where they do.
+    """Have the layers of a model that may read the same tensor share memory, and be computed as one if they do.
 
     Their weights are copied, those of one module at a time.
     """

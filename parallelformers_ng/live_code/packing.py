@@ -105,7 +105,7 @@ class _CodePickler(cloudpickle.Pickler):
 
 
 def _place_named(function: types.FunctionType) -> str:
-    """The place that a function is named after."""
+    """Return the place that a function is named after."""
     return f"{function.__module__}:{function.__qualname__}"
 
 

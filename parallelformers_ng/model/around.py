@@ -23,7 +23,7 @@ _NO_ADAPTER = "__base__"  # peft's name for none
 
 
 def within(model: Any) -> tuple[Any, list[nn.Module]]:
-    """The model that peft's object adapts, and the objects around it; a model of another kind, and none.
+    """Return the model that peft's object adapts, and the objects around it; a model of another kind, and none.
 
     Raises:
         UnsupportedModelError: it does more than to have adapters in the model, or the kind of these is not cut.
@@ -87,7 +87,7 @@ def surround(around: list[nn.Module], model: nn.Module) -> None:
 
 @functools.cache
 def _surrounding(cls: Any) -> Any:
-    """A subclass of `cls` with its name, for objects around a parallelized model."""
+    """Return a subclass of `cls` with its name, for objects around a parallelized model."""
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
     for name, why in {**REFUSED, **REFUSED_OF_PEFT}.items():
@@ -154,7 +154,7 @@ def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__
 
 
 async def _agenerate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own, with `adapter_names`."""
+    """Return the model's own, with `adapter_names`."""
     with self._enable_peft_forward_hooks(adapter_names=kwargs.pop("adapter_names", None)):
         return await remote_of(self).model.agenerate(*args, **kwargs)
 

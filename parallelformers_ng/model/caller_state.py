@@ -113,7 +113,7 @@ class Edits:
         self._known = (0, self._built, 0, 0)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """The module at `path` has a new value of an attribute."""
+        """Note a new value of an attribute of the module at `path`."""
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value
@@ -188,7 +188,7 @@ def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    """A configuration and those within it, each with the dotted name that leads to it."""
+    """Return a configuration and those within it, each with the dotted name that leads to it."""
     if config is None:
         return []
     parts = [(prefix, config)]
@@ -199,9 +199,9 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """The value, or a copy where it could change in place."""
+    """Return the value, or a copy where it could change in place."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _nothing() -> None:
-    """The workers know it all."""
+    """Do nothing: the workers know it all."""

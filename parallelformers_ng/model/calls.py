@@ -45,13 +45,13 @@ class Calls:
         model: the parallelized model.
         deployment: its workers and weights.
         seed: seeds a stream of its own for the model; None follows the caller's generator.
-        steps: how the decode steps are compiled or captured, None where they are not.
-        batching: how many calls of `generate` each replica decodes together, None where each call runs alone.
+        steps: how the decode steps are compiled or captured, None if they are not.
+        batching: how many calls of `generate` each replica decodes together, None if each call runs alone.
         prove_at_once: see `Trial`.
 
     Attributes:
         hooks: the caller's.
-        adapters: the model's, None where it has none.
+        adapters: the model's, None if it has none.
         dispatchers: one for each replica.
         shared: calls that are decoded together, for each replica; empty if each call runs alone.
     """

@@ -178,15 +178,15 @@ class Deployment:
         return memory
 
     def read(self, name: str) -> torch.Tensor:
-        """One parameter or buffer, whole, on CPU."""
+        """Return one parameter or buffer, whole, on CPU."""
         return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """A progress bar over `total` bytes, where bars are wanted."""
+        """Return a progress bar over `total` bytes, where bars are wanted."""
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """One parameter or buffer, to be read in parts from wherever it lies."""
+        """Return one parameter or buffer, to be read in parts from wherever it lies."""
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
@@ -195,7 +195,7 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Every rank writes its files of a sharded directory. Returns what each wrote.
+        """Return every rank writes its files of a sharded directory. Returns what each wrote.
 
         Args:
             progress: called with the bytes that rank 0 has written; the others write theirs at the same time.
@@ -232,7 +232,7 @@ class Deployment:
             self._release_store()
 
     def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """A tensor, whole: a private view of the file where it is stored so, else in memory of its own."""
+        """Return a tensor, whole: a private view of the file where it is stored so, else in memory of its own."""
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self._store is not None:
@@ -240,7 +240,7 @@ class Deployment:
         return read_copy(self.node(tensor.name), {})
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """A rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
+        """Return a rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
         group = self.replicas[0].group
         names_per_rank = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
         return group.call_each("export", names_per_rank)[rank][0]

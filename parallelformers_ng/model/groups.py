@@ -84,7 +84,7 @@ def attach(
 
 
 def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Tensors to load with one request each, so that progress shows, and their bytes."""
+    """Yield tensors to load with one request each, so that progress shows, and their bytes."""
     names: list[str] = []
     size = 0
     for tensor in plan.stored():
@@ -111,7 +111,8 @@ def revive(
     store: ShardStore,
     checkpoint: Checkpoint,
 ) -> WorkerGroup:
-    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
+    """Return a group that has the model. It knows nothing of its deployment, which the supervisor's thread must not
+    keep."""
     group = make_group()
     try:
         group.call("build", skeleton)

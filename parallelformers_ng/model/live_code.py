@@ -116,8 +116,8 @@ class LiveCode:
         self._watch()
 
     def _is_known(self, slot: Slot, before: dict[str, Slot]) -> bool:
-        """Whether ranks have a value that they were never asked about: stock code that another change led to, or code
-        by value as it was sent."""
+        """Return whether ranks have a value that they were never asked about: stock code that another change led to,
+        or code by value as it was sent."""
         if slot.place in self._on_ranks:
             return False
         if module_of(slot.place) in self.by_value:
@@ -133,12 +133,12 @@ class LiveCode:
         return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
 
     def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
-        """Whether ranks can import nothing of a module."""
+        """Return whether ranks can import nothing of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
 
 
 def _in_short(place: str) -> str:
-    """A place as messages name it: `Class.attribute`, or `module.global`."""
+    """Return a place as messages name it: `Class.attribute`, or `module.global`."""
     module, _, name = place.partition(":")
     return name if "." in name or "[" in name else f"{module}.{name}"

@@ -102,14 +102,14 @@ def place_of(cls: type, name: str) -> Place:
 
 
 def public_methods(cls: type) -> list[str]:
-    """Names of all public methods of a module class, inherited ones included."""
+    """Return names of all public methods of a module class, inherited ones included."""
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
 
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
-    """Whether a method calls `generate`, itself or by way of other methods of its class: it may then be given what
-    `generate` may be given."""
+    """Return whether a method calls `generate`, itself or by way of other methods of its class: it may then be given
+    what `generate` may be given."""
     seen: set[Any] = set()
 
     def calls_generate(function: Any) -> bool:

@@ -42,18 +42,18 @@ class Parallelized(RemoteModule):
     hf_device_map = property(hf_device_map)
 
     def memory_allocated(self) -> dict[str, int]:
-        """Bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
+        """Return bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
         return deployment_of(self).memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
-        """Bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
+        """Return bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
     memory_chached = memory_reserved  # the spelling of Parallelformers' README
 
     def memory_summary(self, detail: bool = True) -> str:
-        """The memory of every rank as text: a table each, or one line each without `detail`."""
+        """Return the memory of every rank as text: a table each, or one line each without `detail`."""
         ranks = deployment_of(self).memory("table" if detail else "line").values()
         return "\n".join(ranks) + (device_totals() if detail else "")
 
@@ -91,7 +91,7 @@ class Parallelized(RemoteModule):
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
         """End the parallelization and move the whole model to one CUDA device."""
-        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises where there is none
+        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if there is none
         return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def is_parallelized(model: object) -> bool:
 
 
 def deployment_of(model: object) -> Deployment:
-    """The workers and weights behind a parallelized model.
+    """Return the workers and weights behind a parallelized model.
 
     Raises:
         NotParallelizedError: the model is not parallelized.

@@ -78,7 +78,7 @@ class Replica:
             self.supervisor = Supervisor(self.group, again, limit)
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int]:
-        """The group to send requests to, and its incarnation. While one is being started, wait for it.
+        """Return the group to send requests to, and its incarnation. While one is being started, wait for it.
 
         Args:
             deadline: on the clock of `time.monotonic`; by default the group's.
@@ -133,7 +133,7 @@ class CallOptions:
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Whether a call has to look for forward hooks of the caller."""
+    """Return whether a call has to look for forward hooks of the caller."""
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
@@ -145,8 +145,8 @@ class Dispatcher:
         replica: the workers.
         stream: random stream of calls without a seed.
         hooks: the caller's.
-        adapters: the model's, None where it has none.
-        steps: how decode steps are compiled or captured, None where they are not.
+        adapters: the model's, None if it has none.
+        steps: how decode steps are compiled or captured, None if they are not.
         code: the code that the model runs in this process.
 
     Attributes:

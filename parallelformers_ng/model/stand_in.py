@@ -36,13 +36,13 @@ def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type
 
 
 def whole_class(cls: Any) -> type[nn.Module]:
-    """The class that one made by `stand_in` stands for."""
+    """Return the class that one made by `stand_in` stands for."""
     whole: type[nn.Module] = cls._whole_class
     return whole
 
 
 def _as_whole(cls: _StandIn) -> Any:
-    """How pickle takes such a class."""
+    """Return how pickle takes such a class."""
     return _itself, (cls._whole_class,)
 
 

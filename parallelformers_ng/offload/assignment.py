@@ -85,8 +85,8 @@ def _bytes(plan: ShardPlan, names: Iterable[str], rank: int) -> int:
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
-    """The layers of a model: the outermost items of lists of modules that policies apply to, and the parameters that
-    each has for itself."""
+    """Return the layers of a model: the outermost items of lists of modules that policies apply to, and the
+    parameters that each has for itself."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     items = {}
     for block in plan.blocks:

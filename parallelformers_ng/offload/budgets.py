@@ -36,7 +36,7 @@ class Budget:
 def budget_of(
     options: FitOptions, world_size: int, kind: str, device_ids: Sequence[int] | None = None, replicas: int = 1
 ) -> Budget | None:
-    """The budget that the options set, None where they set none.
+    """Return the budget that the options set, None if they set none.
 
     Args:
         world_size: ranks of a replica.

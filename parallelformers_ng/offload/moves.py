@@ -16,11 +16,11 @@ from parallelformers_ng.offload.pages import let_go, read_ahead, replace_by_copi
 
 
 class MovedLayer:
-    """The weights of a layer that lie elsewhere while it does not run. Nothing happens where a class does not say so.
+    """The weights of a layer that lie elsewhere while it does not run. By default its methods do nothing.
 
     Attributes:
         module: the layer.
-        coming: done when it has come; None where nobody has asked for it.
+        coming: done when it has come; None if nobody has asked for it.
         next: layer that ran after it last time.
     """
 

@@ -40,7 +40,7 @@ class PageSource(NamedTuple):
 
 
 def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
-    """The pages that tensors lie in, neighbours in one."""
+    """Yield the pages that tensors lie in, neighbours in one."""
     pages = sorted(
         (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
         for tensor in tensors
@@ -111,8 +111,8 @@ def show_file(stretch: Stretch, source: PageSource) -> None:
 
 
 def _memory_for(stretch: Stretch) -> int:
-    """Memory as long as a stretch, which lies as that does in pages of 2 MB: such pages take the processor a fifth of
-    the time that small ones take until they are there, and can be moved whole."""
+    """Return memory as long as a stretch, which lies as that does in pages of 2 MB: such pages take the processor a
+    fifth of the time that small ones take until they are there, and can be moved whole."""
     size = stretch.length + _HUGE
     start = _checked(_libc().mmap(None, size, ACCESS, _ANYWHERE, -1, 0))
     before = (stretch.start - start) % _HUGE

@@ -138,8 +138,8 @@ class Cluster:
     network: Link
 
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
-        """A sum, or a gather, of a tensor of so many bytes among ranks that lie side by side: within each host, and of
-        one rank of each across.
+        """Return a sum, or a gather, of a tensor of so many bytes among ranks that lie side by side: within each host,
+        and of one rank of each across.
 
         Trees within hosts and across, up and down (NCCL's own model). Of `n` bytes a ring sends 2 n (k - 1) / k in a
         sum and n (k - 1) / k in a gather.
@@ -159,7 +159,7 @@ T = TypeVar("T")
 
 
 def named(table: dict[str, T], name: str, argument: str, *others: str) -> T:
-    """An entry of a table.
+    """Return an entry of a table.
 
     Args:
         others: further values that the argument takes.

@@ -56,7 +56,7 @@ class Forecast:
 
     @property
     def best(self) -> Arrangement | None:
-        """The one to take; None where none fits."""
+        """The one to take; None if none fits."""
         return self.arrangements[0] if self.arrangements[0].memory.fits else None
 
     def as_dict(self) -> dict[str, Any]:

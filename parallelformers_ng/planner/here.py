@@ -55,8 +55,8 @@ def probe_here(ranks: int, dtype: torch.dtype) -> Probe:
 
 
 def as_cluster(measured: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> Cluster:
-    """One host, with the figures of ranks that work at a time. A layer has two sums; what it takes longer than on one
-    rank alone is theirs.
+    """Return one host, with the figures of ranks that work at a time. A layer has two sums; what it takes longer than
+    on one rank alone is theirs.
 
     Args:
         measured: measurements of the ranks.
@@ -115,7 +115,7 @@ def probe(group: WorkerGroup, dtype: torch.dtype) -> Probe:
 
 
 def _plain(width: int, heads: int, layers: int) -> PreTrainedConfig:
-    """A model whose layers no single call computes."""
+    """Return a model whose layers no single call computes."""
     ends = {"bos_token_id": None, "eos_token_id": None}
     return GPT2Config(n_embd=width, n_head=heads, n_layer=layers, vocab_size=128, **ends)
 
@@ -131,7 +131,7 @@ def _step_of(group: WorkerGroup, config: PreTrainedConfig, dtype: torch.dtype) -
 
 
 def step_seconds(model: Any, prompt: int, tokens: int) -> float:
-    """Seconds of a decode step: a call with many tokens, less one with one."""
+    """Return seconds of a decode step: a call with many tokens, less one with one."""
     _seconds(model, prompt, 2)
     rounds = [_seconds(model, prompt, tokens + 1) - _seconds(model, prompt, 1) for _ in range(_ROUNDS)]
     return statistics.median(rounds) / tokens

@@ -1,4 +1,4 @@
-"""Runs one rank's share of a model on `meta`, where nothing is computed, and notes what it would do: the operators with
+"""Runs one rank's share of a model on `meta`, if nothing is computed, and notes what it would do: the operators with
 their arithmetic and the bytes that they move, the exchanges with other ranks, the caches, the memory in between."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Observation:
     Attributes:
         batch, length: sequences, and tokens of each.
         prompt: all tokens but the last, at once.
-        step: the last one, with the others in the caches.
+        step: work for the last token, with the others in the caches.
         caches: unit → bytes of its caches at the end.
     """
 
@@ -149,7 +149,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without its weights."""
+    """Return a copy of a model without its weights."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = torch.empty_like(tensor, device="meta")
@@ -321,7 +321,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor that an object holds, at whatever depth, once."""
+    """Yield every tensor that an object holds, at whatever depth, once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return

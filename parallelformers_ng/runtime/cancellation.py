@@ -40,7 +40,7 @@ _of_thread: ContextVar[Cancellation | None] = ContextVar("parallelformers_ng_can
 
 
 def cancellation_of_thread() -> Cancellation:
-    """A switch that cancels the requests of this thread."""
+    """Return a switch that cancels the requests of this thread."""
     return _of_thread.get() or Cancellation()
 
 

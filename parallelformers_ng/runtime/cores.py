@@ -11,7 +11,8 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def usable_cpus() -> int:
-    """How many CPUs' worth of time this process may use: its affinity, or its control group's quota if that is less.
+    """Return how many CPUs' worth of time this process may use: its affinity, or its control group's quota if that is
+    less.
 
     A container with `--cpus=4` on a machine of 64 sees all 64; with a thread on each, it would be stopped for most of
     every period.
@@ -22,7 +23,7 @@ def usable_cpus() -> int:
 
 
 def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
-    """The CPUs of each rank, or None where the scheduler should place them.
+    """Return the CPUs of each rank, or None if the scheduler should place them.
 
     Ranks are pinned only where all of them together take every CPU that there is to have: a rank that leaves CPUs to
     others could find them on its own. Neighbours in the list share a NUMA node wherever the counts allow.

@@ -142,8 +142,8 @@ class ForkServer:
         _all.add(self)
 
     def exit_code(self) -> int | None:
-        """Its code as subprocess counts them, once it has ended: negative where it was killed, positive where it has
-        found that it must not fork."""
+        """Return its code as subprocess counts them, once it has ended: negative where it was killed, positive where
+        it has found that it must not fork."""
         return self._process.exit_code(0.0)
 
     def request_traceback(self) -> None:
@@ -168,8 +168,8 @@ _newest: ForkServer | None = None
 
 
 def running(imports: str | None = None) -> ForkServer | None:
-    """The server to ask for ranks, started where there is none whose forks would be like fresh processes; None where
-    ranks have to be started as fresh processes.
+    """Return the server to ask for ranks, started if there is none whose forks would be like fresh processes; None
+    where ranks have to be started as fresh processes.
 
     Args:
         imports: name of the module that the server is to import; by default any server will do.
@@ -194,8 +194,9 @@ def running(imports: str | None = None) -> ForkServer | None:
 
 
 def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> None:
-    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request may
-    be in flight, in a thread that must not wake up to an error; then it ends with this process, as the ranks do."""
+    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request
+    may be in flight in a daemon thread, which must not see an error; the server then ends with this process, like
+    the ranks."""
     if forks:
         return
     link.close()

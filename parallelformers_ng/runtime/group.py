@@ -249,7 +249,7 @@ class WorkerGroup:
         self._loop.do_later(function)
 
     def error(self) -> GroupError:
-        """Why the group has ended, as an error for whoever waits."""
+        """Return why the group has ended, as an error for whoever waits."""
         why = self._processes.why_over
         return GroupClosedError("the worker group has ended") if why is None else why()
 

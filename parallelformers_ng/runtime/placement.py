@@ -19,7 +19,7 @@ log = logging.getLogger("parallelformers_ng")
 def placement(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1
 ) -> tuple[int, str]:
-    """Number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
+    """Return number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
 
     Returns:
         (world size, "cpu" or "cuda").
@@ -104,7 +104,7 @@ def check_platform() -> None:
 
 
 def _patched_by_gevent() -> list[str]:
-    """The modules that gevent has patched and that threads, processes and sockets depend on."""
+    """Return the modules that gevent has patched and that threads, processes and sockets depend on."""
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]

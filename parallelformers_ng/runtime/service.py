@@ -68,7 +68,7 @@ class Service:
     device: torch.device
 
     def serve(self) -> None:
-        """The loop of a worker."""
+        """Serve requests until the group ends."""
         while frame := self._next():
             if frame.flags & Flag.RESET:
                 self.communicator.reset()  # if it fails the process ends, and that frees the peers that wait for it
@@ -90,7 +90,7 @@ class Service:
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
-        """The next request; None where the parent says goodbye."""
+        """Return the next request; None if the parent says goodbye."""
         if self.spins:  # an answer is often followed by the next request
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1

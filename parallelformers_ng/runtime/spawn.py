@@ -48,11 +48,11 @@ class ChildLink:
         self.theirs = ()
 
     def log_size(self) -> int:
-        """How many bytes the child has written to its log."""
+        """Return how many bytes the child has written to its log."""
         return os.fstat(self.log).st_size
 
     def log_tail(self, start: int = 0) -> str:
-        """The end of what the child has written to its log from byte `start` on."""
+        """Return the end of what the child has written to its log from byte `start` on."""
         size = self.log_size()
         start = max(start, size - _TAIL_BYTES)
         return os.pread(self.log, size - start, start).decode(errors="replace")
@@ -79,7 +79,7 @@ class Process(Protocol):
         """-1 until `await_start`."""
 
     def await_start(self, deadline: float) -> bool:
-        """Whether there is a process, waiting for that until the deadline, on the clock of `time.monotonic`.
+        """Return whether there is a process, waiting for that until the deadline, on the clock of `time.monotonic`.
 
         Raises:
             RequestTimeoutError: it is not known yet.
@@ -87,7 +87,8 @@ class Process(Protocol):
         """
 
     def exit_code(self, seconds: float) -> int | None:
-        """Its code as subprocess counts them; None where it does not end within `seconds`, or nobody knows the code."""
+        """Return its code as subprocess counts them; None if it does not end within `seconds`, or nobody knows
+        the code."""
 
     def close(self) -> None:
         """Close what this process has open for it. Does nothing the second time."""
@@ -184,7 +185,8 @@ def current_folder() -> str:
 
 
 def is_readable(fd: int, seconds: float) -> bool:
-    """Whether something can be read, waiting for that up to `seconds`; of a pidfd: whether the process has ended."""
+    """Return whether something can be read, waiting for that up to `seconds`; of a pidfd: whether the process has
+    ended."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(seconds, 0.0) * 1000))

@@ -35,7 +35,7 @@ _LATE_SECONDS = 1.0  # to read the workers' messages if the caller was busy unti
 
 
 def create_arena(world_size: int) -> Arena:
-    """The collectives' shared memory.
+    """Return the collectives' shared memory.
 
     Raises:
         SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
@@ -129,7 +129,8 @@ def launch(
 
 
 def _standard_error() -> int:
-    """The descriptor of this process's standard error; of a program that has none, number 2 may be another file."""
+    """Return the descriptor of this process's standard error; of a program that has none, number 2 may be another
+    file."""
     if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
         return 2
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

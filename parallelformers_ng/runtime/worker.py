@@ -80,7 +80,7 @@ def end_with_lifeline(lifeline: int) -> None:
 
 
 def open_parent(parent: int) -> int:
-    """A pidfd of the parent. This process ends once the parent has ended."""
+    """Return a pidfd of the parent. This process ends once the parent has ended."""
     try:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:

@@ -65,7 +65,7 @@ class WorkerProcess:
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
 
     def await_start(self, deadline: float) -> None:
-        """Wait until the worker has a process. Does nothing where it has.
+        """Wait until the worker has a process. Does nothing if it has.
 
         Args:
             deadline: on the clock of `time.monotonic`, in seconds.
@@ -104,7 +104,7 @@ class WorkerProcess:
         return self._process.pidfd
 
     def has_ended(self, timeout: float = 0.0) -> bool:
-        """True once the process is gone, or where there is none, waiting for that up to `timeout` seconds."""
+        """True once the process is gone, or if there is none, waiting for that up to `timeout` seconds."""
         pidfd = self.pidfd  # read once: another thread may be closing it
         return pidfd < 0 or is_readable(pidfd, timeout)
 
@@ -121,7 +121,7 @@ class WorkerProcess:
             self._server.request_traceback()
 
     def exit_status(self) -> tuple[int | None, int | None]:
-        """(signal, exit code) of a worker that ended: one of them None, or both where nobody can tell. One that lingers
+        """(signal, exit code) of a worker that ended: one of them None, or both if nobody can tell. One that lingers
         is killed."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
@@ -129,7 +129,7 @@ class WorkerProcess:
         return (-code, None) if code is not None and code < 0 else (None, code)
 
     def reap(self) -> int | None:
-        """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
+        """Collect a killed process. Returns its code as subprocess counts them, or None if it still hangs."""
         return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
@@ -156,7 +156,7 @@ class WorkerProcess:
 
 
 def manner_of_end(number: int | None, code: int | None) -> str:
-    """How a process ended, in words, given its signal or its exit code."""
+    """Return how a process ended, in words, given its signal or its exit code."""
     if number:
         return f"signal {number}"
     return "with its fork server" if code is None else f"exit code {code}"

@@ -24,7 +24,7 @@ class Piece:
         read: its text, reasoning and tool calls.
         tokens: how many tokens it has.
         likelihoods: likelihood of each token, if the request asks for them.
-        finish: why the answer ends with it, "stop", "length" or "tool_calls"; None where it goes on.
+        finish: why the answer ends with it, "stop", "length" or "tool_calls"; None if it goes on.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Form:
 
 
 async def write(engine: Engine, form: Form, index: int, job: Asked) -> AsyncGenerator[Piece, None]:
-    """One answer, piece by piece. The last says why it ended."""
+    """Yield one answer, piece by piece. The last says why it ended."""
     reader = form.reader()
     text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(form.stops)

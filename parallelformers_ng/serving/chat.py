@@ -151,7 +151,7 @@ class Chat:
 
 
 def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
-    """A message as templates read it: one string, or parts if it has pictures; arguments of calls as objects."""
+    """Return a message as templates read it: one string, or parts if it has pictures; arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if message.pictures and message.role != "user":
         raise bad_request(f"a message of role {message.role!r} has a picture; messages of the user may", "messages")

@@ -47,7 +47,7 @@ class Asked:
         settings: values of `GenerationConfig` that differ from the model's own.
         seed: seed of its random stream.
         processors: processors of its scores.
-        alternatives: how many of the likeliest tokens are told beside each, None where no probabilities are.
+        alternatives: how many of the likeliest tokens are told beside each, None if no probabilities are.
         ends: tokens that end it; None for those of the model.
         min_tokens: tokens that come before it may end.
         places: places of its request; None if none are counted.
@@ -172,7 +172,7 @@ class Engine:
         return 1 if self.model.config.is_encoder_decoder else len(ids)
 
     async def generate(self, job: Asked) -> AsyncGenerator[NewTokens, None]:
-        """The tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
+        """Yield the tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
         config = self._config(job)
         arguments: dict[str, Any] = {
             "input_ids": torch.tensor([job.ids]),
@@ -214,7 +214,7 @@ class Engine:
         return {"adapter_names": [self._adapters[name or self.options.name]]} if self._adapters else {}
 
     async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
-        """How likely each token of a prompt was, from the second on."""
+        """Return how likely each token of a prompt was, from the second on."""
         most = _LOGITS_BYTES // (4 * self.vocabulary)
         if len(ids) > most:
             raise bad_request(
@@ -232,8 +232,8 @@ class Engine:
         ]
 
     async def ready(self, seconds: float) -> str:
-        """Why the ranks do not answer, "" where each of them has, to the others: within so many seconds, or with a
-        token since."""
+        """Return why the ranks do not answer, "" if each of them has, to the others: within so many seconds, or
+        with a token since."""
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
         begun = time.monotonic()
@@ -258,12 +258,12 @@ class Engine:
 
 
 def draw_seed() -> int:
-    """A seed for who gives none: with one, calls that sample may share a batch."""
+    """Return a seed for who gives none: with one, calls that sample may share a batch."""
     return secrets.randbelow(1 << 63)
 
 
 class _Tokens(BaseStreamer):
-    """Brings tokens from the thread that decodes to the loop that serves, with their likelihoods where there are any:
+    """Brings tokens from the thread that decodes to the loop that serves, with their likelihoods if there are any:
     a call that runs alone tells these at its end.
 
     Args:
@@ -291,7 +291,7 @@ class _Tokens(BaseStreamer):
             self._loop.call_soon_threadsafe(self._news.put_nowait, self.rest())
 
     def rest(self) -> NewTokens | None:
-        """The tokens that are not told yet, None where there are none."""
+        """Return the tokens that are not told yet, None if there are none."""
         tokens, begin = self._held, self._told
         self._held, self._told = [], begin + len(tokens)
         if not tokens:

@@ -17,7 +17,7 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
-    """A tokenizer as grammars read it, made of one of Hugging Face's. It takes a second, once in each process.
+    """Return a tokenizer as grammars read it, made of one of Hugging Face's. It takes a second, once in each process.
 
     Args:
         packed: its JSON, compressed.
@@ -30,7 +30,7 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """A matcher of an answer by a grammar; in an error state if the grammar is invalid or too expensive.
+    """Return a matcher of an answer by a grammar; in an error state if the grammar is invalid or too expensive.
 
     Args:
         grammar: grammar of llguidance.
@@ -76,7 +76,7 @@ LARGE_CHARACTERS = 8 << 10
 
 
 class GrammarError(ValueError):
-    """A grammar takes more than it may, or has come to where nothing goes on."""
+    """A grammar is too expensive, or allows no next token."""
 
 
 class Grammar(LogitsProcessor):

@@ -45,7 +45,7 @@ class _Pace:
         self._free = 0.0  # from when the next may pass, on the loop's clock
 
     def wait(self) -> float:
-        """Seconds until the next may pass."""
+        """Return seconds until the next may pass."""
         return max(0.0, self._free - asyncio.get_running_loop().time())
 
     async def turn(self, amount: float = 1.0) -> None:
@@ -163,7 +163,8 @@ class AccessGuard:
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _has_key(self, scope: Scope) -> bool:
-        """Whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks for."""
+        """Return whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks
+        for."""
         assert self._options.api_key is not None
         kind, _, key = _header(scope, b"authorization").strip().partition(b" ")
         if kind.lower() == b"basic":
@@ -185,7 +186,7 @@ class AccessGuard:
             await app(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of a request, None where the client has gone."""
+        """Return the body of a request, None if the client has gone."""
         limit, parts, size = self._max_body_bytes, [], 0
         announced = _header(scope, b"content-length")
         if announced.isdigit() and int(announced) > limit:
@@ -228,7 +229,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _replay(body: bytes, gone: asyncio.Future[None]) -> Receive:
-    """A `receive` that brings a body, and then waits for the end."""
+    """Return a `receive` that brings a body, and then waits for the end."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -117,7 +117,7 @@ class Metrics:
 
     @contextmanager
     def answering(self, prompt: int = 0) -> Iterator[AnswerMetrics]:
-        """Counts one answer, while it waits and while it is written.
+        """Count one answer, while it waits and while it is written.
 
         Args:
             prompt: tokens of its prompt.
@@ -183,7 +183,7 @@ class Metrics:
         self._ended.labels(self._name, reason).inc()
 
     def page(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all of it, as Prometheus reads it."""
         return generate_latest(self._registry)
 
     def _note(self, answer: AnswerMetrics, tokens: int) -> None:

@@ -28,7 +28,7 @@ _NAME = "parallelformers_ng"
 
 
 class ServedReplica:
-    """One replica: the caller of its ranks, which lie on the cluster where there is room for them.
+    """One replica: the caller of its ranks, which lie on the cluster if there is room for them.
 
     Args:
         options: options of the server.
@@ -97,7 +97,7 @@ def serve_on_ray(options: ServeOptions) -> int:
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """How many replicas, in the words of Serve's."""
+    """Return how many replicas, in the words of Serve's."""
     if not options.autoscaling:
         return {"num_replicas": options.replicas}
     settings: dict[str, float] = {}

@@ -25,7 +25,7 @@ class FewestRequests(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
-        """The one to ask, and the others for the case that it is full."""
+        """Return the one to ask, and the others for the case that it is full."""
         self._asked = {request: sent_to for request, sent_to in self._asked.items() if not sent_to[1].cancelled()}
         counts = Counter(replica for replica, _ in self._asked.values())
         first, *others = sorted(
@@ -37,7 +37,7 @@ class FewestRequests(RequestRouter):
         return [[first], others]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """A replica has taken it, which is another where the first was full."""
+        """Note the replica that has taken the request; another one if the first was full."""
         request = pending_request.metadata.internal_request_id
         if request in self._asked:  # else it has been answered by now
             self._asked[request] = replica_id, pending_request.future

@@ -95,7 +95,7 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are told beside each, None where no probabilities are."""
+        """How many of the likeliest tokens are told beside each, None if no probabilities are."""
         raise NotImplementedError
 
     @property

@@ -53,7 +53,7 @@ class Shape:
         self._pieces.setdefault(piece.index, []).append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """The answers, complete."""
+        """Return the answers, complete."""
         choices = [self._choice(index, self._pieces[index]) for index in sorted(self._pieces)]
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -62,7 +62,7 @@ class Shape:
         yield from ()
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """A piece as chunks of a stream."""
+        """Yield a piece as chunks of a stream."""
         self._tokens += piece.tokens
         for choice in self._deltas(piece):
             yield self._chunk([choice])

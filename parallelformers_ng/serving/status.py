@@ -40,11 +40,11 @@ class Status:
         self._last_memory: dict[str, int] = {}
 
     async def health(self) -> Response:
-        """The process answers."""
+        """Return the process answers."""
         return PlainTextResponse("alive\n")
 
     async def ready(self) -> Response:
-        """Every rank has answered to the others."""
+        """Return every rank has answered to the others."""
         if why := await self._engine.ready(_READY_SECONDS):
             raise ApiError(503, f"the ranks are not ready: {why}", code="not_ready")
         return PlainTextResponse("ready\n")
@@ -54,7 +54,7 @@ class Status:
         return Response(self._engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def plan(self) -> Response:
-        """How the model is cut: for each kind of tensor its bytes, whole and on each rank."""
+        """Return how the model is cut: for each kind of tensor its bytes, whole and on each rank."""
         return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
 
     async def status(self) -> Response:
@@ -84,7 +84,8 @@ class Status:
 
 
 def summary(model: Any) -> dict[str, Any]:
-    """A plan in short: tensors of one place of the model together, layers that differ only in their number too."""
+    """Return a plan in short: tensors of one place of the model together, layers that differ only in their number
+    too."""
     plan = model.shard_plan
     parts: dict[str, dict[str, Any]] = {}
     for tensor in plan.stored():

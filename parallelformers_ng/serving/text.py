@@ -26,7 +26,7 @@ class Detokenizer:
         self._context, self._read = 0, 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that is complete with these tokens.
+        """Return the text that is complete with these tokens.
 
         Args:
             last: none follow, so that also what is unfinished is text.
@@ -57,7 +57,7 @@ class Stopper:
         self.stopped = False
 
     def add(self, text: str, last: bool = False) -> str:
-        """The text that may be shown now.
+        """Return the text that may be shown now.
 
         Args:
             last: none follows.
@@ -75,6 +75,6 @@ class Stopper:
 
 
 def _beginning(text: str, stop: str) -> int:
-    """How many characters at the end of `text` a stop string begins with."""
+    """Return how many characters at the end of `text` a stop string begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

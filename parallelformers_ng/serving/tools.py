@@ -146,7 +146,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
 
 
 def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
-    """The response template of a call as it was written."""
+    """Return the response template of a call as it was written."""
     written = written.partition(end)[0]
     for start, character in enumerate(written):
         if character not in "[{":

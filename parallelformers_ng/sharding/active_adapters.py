@@ -36,7 +36,7 @@ class ActiveAdapters:
         return cls(tuple(settings), tuple(settings[setting] for setting in each))
 
     def with_one(self, name: str | None) -> ActiveAdapters:
-        """The same with one adapter, or with none, unless all are off anyway."""
+        """Return the same with one adapter, or with none, unless all are off anyway."""
         settings = tuple((() if name is None else (name,), off, scaling) for _, off, scaling in self.settings)
         return replace(self, settings=settings)
 

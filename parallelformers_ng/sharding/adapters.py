@@ -47,7 +47,7 @@ class NormOverRanks(ParallelLayer):
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model as it is without adapters, of the same tensors and single layers; itself where it has none.
+    """Return the model as it is without adapters, of the same tensors and single layers; itself if it has none.
 
     Raises:
         UnsupportedModelError: it has adapters that cannot be cut.
@@ -62,7 +62,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """A model with adapters, of the same tensors, but with other layers in the places of its quantized ones.
+    """Return a model with adapters, of the same tensors, but with other layers in the places of its quantized ones.
 
     Args:
         layers: by the paths that those have without adapters.
@@ -91,7 +91,7 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 def with_adapters(
     plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None, dequantize: bool = False
 ) -> ShardPlan:
-    """The plan of a model, made of that of the same without its adapters.
+    """Return the plan of a model, made of that of the same without its adapters.
 
     Args:
         plain: the model without.
@@ -185,7 +185,7 @@ class _Place:
         return [f"{self.path}.{name}" for name in names if name]
 
     def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
-        """How the tensors of the adapters are cut, by name.
+        """Return how the tensors of the adapters are cut, by name.
 
         Args:
             plan: plan of the model without adapters.
@@ -233,7 +233,7 @@ class _Place:
 def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
 ) -> _Cut:
-    """How one of an adapter's tensors is cut.
+    """Return how one of an adapter's tensors is cut.
 
     Args:
         counts: dimensions of the layer that the adapter's dimensions stand for.

@@ -35,7 +35,8 @@ class NgramAttentionParallel(NarrowedHeadParallel):
         return self._own(super().get_predict_relative_pos_embeddings, 2, hidden, weights, *args)  # type: ignore[misc]
 
     def _own(self, make: Callable, dim: int, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
-        """This rank's heads, dimension `dim`, of what `make` gives for all; of the weights it reads the shape."""
+        """Return this rank's heads, dimension `dim`, of what `make` gives for all; of the weights it reads the
+        shape."""
         own, self.num_attn_heads = self.num_attn_heads, self.head_count
         sizes = [self.head_count if d == dim else size for d, size in enumerate(weights.shape)]
         whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)

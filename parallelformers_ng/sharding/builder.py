@@ -79,7 +79,7 @@ def build_plan(
 
 
 def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
-    """Bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
+    """Return bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
     flexible = 0
     for tensor in plan.stored():
         bytes_per_rank = list(
@@ -91,7 +91,7 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Why a policy does not fit a model, or "" where it does."""
+    """Return why a policy does not fit a model, or "" if it does."""
     try:
         _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:
@@ -150,7 +150,7 @@ class _Builder:
         return [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
 
     def _not_stock(self, policy: type[Policy], unit: CutUnit, block: str) -> str:
-        """Why the rules of a unit cannot be applied to a block; "" if they can."""
+        """Return why the rules of a unit cannot be applied to a block; "" if they can."""
         key = policy, unit, block
         if key not in self._reasons:
             layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
@@ -216,7 +216,7 @@ class _Builder:
         return matched
 
     def _targets(self, path: str) -> list[str]:
-        """The places that a rule names: one, or all that its `*` stand for."""
+        """Return the places that a rule names: one, or all that its `*` stand for."""
         if "*" not in path:
             return [path]
         pattern = re.compile(re.escape(path).replace(r"\*", "[^.]+"))
@@ -290,7 +290,7 @@ class _Builder:
 
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:
-    """The closest module at or above `path` that has a `Heads` rule, or "?" where none has."""
+    """Return the closest module at or above `path` that has a `Heads` rule, or "?" where none has."""
     above = [prefix for prefix in heads if is_within(path, prefix)]
     return max(above, key=len, default="?")
 

@@ -63,7 +63,7 @@ class CastRule:
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
 
     def dtype_of(self, name: str, tensor: torch.Tensor, persistent: bool = True) -> torch.dtype:
-        """The data type of a parameter or buffer after the cast.
+        """Return the data type of a parameter or buffer after the cast.
 
         Args:
             persistent: whether checkpoints hold it.
@@ -87,8 +87,8 @@ class CastRule:
 
 
 def holds_plain_weights(model: PreTrainedModel) -> bool:
-    """Whether the weights of a model are plain numbers, of the names and shapes that its class has unquantized:
-    transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
+    """Return whether the weights of a model are plain numbers, of the names and shapes that its class has
+    unquantized: transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
     tensors = all_tensors(model)
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values()):
         return False
@@ -102,7 +102,7 @@ def holds_plain_weights(model: PreTrainedModel) -> bool:
 
 
 def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
-    """The same class as `from_pretrained(dtype=dtype)` builds it, on `meta`; None where that cannot be told."""
+    """Return the same class as `from_pretrained(dtype=dtype)` builds it, on `meta`; None if that cannot be told."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:

@@ -29,7 +29,7 @@ class Draft:
         cuts: tensor name → one shard per rank, and the rule that made them.
         layers: jobs of the injector, each once.
         who: the policy, rule and place that is being applied, for errors.
-        counter: the module that counts the heads for it; None where none does.
+        counter: the module that counts the heads for it; None if none does.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Draft:
             raise PolicyError(f"{self.who}: {error}") from None
 
     def _parts(self, parts: Sequence[Unit | Part], default: Unit) -> tuple[list[Unit], list[int]]:
-        """The unit of each part, and the width of its heads where parts have their own."""
+        """Return the unit of each part, and the width of its heads where parts have their own."""
         units = [(part.unit if isinstance(part, Part) else part) or default for part in parts]
         named = [part.width for part in parts if isinstance(part, Part)]
         if named and len(named) < len(parts):
@@ -131,13 +131,13 @@ class Draft:
         return units, widths
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The parameter or buffer of that name; None where the model has none."""
+        """Return the parameter or buffer of that name; None if the model has none."""
         path, _, short = name.rpartition(".")
         owner = self.modules.get(path)
         return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
-        """An attribute of the module that counts the heads."""
+        """Return an attribute of the module that counts the heads."""
         return self.attribute(self.counter or self.model, name)
 
     def attribute(self, module: nn.Module, name: str) -> int:

@@ -31,7 +31,7 @@ class _Kind:
         dtype: the data type in which they are held.
         largest: how many scales the largest number of a block is from zero.
         per_byte: how many there are in an element of that type, the first one in its lowest bits.
-        own_scales: scales are fp32 and at least so large; None where they have the data type of the weight.
+        own_scales: scales are fp32 and at least so large; None if they have the data type of the weight.
     """
 
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Encoding:
         return _KINDS[self.kind].per_byte
 
     def fits_kernels(self, scales: int) -> bool:
-        """Whether the kernels read a matrix that is held so as it is.
+        """Return whether the kernels read a matrix that is held so as it is.
 
         Args:
             scales: how many an output has.
@@ -76,17 +76,17 @@ class Encoding:
         return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
     def has_scale_per_output(self, scales: Tensor) -> bool:
-        """Whether the numbers, one in a byte, may be multiplied before they are scaled."""
+        """Return whether the numbers, one in a byte, may be multiplied before they are scaled."""
         return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the weight, given that of its small numbers."""
+        """Return the shape of the weight, given that of its small numbers."""
         shape = list(numbers)
         shape[self.dim] *= self.per_byte
         return tuple(shape)
 
     def misfit(self, tensor: TensorPlan) -> str:
-        """Why a tensor cannot be held so, or not be cut as its plan says; "" where it can."""
+        """Return why a tensor cannot be held so, or not be cut as its plan says; "" if it can."""
         size, border = tensor.shape[self.dim], self.per_byte
         if tensor.dtype not in HIGH_PRECISION or not size:
             return f"it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -117,7 +117,7 @@ class Encoding:
         return self.numbers(weight, scales), scales
 
     def scales(self, weight: Tensor) -> Tensor:
-        """The scale of each block."""
+        """Return the scale of each block."""
         kind = _KINDS[self.kind]
         scales = weight.unflatten(self.dim, (-1, self.block)).abs().amax(self.dim) / kind.largest
         if kind.own_scales is None:
@@ -125,7 +125,7 @@ class Encoding:
         return scales.float().clamp(min=kind.own_scales)
 
     def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """The nearest small numbers, ties to even."""
+        """Return the nearest small numbers, ties to even."""
         kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
         if kind.dtype.is_floating_point:
             return (weight.float() / spread).clamp(-kind.largest, kind.largest).to(kind.dtype)
@@ -137,7 +137,7 @@ class Encoding:
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight, or the part of it that the numbers and scales are of."""
+        """Return the weight, or the part of it that the numbers and scales are of."""
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
         if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():
@@ -179,5 +179,5 @@ def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
 
 
 def divided(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
-    """Ranges in units of so many, of which each has whole ones."""
+    """Return ranges in units of so many, of which each has whole ones."""
     return tuple((start // by, stop // by) for start, stop in ranges)

@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.policy import Rule
 
 
 def has_experts_interface(module: nn.Module) -> bool:
-    """Whether a module stacks experts and has the forward of transformers' experts interface."""
+    """Return whether a module stacks experts and has the forward of transformers' experts interface."""
     names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
     stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
     return stacked and {"hidden_states", "top_k_index", "top_k_weights"} <= set(
@@ -27,8 +27,8 @@ def has_experts_interface(module: nn.Module) -> bool:
 
 
 def takes_experts_one_by_one(module: nn.Module) -> bool:
-    """Whether a module stacks experts, and can be told to compute them one after another, each with its own matrices:
-    transformers' interface of experts leaves on a module which way the stacked matrices lie."""
+    """Return whether a module stacks experts, and can be told to compute them one after another, each with its own
+    matrices: transformers' interface of experts leaves on a module which way the stacked matrices lie."""
     return hasattr(module, "is_transposed") and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
@@ -60,7 +60,7 @@ class Experts(Rule):
     interface.
 
     Args:
-        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
+        reduce: sum the partial outputs here. False if a later rule (`Reduce`) sums for several layers at once.
     """
 
     reduce: bool = True

@@ -69,7 +69,8 @@ class HeadParallel(ParallelLayer):
 
 
 def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """These heads, consecutive, of what there is for all along a dimension: a view, which no device has to be told."""
+    """Return these heads, consecutive, of what there is for all along a dimension: a view, which no device has to be
+    told."""
     return whole.narrow(dim, indices[0], len(indices))
 
 
@@ -144,11 +145,11 @@ class Heads(Rule):
         query: attribute that holds the number of query heads.
         key: attribute that holds the number of key/value heads; "" where `groups` says it, or where it is the number
             of query heads.
-        groups: attribute that holds query heads per key/value head, "" where the module has none.
+        groups: attribute that holds query heads per key/value head, "" if the module has none.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: the same for attributes proportional to the key/value heads.
         weights: place of the attention weights among the module's outputs: an index, a key, or several one after
-            another; None where it gives none of its own.
+            another; None if it gives none of its own.
         weights_dim: their dimension of heads.
         more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
         biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
@@ -269,5 +270,6 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
 
 
 def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """The attributes to set per rank. A count in the configuration is set only where the policy lists it as scaled."""
+    """Return the attributes to set per rank. A count in the configuration is set only where the policy lists it as
+    scaled."""
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)

@@ -40,7 +40,7 @@ def settle(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
-    """A copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
+    """Return a copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
 
     For proofs and tests in one process; workers build theirs from a skeleton instead.
     """

@@ -37,7 +37,7 @@ class ParallelLayer(nn.Module):
 
         Args:
             everyone: communicator of all ranks.
-            width: ranks of a stage, beside each other; all where there are no stages.
+            width: ranks of a stage, beside each other; all if there are no stages.
         """
         self.communicator = everyone.within(width)
 
@@ -60,7 +60,7 @@ class LayerPlan:
 
     Attributes:
         path: its dotted path.
-        cls: the parallel layer that it becomes; None where only attributes change, as of a layer cut by its outputs.
+        cls: the parallel layer that it becomes; None if only attributes change, as of a layer cut by its outputs.
         attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
     """
 

@@ -104,7 +104,7 @@ class Row(Rule):
         unit: unit of the inputs, as in `Column`.
         fused: parts packed side by side along the input, as in `Column`.
         heads: path of the `Heads` rule that counts this layer; by default the nearest above.
-        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
+        reduce: sum the partial outputs here. False if a later rule (`Reduce`) sums for several layers at once.
     """
 
     unit: Unit = ""
@@ -328,13 +328,13 @@ def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
+    """Return whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
 
 
 def _stacks_linears(module: nn.Module) -> bool:
-    """Whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
+    """Return whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 

@@ -86,7 +86,8 @@ def take_back() -> None:
 
 
 def _forgive() -> None:
-    """Have the notes be as before the first look-up. Their memory stays: recorded look-ups write there."""
+    """Reset the record of ids to its state before the first look-up. Their memory stays: recorded look-ups write
+    there."""
     for (_, rows), seen in _seen.items():
         seen[:1].fill_(0)
         seen[1:].fill_(rows - 1)

@@ -57,7 +57,7 @@ class OwnHeads(Tensor):
         return func(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """The tensor of all heads; gathered at the first call, which all ranks make."""
+        """Return the tensor of all heads; gathered at the first call, which all ranks make."""
         if self._whole is None:
             assert self._gather is not None
             self._whole, self._gather = self._gather(), None
@@ -74,7 +74,7 @@ class OwnHeads(Tensor):
 
 
 def gathered(value: Any) -> Any:
-    """A tensor of all heads in the place of one of a rank's own; anything else as it is."""
+    """Return a tensor of all heads in the place of one of a rank's own; anything else as it is."""
     return value.whole() if type(value) is OwnHeads else value
 
 
@@ -88,7 +88,7 @@ class AllHeads:
 
     @classmethod
     def of(cls, heads: OwnHeads) -> AllHeads:
-        """A collective of the ranks of a stage."""
+        """Return a collective of the ranks of a stage."""
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:

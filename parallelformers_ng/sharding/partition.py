@@ -71,7 +71,7 @@ def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequen
 
 
 def has_groups(width: int, world_size: int, group: int) -> bool:
-    """Whether some columns are whole groups, and enough of them for every rank to have one."""
+    """Return whether some columns are whole groups, and enough of them for every rank to have one."""
     return group > 1 and width % group == 0 and width // group >= world_size
 
 
@@ -88,7 +88,7 @@ def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -
         parts: fraction of all bytes for each rank, 1 in all; empty for equal fractions.
 
     Returns:
-        One number per rank, 1 in all; none where the loads will do.
+        One number per rank, 1 in all; none if the loads will do.
     """
     slack = _OFF_RATIO if parts else _TOO_MUCH
     parts = parts or [1 / len(loads)] * len(loads)
@@ -193,8 +193,8 @@ def cut_width(
     Args:
         size: length of the dimension.
         parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
-        heads: the head shares of the surrounding attention, empty where there is none.
-        head_widths: columns of one head in each part; none where all heads are equally wide.
+        heads: the head shares of the surrounding attention, empty if there is none.
+        head_widths: columns of one head in each part; none if all heads are equally wide.
         shares: fraction of the columns for each rank, as for `spread`.
         group: how many columns are to stay together, as for `spread_columns`.
 
@@ -243,7 +243,7 @@ def cut_interleaved(
         size: length of the dimension.
         parts: the parts of one group: "query" stands for all its query heads, "key" for one key or value head.
         heads: the head shares of the surrounding attention.
-        head_widths: columns of one head in each part; none where all heads are equally wide.
+        head_widths: columns of one head in each part; none if all heads are equally wide.
 
     Returns:
         For each rank the ranges it holds, in order.
@@ -272,7 +272,7 @@ def cut_interleaved(
 
 
 def _head_width(size: int, heads: int, parts: int) -> int:
-    """Columns of one head where all heads of all packed parts are equally wide."""
+    """Return columns of one head where all heads of all packed parts are equally wide."""
     if size % heads:
         counted = f"its {heads} heads" if parts == 1 else f"{heads}, the heads of its {parts} parts together"
         raise PolicyError(f"its width {size} is not a multiple of {counted}")
@@ -306,7 +306,7 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
 
 
 def width_of(ranges: Sequence[Range]) -> int:
-    """Columns that some ranges hold in all."""
+    """Return columns that some ranges hold in all."""
     return sum(stop - start for start, stop in ranges)
 
 

@@ -77,7 +77,8 @@ def in_stages(
 
 
 def _parts(model: nn.Module) -> list[str]:
-    """The units that can be computed on one rank for all: blocks, and layers that the modelling code only calls."""
+    """Return the units that can be computed on one rank for all: blocks, and layers that the modelling code only
+    calls."""
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     modules = dict(model.named_modules())
     parts = []

@@ -36,7 +36,7 @@ class Stop:
 
     Attributes:
         holders: ranks that have its weights. The result of the first is what the others get.
-        stack: path of the module that runs it and others one after another; None where it stands alone.
+        stack: path of the module that runs it and others one after another; None if it stands alone.
         begins, ends: whether it is the first, the last of those that follow one another there on the same ranks.
         cache_layers: the layers of a cache that it writes to.
     """
@@ -178,7 +178,7 @@ _LOOKS = ("output_hidden_states", "output_attentions")
 
 
 def _has_hooks(block: nn.Module) -> bool:
-    """Whether a block has hooks that look at what it gets or gives: some have no eyes for it, and say so."""
+    """Return whether a block has hooks that look at what it gets or gives: some have no eyes for it, and say so."""
     hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
     known = (hook for hook in hooks if not getattr(hook, "is_blind", False))
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in known)

@@ -89,7 +89,7 @@ class ShardPlan:
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
     def bytes_held(self, name: str) -> int:
-        """Bytes of a tensor, as ranks hold it."""
+        """Return bytes of a tensor, as ranks hold it."""
         return sum(part.bytes_whole for part in self.parts(name))
 
     @property
@@ -99,7 +99,7 @@ class ShardPlan:
         return dict(sorted(left.items(), key=lambda item: -item[1]))
 
     def stored(self) -> Iterator[TensorPlan]:
-        """Every tensor once, tied ones under the name that holds the bytes."""
+        """Yield every tensor once, tied ones under the name that holds the bytes."""
         return (tensor for name, tensor in self.tensors.items() if tensor.storage == name)
 
     def aliases(self) -> dict[str, list[str]]:
@@ -121,14 +121,14 @@ class ShardPlan:
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
     def bytes_in(self, place: Place, rank: int) -> int:
-        """Bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
+        """Return bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
         tiers, total = self.tiers, self.bytes_per_rank[rank]
         if tiers is None:
             return total if place == "device" else 0
         return sum(tensor.bytes_on(rank) for tensor in self.held.stored() if tiers.place(tensor.name, rank) == place)
 
     def bytes_moved(self, rank: int) -> int:
-        """Bytes that come to a rank each time that all layers run, a token of a decoder."""
+        """Return bytes that come to a rank each time that all layers run, a token of a decoder."""
         tensors, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
         return sum(tensors[name].bytes_on(rank) for _, names in moved for name in names)
 
@@ -167,7 +167,7 @@ class ShardPlan:
 
     @property
     def cut_share(self) -> float:
-        """Share of the cuttable bytes that are cut, between 0 and 1; 1 where there are none.
+        """Share of the cuttable bytes that are cut, between 0 and 1; 1 if there are none.
 
         Cuttable are all parameters of two and more dimensions, those of convolutions aside.
         """
@@ -176,7 +176,7 @@ class ShardPlan:
         return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""
+        """Return the plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""
         tensors = [
             {
                 "name": tensor.name,
@@ -207,7 +207,7 @@ class ShardPlan:
         }
 
     def table(self) -> str:
-        """The plan for people: what there is in all, and one line for each kind of tensor."""
+        """Return the plan for people: what there is in all, and one line for each kind of tensor."""
         per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
         lines = [
             f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})",
@@ -224,7 +224,7 @@ class ShardPlan:
         return "\n".join([*filter(None, lines), tensor_table(self.held.stored())])
 
     def _tiers_in_words(self) -> Iterator[str]:
-        """Lines about where the weights of each rank lie; none if all of them are on the devices."""
+        """Yield lines about where the weights of each rank lie; none if all of them are on the devices."""
         for rank in range(self.world_size) if self.tiers else ():
             device, ram, disk = (human_bytes(self.bytes_in(place, rank)) for place in get_args(Place))
             moved = human_bytes(self.bytes_moved(rank))

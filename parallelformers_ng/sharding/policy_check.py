@@ -119,7 +119,7 @@ def _rules() -> list[str]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type as rules declare them: Literal, Union, tuple, or a class."""
+    """Return whether a value is of a type as rules declare them: Literal, Union, tuple, or a class."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return isinstance(value, str) and value in arguments

@@ -10,7 +10,7 @@ from parallelformers_ng.sharding.policy import Policy
 
 
 def policies_of_file(path: str) -> list[type[Policy]]:
-    """Every policy that a Python file defines, in its order; one that it imports is not its own.
+    """Return every policy that a Python file defines, in its order; one that it imports is not its own.
 
     Raises:
         FileNotFoundError: there is no such file.

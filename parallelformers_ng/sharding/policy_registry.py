@@ -50,7 +50,7 @@ def known_policies(
 
 @cache
 def written_policies() -> tuple[type[Policy], ...]:
-    """All policies of `parallelformers_ng.policies`, in the order of their files.
+    """Return all policies of `parallelformers_ng.policies`, in the order of their files.
 
     Raises:
         PolicyError: two of them claim one block, unless each says by other layers which of its layouts it is for.
@@ -78,7 +78,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
-    """The caller's policies, one or several, as a tuple.
+    """Return the caller's policies, one or several, as a tuple.
 
     Raises:
         PolicyError: one is no Policy class, or says what no rule can mean.
@@ -96,7 +96,8 @@ def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
-    """Paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they name."""
+    """Return paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they
+    name."""
     places: set[str] = set()
     for path, module in model.named_modules():
         for policy in policies:
@@ -109,7 +110,7 @@ def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[st
 
 
 def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
-    """Whether the policies answer for nearly all of what could be cut, tables of positions aside."""
+    """Return whether the policies answer for nearly all of what could be cut, tables of positions aside."""
     places = written_places(model, policies)
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     total = left = 0

@@ -24,8 +24,8 @@ from parallelformers_ng.sharding.wording import pattern_of
 def choose_encodings(
     model: nn.Module, options: QuantizeOptions | None, tensors: Mapping[str, TensorPlan], blocks: Sequence[str]
 ) -> tuple[dict[str, Encoding], dict[str, str]]:
-    """How each weight that is to be quantized is held, by name; and those that stay in high precision all the same,
-    with the reason.
+    """Return how each weight that is to be quantized is held, by name; and those that stay in high precision all the
+    same, with the reason.
 
     Linear layers are, `Conv1D`, and experts that are stacked; embeddings and the head where they are asked for. One
     that several modules share is only if it is for each of them. Without a scheme, what is stored quantized stays so.
@@ -101,7 +101,7 @@ def border(model: nn.Module, options: QuantizeOptions | None) -> int:
 
 
 def is_stored_quantized(parameter: nn.Parameter) -> bool:
-    """Whether a parameter that has not been read is made of what is stored as small numbers and scales."""
+    """Return whether a parameter that has not been read is made of what is stored as small numbers and scales."""
     return getattr(parameter, "is_quantized_within", False)
 
 
@@ -124,7 +124,7 @@ class _ParameterOptions:
         self._scheme, self._block = str(options.scheme), options.block
 
     def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
-        """How a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
+        """Return how a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
         if dim is None or path in self._left:
             return None
         return Encoding(self._scheme, dim, self._block or parameter.shape[dim])
@@ -147,7 +147,7 @@ def _embeddings(model: nn.Module) -> set[str]:
 
 
 def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:
-    """The paths that patterns name, and all beneath them."""
+    """Return the paths that patterns name, and all beneath them."""
     starts = [re.escape(f"{block}.") for block in blocks if block]
     above = f"({'|'.join(starts)})?"
     skipped: set[str] = set()

@@ -20,8 +20,9 @@ _CLOSE = 1e-9
 
 
 def units(model: nn.Module) -> list[str]:
-    """Paths of what stays together, in the model's order: repeated blocks, the classes that `_no_split_modules` names,
-    single layers, and parameters that belong to a module with further modules in it. Every tensor lies in one."""
+    """Return paths of what stays together, in the model's order: repeated blocks, the classes that
+    `_no_split_modules` names, single layers, and parameters that belong to a module with further modules in it.
+    Every tensor lies in one."""
     atomic = set(getattr(model, "_no_split_modules", None) or ())
     seen: set[int] = set()
 
@@ -41,7 +42,7 @@ def units(model: nn.Module) -> list[str]:
 
 
 def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a unit, by their names in the model."""
+    """Return the parameters and buffers of a unit, by their names in the model."""
     path, _, name = unit.rpartition(".")
     own = dict(_own(model.get_submodule(path)))
     if name in own:

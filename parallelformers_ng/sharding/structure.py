@@ -98,7 +98,7 @@ class Trace:
 
 
 def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
-    """The layers that could be cut, in the order of their calls.
+    """Return the layers that could be cut, in the order of their calls.
 
     Args:
         calls: name → order, from `Trace`.
@@ -122,7 +122,7 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
+    """Yield every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):

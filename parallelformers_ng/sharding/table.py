@@ -10,7 +10,7 @@ from parallelformers_ng.sharding.wording import pattern_of
 
 
 def tensor_table(plans: Iterable[TensorPlan]) -> str:
-    """One line for each kind of tensor; layers that differ only in their number share a line."""
+    """Return one line for each kind of tensor; layers that differ only in their number share a line."""
     rows: dict[tuple[str, ...], list[TensorPlan]] = {}
     for tensor in plans:
         rows.setdefault((pattern_of(tensor.name), str(tensor.shape), tensor.rule), []).append(tensor)

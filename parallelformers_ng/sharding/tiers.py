@@ -33,7 +33,7 @@ class Tiers:
         return "device" if path is None else self.places[rank].get(path, "device")
 
     def moved(self, rank: int) -> Iterator[tuple[str, list[str]]]:
-        """The layers that come before they run and are let go afterwards: path, stored names."""
+        """Yield the layers that come before they run and are let go afterwards: path, stored names."""
         for path, place in self.places[rank].items():
             if place == "disk" or (place == "cpu" and self.is_cuda):
                 yield path, self.layers[path]

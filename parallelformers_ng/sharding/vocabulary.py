@@ -51,7 +51,8 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return super().forward(rows)
 
     def _in_range(self, ids: torch.Tensor) -> torch.Tensor:
-        """A whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on every rank."""
+        """Return a whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on
+        every rank."""
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
@@ -127,8 +128,8 @@ def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
-    """The embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one of
-    these.
+    """Return the embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one
+    of these.
 
     A weight that is also used by any other layer stays whole, with all its owners: cutting only some of them would
     change what the others read.
@@ -169,8 +170,8 @@ def _add_embedding(layers: dict[str, VocabularyLayer], path: str, embedding: nn.
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is no more than its rows: without layers inside (a part for added tokens, an adapter), and
-    without code of the program's."""
+    """Return whether a layer is no more than its rows: without layers inside (a part for added tokens, an adapter),
+    and without code of the program's."""
     return not any(True for _ in layer.children()) and not foreign_layer(layer)
 
 

@@ -70,7 +70,7 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
 
 
 def part_refusal(path: str) -> str:
-    """The error message for a module that cannot be called alone."""
+    """Return the error message for a module that cannot be called alone."""
     return (
         f"{path} is cut: called alone it would take or give each worker's part of a result. Call a module above it, or"
         " deparallelize() first"
@@ -78,8 +78,8 @@ def part_refusal(path: str) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ between different tensors: the size, and of a sample the sum, the sum of squares and one that
-    depends on the order."""
+    """Return numbers that differ between different tensors: the size, and of a sample the sum, the sum of squares
+    and one that depends on the order."""
     sample = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)]
     sizes = sample.abs().float().nan_to_num(0.0, 0.0)
     order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)
@@ -88,7 +88,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:
-    """Whether a tensor beneath `path` is cut that belongs to none of these layers."""
+    """Return whether a tensor beneath `path` is cut that belongs to none of these layers."""
     return any(
         not tensor.is_replicated and not any(is_within(name, layer) for layer in layers)
         for name, tensor in plan.tensors.items()

@@ -212,12 +212,12 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
 
 
 def aligned_memory(size: int) -> memoryview:
-    """Memory of torch, whose alignment some kernels rely on; the caller's default device may be another."""
+    """Return memory of torch, whose alignment some kernels rely on; the caller's default device may be another."""
     return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
 
 
 def own_copy(body: memoryview, outside: int) -> memoryview:
-    """The body of a frame in memory of its own; tensors outside of the pickle can use that memory."""
+    """Return the body of a frame in memory of its own; tensors outside of the pickle can use that memory."""
     if not outside:
         return memoryview(bytes(body))
     copy = aligned_memory(len(body))

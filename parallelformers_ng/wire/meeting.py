@@ -71,7 +71,7 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """The next caller that knows the key: its purpose; the connection and its keys. Others are left.
+        """Return the next caller that knows the key: its purpose; the connection and its keys. Others are left.
 
         Raises:
             RequestTimeoutError: none came before the deadline, on the clock of `time.monotonic`.
@@ -206,7 +206,7 @@ def _take(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _keys(key: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """The keys of a connection: for what the caller says, and for what the listener does."""
+    """Return the keys of a connection: for what the caller says, and for what the listener does."""
     return signature(key, "from who calls", nonces), signature(key, "from who listens", nonces)
 
 

@@ -193,8 +193,8 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
-    """The pickle; for each object outside of it, how far it lies from the first one, and its size, -1 for a file; and
-    where the first one begins."""
+    """Return the pickle; for each object outside of it, how far it lies from the first one, and its size, -1 for a
+    file; and where the first one begins."""
     count = 1 + frame.outside
     head = count * _SIZE.size
     if len(frame.body) < head:
@@ -231,7 +231,7 @@ def _aligned(offset: int) -> int:
 
 
 def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of bytes that came outside a pickle."""
+    """Return a tensor of bytes that came outside a pickle."""
     return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
 
 
@@ -279,20 +279,20 @@ class _MessagePickler(ByValuePickler):
 
 
 def _is_of_library(obj: Any) -> bool:
-    """Whether a class or function is what a library has under its name."""
+    """Return whether a class or function is what a library has under its name."""
     name: str = obj.__module__ or ""
     return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Any:
-    """The values of a tensor on CPU, contiguous, as an array of bytes."""
+    """Return the values of a tensor on CPU, contiguous, as an array of bytes."""
     if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
-    """The error for a value that cannot be pickled: it names the innermost part that cannot."""
+    """Return the error for a value that cannot be pickled: it names the innermost part that cannot."""
     if isinstance(error.__cause__ or error, RecursionError):  # which cloudpickle chains
         return NotPortableError(f"{place or 'the value'} is nested too deep")
     is_top = not place and type(value) is dict
@@ -320,7 +320,7 @@ def _is_portable(value: Any) -> bool:
 
 
 def _steps(value: Any) -> list[tuple[str, Any]]:
-    """The parts of a value, and how each is reached."""
+    """Return the parts of a value, and how each is reached."""
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):

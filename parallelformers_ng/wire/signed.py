@@ -58,7 +58,7 @@ class Signer:
         self._count = 0
 
     def sign(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """The signature of what comes next: HMAC-SHA256 of its number and its parts."""
+        """Return the signature of what comes next: HMAC-SHA256 of its number and its parts."""
         signature = hmac.new(self._key, SIZE.pack(self._count), "sha256")
         for part in parts:
             signature.update(part)
@@ -124,7 +124,7 @@ def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
 
 
 def _frame(body: memoryview) -> Frame:
-    """The frame that a checked record holds, with files of this process."""
+    """Return the frame that a checked record holds, with files of this process."""
     count = FIXED_PART.unpack_from(body)[-1]
     sizes_at = len(body) - count * SIZE.size
     if sizes_at < FIXED_PART.size:
@@ -147,7 +147,7 @@ def _frame(body: memoryview) -> Frame:
 
 
 def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:
-    """A file in memory for each of these."""
+    """Return a file in memory for each of these."""
     descriptors: list[int] = []
     try:
         for content in contents:

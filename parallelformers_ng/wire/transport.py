@@ -58,12 +58,12 @@ class Channel:
         self._readable.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
-        """The descriptor of the socket, for poll."""
+        """Return the descriptor of the socket, for poll."""
         return self.connection.fileno()
 
     @property
     def has_more(self) -> bool:
-        """True where the next frame, or a part of it, was read ahead: poll need not tell of it."""
+        """True if the next frame, or a part of it, was read ahead: poll need not tell of it."""
         return self._end > self._begin
 
     def spin(self, until: float) -> bool:
@@ -180,7 +180,7 @@ class Channel:
         self._begin, self._end = 0, len(rest)
 
     def _read_ahead(self, options: int = 0) -> bool:
-        """Receive what there is. Returns False where nothing has come and neither the socket nor `how` would wait."""
+        """Receive what there is. Returns False if nothing has come and neither the socket nor `how` would wait."""
         if self._begin:
             if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
                 self._resize(_READ_AHEAD_BYTES)  # after a long frame

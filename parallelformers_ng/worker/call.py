@@ -31,7 +31,7 @@ class Call:
         streams: the caller waits for tokens as they are chosen.
         has_caches: there are caches among the arguments.
         returns_state: the arguments hold objects of the caller's whose state is wanted back.
-        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None where there are none.
+        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
         adapters: adapters of the call; None if the model has none.
         code: code that the caller's program has changed since the last call; None if it has changed none.
@@ -67,7 +67,7 @@ class Answer:
         caches: new facts about the caches that were passed in: id → `CacheInfo`.
         states: new states of such objects that changed, as `generation.object_state.ObjectState` numbers them.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
-        uncaptured: why decode steps that should be CUDA graphs were none, "" where they were.
+        uncaptured: why decode steps that should be CUDA graphs were none, "" if they were.
     """
 
     output: Any

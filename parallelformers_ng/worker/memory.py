@@ -25,7 +25,7 @@ class RankMemory:
         self._shard_bytes = shard_bytes
 
     def allocated(self) -> int:
-        """Weights of its shard on CPU, all that torch has allocated on CUDA."""
+        """Return weights of its shard on CPU, all that torch has allocated on CUDA."""
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
@@ -69,13 +69,14 @@ def proportional_set_size() -> int:
 
 
 def _bytes_in(file: str, key: str) -> int:
-    """A figure that Linux gives of this process. (The peak of `getrusage` would include that of the parent.)"""
+    """Return a figure that Linux gives of this process. (The peak of `getrusage` would include that of the parent.)"""
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def device_totals() -> str:
-    """A line for every NVIDIA device of the machine: what all processes together use of it; "" where there is none."""
+    """Return a line for every NVIDIA device of the machine: what all processes together use of it; "" if there is
+    none."""
     try:
         pynvml.nvmlInit()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -246,7 +246,7 @@ class ModelRunner(RankWeights):
         return self.caches.certain_info(number)
 
     def held_caches(self) -> int:
-        """How many caches this rank holds."""
+        """Return how many caches this rank holds."""
         return len(self.caches)
 
     def _prepare(self, call: Call) -> None:

@@ -36,9 +36,9 @@ class RankWeights:
         emit: sends the parent what happens on the way.
 
     Attributes:
-        model: the rank's modules, None where it has none.
+        model: the rank's modules, None if it has none.
         plan: how the model is cut.
-        moves: has layers come and go that do not stay on the device, None where all do.
+        moves: has layers come and go that do not stay on the device, None if all do.
     """
 
     moves: Moves | None = None
@@ -97,7 +97,7 @@ class RankWeights:
                 pending = 0
 
     def loaded(self) -> None:
-        """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
+        """Let go of the readers: the weights are complete. Views keep their files mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
         if self.device.type != "cpu" and self.plan is not None and self.plan.tiers is None:
@@ -124,7 +124,7 @@ class RankWeights:
         self.moves = Moves(layers) if layers else None
 
     def _streams(self, name: str) -> bool:
-        """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
+        """Return whether a tensor is the weight of a layer that reads its rows wherever they lie."""
         path, _, attribute = name.rpartition(".")
         return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
 
@@ -138,19 +138,19 @@ class RankWeights:
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in host memory or in a mapped file, on a CUDA rank."""
+        """Return a tensor in host memory or in a mapped file, on a CUDA rank."""
         place = self._place(stored)
         return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, through a bounded buffer."""
+        """Return a copy on the device, through a bounded buffer."""
         if self.staging is None:
             self.staging = Staging(self.device)
         return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
-        """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer. Beside layers
-        that come and go, those that stay are in memory that the system cannot take for them."""
+        """Return this rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer.
+        Beside layers that come and go, those that stay are in memory that the system cannot take for them."""
         place = self._place(stored)
         if place == "disk":
             return read_shard(node, shard, self.rank)
@@ -181,11 +181,11 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """This rank's part of some stored tensors, on CPU."""
+        """Return this rank's part of some stored tensors, on CPU."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in page-locked memory, from which copies to a device are asynchronous."""
+    """Return a copy in page-locked memory, from which copies to a device are asynchronous."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -42,7 +42,7 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
-        """A part that has one range along the first dimension, in any data type that has its numbers."""
+        """Return a part that has one range along the first dimension, in any data type that has its numbers."""
 
 
 @dataclass(eq=False)
@@ -207,7 +207,7 @@ class Repeated(Computed):
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """The places of numbers of which the first has the lowest bits."""
+    """Return the places of numbers of which the first has the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))
 
 

@@ -70,7 +70,7 @@ class StoredTensors:
         return frozenset(names | {name.removeprefix(prefix) for name in names} | {prefix + name for name in names})
 
     def ending_with(self, ending: str) -> list[str]:
-        """The names with that ending, without it."""
+        """Return the names with that ending, without it."""
         return [name.removesuffix(ending) for name in self.state if name.endswith(ending)]
 
     def take(
@@ -136,8 +136,8 @@ class StoredTensors:
         inputs: int = -1,
         bits: int = 8,
     ) -> Node:
-        """A weight of which numbers share scales and zero points: as it is stored where `quantize=` has a scheme of
-        that kind, else in high precision.
+        """Return a weight of which numbers share scales and zero points: as it is stored where `quantize=` has a scheme
+        of that kind, else in high precision.
 
         Args:
             values: the numbers, in the shape of the weight.
@@ -199,14 +199,14 @@ class StoredTensors:
         return Decoded(shape, self.dtype, encoding, (values, scales))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
-        """The group of each input, of which there are so many."""
+        """Return the group of each input, of which there are so many."""
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
             raise self.damaged(f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}")
         return groups
 
     def _without_zeros(self, zeros: Node | None) -> Node | None:
-        """Zero points, None where all of them are 0."""
+        """Zero points, None if all of them are 0."""
         return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
@@ -227,7 +227,7 @@ def _why_not(
     inputs: int,
     dtype: torch.dtype,
 ) -> str:
-    """Why numbers cannot be held as those of a scheme are; "" where they can."""
+    """Return why numbers cannot be held as those of a scheme are; "" if they can."""
     if zeros is not None:
         return "it has zero points"
     if values.dtype not in (torch.int8, torch.float8_e4m3fn):

@@ -45,7 +45,7 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _bits(data: Mapping[str, Any]) -> int:
-    """How many an integer needs, as far as it is said: a data type by its name, or as the header writes it."""
+    """Return how many an integer needs, as far as it is said: a data type by its name, or as the header writes it."""
     said = data.get("target_dtype")
     name = str(said.get("_data") if isinstance(said, Mapping) else said).removeprefix("torch.")
     return int(name[3:]) if name in _FEW_BITS else 8

@@ -31,7 +31,7 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
-    """The tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
+    """Return the tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
 
     Raises:
         UnsupportedModelError: the format is not known, or would have to be put in high precision.
