@@ -52,8 +52,7 @@ def tokens_per_second(model: Any) -> float:
     """Return the speed of the tokens after the first one."""
     ids = torch.arange(100, 100 + PROMPT)[None]
     first, all_of_them = (
-        # type: ignore[misc]
-        measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))
+        measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))  # type: ignore[misc]
         for count in (1, TOKENS + 1)
     )
     return TOKENS / (all_of_them - first)

@@ -198,8 +198,7 @@ def code_of(root: Any) -> Any:
         root = root.func
     if isinstance(root, types.MethodType):
         return root.__func__
-    # noqa: B004 (not whether, but which)
-    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)
+    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (not whether, but which)
 
 
 def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:

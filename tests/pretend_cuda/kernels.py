@@ -3,13 +3,13 @@
 An operator is a kernel, with exceptions: views, unfilled memory, exchanges (one rank has none), and the operators
 below. torch's source (2.13) decides each; the table names the place. A copy into a part of a tensor counts that part.
 
-| operator | kernels | source | | --- | --- | --- | | `linear`, `matmul` | one product | `native/Linear.cpp`,
-`native/LinearAlgebra.cpp`; `cuda/Blas.cpp` | | `rms_norm` | 1 if input and weight are of one type, else those that it
-is made of | `rms_norm_symint` in `native/layer_norm.cpp`; `_fused_rms_norm` has a CUDA kernel in
-`native_functions.yaml` | | `layer_norm` | 1 | `native_layer_norm`, `cuda/layer_norm_kernel.cu` | |
-`scaled_dot_product_attention` | 1; 2 more for a mask of booleans | `convert_boolean_attn_mask_` in
-`native/transformers/attention.cpp`: a fill and a `where`; its output is `[batch, queries, heads, width]` in memory,
-`mem_eff_attention`'s and cuDNN's |"""  # noqa: E501
+| operator | kernels | source |
+| --- | --- | --- |
+| `linear`, `matmul` | one product | `native/Linear.cpp`, `native/LinearAlgebra.cpp`; `cuda/Blas.cpp` |
+| `rms_norm` | 1 if input and weight are of one type, else those that it is made of | `rms_norm_symint` in `native/layer_norm.cpp`; `_fused_rms_norm` has a CUDA kernel in `native_functions.yaml` |
+| `layer_norm` | 1 | `native_layer_norm`, `cuda/layer_norm_kernel.cu` |
+| `scaled_dot_product_attention` | 1; 2 more for a mask of booleans | `convert_boolean_attn_mask_` in `native/transformers/attention.cpp`: a fill and a `where`; its output is `[batch, queries, heads, width]` in memory, `mem_eff_attention`'s and cuDNN's |
+"""  # noqa: E501
 
 from __future__ import annotations
 
