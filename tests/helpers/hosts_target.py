@@ -1,4 +1,4 @@
-"""What ranks on several hosts run in tests."""
+"""The target of ranks on several hosts in tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.runtime_target import Target
 
 class HostsTarget(Target):
     def collect(self) -> list[torch.Tensor]:
-        """Of each kind of collective one."""
+        """Return one result of each kind of collective."""
         rank, communicator = self.rank, self.communicator
         return [
             communicator.all_reduce(torch.full((2, 2), rank + 1.0).t()),

@@ -218,7 +218,7 @@ def test_fields_of_the_template_reach_the_prompt(scripted, fields, want):
     model, http = scripted
     body = {"messages": MESSAGES, **fields}
     assert http.post(CHAT, json=body).status_code == 200
-    ids = model.asked[-1]["input_ids"][0].tolist()
+    ids = model.calls[-1]["input_ids"][0].tolist()
     assert TOKENIZER.decode(ids).startswith(want)
     assert http.post("/tokenize", json=body).json()["tokens"] == ids
 
@@ -252,6 +252,6 @@ def test_special_tokens_are_added_as_asked(special):
     with serving(model, tokenizer) as running, running.client() as http:
         for route, body in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "Hello"})):
             http.post(route, json={**body, "add_special_tokens": special})
-            assert (model.asked[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == special
+            assert (model.calls[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == special
             http.post(route, json=body)
-            assert (model.asked[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == (route == COMPLETIONS)
+            assert (model.calls[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == (route == COMPLETIONS)

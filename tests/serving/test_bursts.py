@@ -14,7 +14,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.serving.api_errors import api_error
-from tests.helpers.held_group import held
+from tests.helpers.paused_group import paused
 from tests.helpers.server import Running, ScriptedModel, serving, tiny_model, tiny_tokenizer
 from tests.zoo.decoders import decoder
 
@@ -40,7 +40,7 @@ def test_as_many_are_served_and_refused_as_the_limits_say(rows, waiting, count):
     with serving(model, TOKENIZER, rows=rows, waiting=waiting) as running:
 
         def ready(done: Any) -> None:
-            running.until(lambda: len(model.asked) + done() >= count)
+            running.until(lambda: len(model.calls) + done() >= count)
             model.release(running)
 
         assert asyncio.run(burst(running, count, {"prompt": "x"}, ready)) == [served, count - served]
@@ -54,7 +54,7 @@ def test_answers_are_counted_and_not_requests(count, choices):
     with serving(model, TOKENIZER, rows=4, waiting=16) as running:
 
         def ready(done: Any) -> None:
-            running.until(lambda: len(model.asked) // choices + done() >= count)
+            running.until(lambda: len(model.calls) // choices + done() >= count)
             model.release(running)
 
         body = {"prompt": "x", "n": choices}
@@ -88,7 +88,7 @@ def test_a_batch_takes_as_many_calls_as_its_limits_say(groups, rows, waiting, co
     expected, refused, group = max(0, count - rows - waiting), [0], groups(1)
     with parallelize(decoder("Llama"), workers=group, batching={"rows": rows, "waiting": waiting}) as model:
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # proves that calls may share
-        with held(group) as let_go, ThreadPoolExecutor(count) as pool:
+        with paused(group) as let_go, ThreadPoolExecutor(count) as pool:
 
             def ask(_: int) -> torch.Tensor | None:
                 try:

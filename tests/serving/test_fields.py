@@ -157,14 +157,14 @@ def test_a_harmless_field_changes_nothing(http, model, route, name):
     answers = [http.post(route, json=body) for body in (BODIES[route], {**BODIES[route], name: {"x": [1]}})]
     assert [answer.status_code for answer in answers] == [200, 200]
     if route != TOKENIZE:
-        told = [vars(call["generation_config"]) | {"ids": call["input_ids"].tolist()} for call in model.asked[-2:]]
+        told = [vars(call["generation_config"]) | {"ids": call["input_ids"].tolist()} for call in model.calls[-2:]]
         assert told[0] == told[1]
 
 
 def test_a_penalty_of_nothing_is_no_penalty(http, model):
     for value in ({"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"logit_bias": {}}):
         assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 200
-        assert "logits_processor" not in model.asked[-1]
+        assert "logits_processor" not in model.calls[-1]
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_client_that_reads_nothing_is_left():
             raw.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            running.until(lambda: model.asked)
+            running.until(lambda: model.calls)
             running.until(lambda: running.app.in_flight == 0)
 
 
@@ -236,7 +236,7 @@ def test_more_than_may_wait_are_told_to_come_later():
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER, rows=2, waiting=4) as running, ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"}) for _ in range(6)]
-        running.until(lambda: len(model.asked) == 6)
+        running.until(lambda: len(model.calls) == 6)
         refused = running.client().post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "overloaded"
@@ -261,7 +261,7 @@ def test_a_client_that_goes_ends_its_call(stream):
         async with httpx.AsyncClient(base_url=running.url, trust_env=False) as client:
             body = {"prompt": "x", "n": 2, "stream": stream}
             asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(5)]
-            while len(model.asked) < 10:
+            while len(model.calls) < 10:
                 await asyncio.sleep(0.005)
             for task in asking:
                 task.cancel()
@@ -281,7 +281,7 @@ def test_those_in_flight_complete_after_sigterm_and_new_ones_are_refused_at_once
             pool.submit(running.client().post, "/v1/completions", json={"prompt": "x", "stream": number % 2 == 0})
             for number in range(8)
         ]
-        running.until(lambda: len(model.asked) == 8)
+        running.until(lambda: len(model.calls) == 8)
         running.server.handle_exit(signal.SIGTERM, None)
         running.until(lambda: running.app.draining)
         refused = running.client().post("/v1/completions", json={"prompt": "x"})
@@ -299,7 +299,7 @@ def test_a_second_signal_ends_the_server_at_once():
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER) as running, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"})
-        running.until(lambda: model.asked)
+        running.until(lambda: model.calls)
         for _ in range(2):
             running.server.handle_exit(signal.SIGINT, None)
         running.thread.join(20)

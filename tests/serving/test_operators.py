@@ -144,7 +144,7 @@ def test_a_call_that_waits_for_a_row_is_in_the_queue():
         asked = [threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": BODY}) for _ in range(3)]
         for thread in asked:
             thread.start()
-        running.until(lambda: len(model.asked) == 3)
+        running.until(lambda: len(model.calls) == 3)
         time.sleep(0.2)
         used = values(http)["vllm:kv_cache_usage_perc"]
         model.release(running)

@@ -102,7 +102,7 @@ def send(page: Any, text: str) -> None:
 
 
 def prompt_of(model: ScriptedModel, call: int = -1) -> str:
-    return TOKENIZER.decode(model.asked[call]["input_ids"][0])
+    return TOKENIZER.decode(model.calls[call]["input_ids"][0])
 
 
 def violations(axe: Any, page: Any) -> list[Any]:
@@ -154,14 +154,14 @@ def test_two_turns_are_sent_with_their_history_and_a_reload_keeps_them(page):
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("b")
         page.keyboard.press("Enter")
-        running.until(lambda: page.locator(".turn").count() == 4 and len(model.asked) == 2)
+        running.until(lambda: page.locator(".turn").count() == 4 and len(model.calls) == 2)
         shows(page, "#outcome", "tokens in")
         said = (
             "<|start|>system\nBe brief.<|end|>\n<|start|>user\nHello<|end|>\n<|start|>assistant\nIt says so.<|end|>\n"
         )
         assert prompt_of(model) == said + "<|start|>user\na\nb<|end|>\n<|start|>assistant\n"
-        config = model.asked[-1]["generation_config"]
-        assert (config.temperature, config.top_p, model.asked[-1]["seed"]) == (0.5, 0.9, 7)
+        config = model.calls[-1]["generation_config"]
+        assert (config.temperature, config.top_p, model.calls[-1]["seed"]) == (0.5, 0.9, 7)
         page.get_by_label("Your message").fill("not sent")
         before = page.inner_text("#log")
         page.reload()
@@ -171,7 +171,7 @@ def test_two_turns_are_sent_with_their_history_and_a_reload_keeps_them(page):
         assert page.context.cookies() == []
         page.get_by_role("button", name="New chat").click()
         send(page, "Again")
-        running.until(lambda: len(model.asked) == 3)
+        running.until(lambda: len(model.calls) == 3)
         assert (
             prompt_of(model) == "<|start|>system\nBe brief.<|end|>\n<|start|>user\nAgain<|end|>\n<|start|>assistant\n"
         )
@@ -186,7 +186,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
         page.keyboard.press("Enter")  # the link to the message
         page.keyboard.type("Hello")
         page.keyboard.press("Enter")
-        running.until(lambda: model.asked)
+        running.until(lambda: model.calls)
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.id") == "stop"
         page.keyboard.press("Enter")
@@ -208,7 +208,7 @@ def test_an_answer_streams_and_escape_stops_it_at_once(page):
     with serving(model, TOKENIZER) as running:
         page.goto(running.url)
         send(page, "Hello")
-        running.until(lambda: model.asked)
+        running.until(lambda: model.calls)
         shows(page, "#outcome", "Waiting for the first token")
         assert page.locator("#log").get_attribute("aria-busy") == "true"
         page.keyboard.press("Escape")
@@ -402,8 +402,8 @@ def test_an_adapter_is_chosen_by_name_and_stays_chosen(page):
         page.reload()
         shows(page, "#curl", '"model":"chat"')
         send(page, "Hello")
-        running.until(lambda: len(model.asked) == 2)
-        assert [call["adapter_names"] for call in model.asked] == [["adapter1"]] * 2
+        running.until(lambda: len(model.calls) == 2)
+        assert [call["adapter_names"] for call in model.calls] == [["adapter1"]] * 2
 
 
 def test_a_model_without_a_template_continues_the_text(page):
@@ -417,7 +417,7 @@ def test_a_model_without_a_template_continues_the_text(page):
         shows(page, "#outcome", "tokens in")
         assert page.inner_text(".turn.assistant .body") == " upon *a* time"
         send(page, " there")
-        running.until(lambda: len(model.asked) == 2)
+        running.until(lambda: len(model.calls) == 2)
         assert prompt_of(model) == "Once upon *a* time there"
 
 

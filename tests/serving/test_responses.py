@@ -79,8 +79,8 @@ def test_text_is_answered(stream):
         assert answer.model_extra["store"] is False
         usage = answer.usage
         assert (usage.output_tokens, usage.total_tokens) == (12, usage.input_tokens + 12)
-        assert usage.input_tokens == model.asked[-1]["input_ids"].shape[1]
-        prompt = TOKENIZER.decode(model.asked[-1]["input_ids"][0])
+        assert usage.input_tokens == model.calls[-1]["input_ids"].shape[1]
+        prompt = TOKENIZER.decode(model.calls[-1]["input_ids"][0])
         assert prompt == "<|start|>system\nBe brief.<|end|>\n<|start|>user\nHello<|end|>\n<|start|>assistant\n"
         short = answer_of(running, stream, max_output_tokens=5)
         assert (short.output_text, short.status) == ("It sa", "incomplete")
@@ -129,7 +129,7 @@ def test_reasoning_is_an_item_and_comes_back_to_the_prompt():
         assert events[-1]["response"]["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
         follow = [{"role": "user", "content": "Hello"}, *(item.to_dict() for item in answer.output)]
         answer_of(running, False, input=[*follow, {"role": "user", "content": "And?"}])
-        assert "<|start|>assistant\n<think>Hm.So." in TOKENIZER.decode(model.asked[-1]["input_ids"][0])
+        assert "<|start|>assistant\n<think>Hm.So." in TOKENIZER.decode(model.calls[-1]["input_ids"][0])
 
 
 def test_a_conversation_is_its_messages_calls_and_outputs():
@@ -146,7 +146,7 @@ def test_a_conversation_is_its_messages_calls_and_outputs():
     with serving(model, TOKENIZER) as running:
         assert answer_of(running, False, input=items, instructions="Be brief.").output_text == "3"
     call = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}}}}}\n</tool_call>'
-    assert TOKENIZER.decode(model.asked[-1]["input_ids"][0]) == (
+    assert TOKENIZER.decode(model.calls[-1]["input_ids"][0]) == (
         "<|start|>system\nBe brief.\n\nAdd.<|end|>\n<|start|>user\n1 + 2?<|end|>\n<|start|>assistant\nI add."
         + call.format(1)
         + call.format(2)

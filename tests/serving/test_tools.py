@@ -212,7 +212,7 @@ def test_models_without_a_mark_call_tools(template, stream):
     assert [(each.function.name, each.function.arguments) for each in answer.message.tool_calls] == [
         ("stop", '{"a": 1}')
     ]
-    assert '"name": "stop"' in TOKENIZER.decode(model.asked[-1]["input_ids"][0])
+    assert '"name": "stop"' in TOKENIZER.decode(model.calls[-1]["input_ids"][0])
 
 
 def test_calls_and_results_reach_a_prompt_whose_template_knows_none():
