@@ -92,9 +92,8 @@ def test_it_computes_and_comes_back(name: str, ranks: int, groups, tmp_path: Pat
     layers = {path: type(layer) for path, layer in model.named_modules()}
     assert layers["base_model.model.model.layers.1.mlp.down_proj"].__name__ == kind
     config, before = getattr(base.config, "quantization_config", None), state_of(model)
-    stays = scheme != "nf4" and (
-        scheme == "int8" or ranks == 2
-    )  # the parts' widths are multiples of the scales' groups
+    # Weights stay quantized if the parts' widths are multiples of the scales' groups.
+    stays = scheme != "nf4" and (scheme == "int8" or ranks == 2)
     parallelize(model, workers=groups(ranks), quantize=None if stays else DEQUANTIZE)
     assert bool(base.shard_plan.quantized) == stays
     assert all(".base_layer." in each for each in base.shard_plan.quantized)

@@ -187,9 +187,8 @@ def test_arguments_are_padded_if_their_batch_is_known() -> None:
     assert put["past_key_values"] is cache
     assert arguments.key(4) == StepArguments({**arguments_by_name, "input_ids": ids + 5}, cache).key(4)
     assert arguments.key(4) != StepArguments({**arguments_by_name, "use": False}, cache).key(4)
-    assert not StepArguments(
-        {**arguments_by_name, "position_ids": torch.zeros(3, 3, 1)}, cache
-    ).can_be_padded  # which dimension is the batch?
+    square = {**arguments_by_name, "position_ids": torch.zeros(3, 3, 1)}  # which dimension is the batch?
+    assert not StepArguments(square, cache).can_be_padded
     with pytest.raises(Uncapturable, match="a step is given encoder_outputs, a tuple"):
         StepArguments({**arguments_by_name, "encoder_outputs": (ids,)}, cache)
 

@@ -63,9 +63,8 @@ def test_a_cache_in_int8_is_a_cache(llama: Any) -> None:
 @torch.no_grad()
 def test_ranks_have_what_one_process_has_in_int8(llama: Any, in_int8: None) -> None:
     whole = decoder("Llama")
-    assert all(
-        distance(*pair) <= 5e-3 for pair in zip(play(llama), play(whole), strict=True)
-    )  # a value may round to the next code
+    # A value may round to the next code.
+    assert all(distance(*pair) <= 5e-3 for pair in zip(play(llama), play(whole), strict=True))
     for settings in (HOW, {**HOW, "num_beams": 3}, {**HOW, "do_sample": True, "seed": 5}):
         own_settings = {name: value for name, value in settings.items() if name != "seed"}
         torch.manual_seed(5)

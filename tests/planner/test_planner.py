@@ -150,9 +150,8 @@ def test_an_encoder_and_a_decoder_are_observed() -> None:
         T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=96)
     )
     observation = observe(model, plan(model, 2), 1, 2, 16)
-    assert (
-        sum(observation.caches.values()) == 2 * 2 * (16 + 15) * 2 * 2 * 16 * 4
-    )  # 2 layers: own and crossed, half the heads
+    # 2 layers: self-attention and cross-attention, half of the heads.
+    assert sum(observation.caches.values()) == 2 * 2 * (16 + 15) * 2 * 2 * 16 * 4
 
 
 def test_loaded_model_is_unchanged_by_a_forecast() -> None:

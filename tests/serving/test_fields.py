@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and vLLM's requests acts, is refused in words, or is ignored because it is harmless."""
+"""Every field of OpenAI's and vLLM's requests acts, is refused in words, or is harmless and ignored."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ VLLM = {
 """Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
 `entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
 OURS = {
-    TOKENIZE: {"documents", "reasoning_effort"},  # as in chats, whose prompts it shows
-    RERANK: {"return_documents"},  # of Jina and Cohere
-    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as in chats
+    TOKENIZE: {"documents", "reasoning_effort"},  # as for chats, whose prompts this route shows
+    RERANK: {"return_documents"},  # fields of Jina and Cohere
+    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as for chats
 }
 OPENAI = {
     CHAT: (chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming),
@@ -138,7 +138,7 @@ def fields_of(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("route", "name"), fields_of(REFUSED))
-def test_a_field_that_would_change_the_answer_is_refused(http, route, name):
+def test_field_that_would_change_the_answer_is_refused(http, route, name):
     refused = http.post(route, json={**BODIES[route], name: ASKING.get(name, {"x": "y"})})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     assert f"{name} does not act here: " in refused.json()["error"]["message"]
