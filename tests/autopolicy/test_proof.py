@@ -1,4 +1,4 @@
-"""The twin proof refuses what is wrong and what it cannot see."""
+"""The proof on a twin refuses wrong cuts and cuts that no output shows."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def search(world_size: int = 2, **options: object) -> Trials:
     return Trials(make_twin(tf.GraniteForCausalLM, config), Selection((), ""), world_size)
 
 
-def holds(rules: dict[str, object], found: Trials) -> bool:
+def holds(rules: dict[str, object], trials: Trials) -> bool:
     proposal = Proposal("GraniteDecoderLayer", "attention", (rules,))
-    return found.match([(proposal, rules)], True)
+    return trials.match([(proposal, rules)], True)
 
 
 HEADS = Heads("config.num_attention_heads", "config.num_key_value_heads", "num_key_value_groups")
@@ -51,29 +51,29 @@ def test_a_right_cut_holds() -> None:
     assert holds({"self_attn": HEADS, **QUERIES, "self_attn.v_proj": Column("key")}, search())
 
 
-def test_a_feed_forward_whose_sum_is_missing_does_not_hold() -> None:
+def test_missing_feed_forward_sum_fails_the_proof() -> None:
     wrong = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(reduce=False)}
-    found = search()
-    assert not holds(wrong, found)
-    assert found.failure == "its outputs differ"
+    trials = search()
+    assert not holds(wrong, trials)
+    assert trials.failure == "its outputs differ"
 
 
-def test_a_cut_on_which_no_output_depends_is_void() -> None:
-    """Without an experts' choice, say, or a tower without its inputs."""
-    found = search()
-    for name in [name for name in found.twin.gradients if "mlp.up_proj" in name]:
-        found.twin.gradients[name][:37] = 0
+def test_cut_without_effect_on_outputs_is_void() -> None:
+    """Example: an expert that no token chooses, or a tower without inputs."""
+    trials = search()
+    for name in [name for name in trials.twin.gradients if "mlp.up_proj" in name]:
+        trials.twin.gradients[name][:37] = 0
     right = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
-    assert not holds(right, found)
-    assert "rank 0's part of model.layers.0.mlp.up_proj.weight" in found.failure
+    assert not holds(right, trials)
+    assert "rank 0's part of model.layers.0.mlp.up_proj.weight" in trials.failure
 
 
-def test_an_attention_that_cannot_be_cut_is_gathered() -> None:
+def test_attention_that_cannot_be_cut_is_gathered() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
-    found = verify_model(ShuffledForCausalLM(tf.LlamaConfig(vocab_size=131, **sizes)), 2)
-    assert found.equal
-    assert found.cut_share > 0.9
-    assert "attention of ShuffledBlock (its outputs differ)" in found.tried
+    proof = verify_model(ShuffledForCausalLM(tf.LlamaConfig(vocab_size=131, **sizes)), 2)
+    assert proof.equal
+    assert proof.cut_share > 0.9
+    assert "attention of ShuffledBlock (its outputs differ)" in proof.tried
 
 
 def test_the_proof_serves_the_large_model() -> None:
@@ -110,7 +110,7 @@ def test_a_rank_that_ends_leaves_nobody_waiting() -> None:
 
 
 class Reader(nn.Module):
-    """Reads the weight of one of its layers and calls the other."""
+    """A module that reads the weight of one layer and calls the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Reader(nn.Module):
 
 
 class Caller(nn.Module):
-    """Calls its layers, whatever their data type."""
+    """A module that calls its layers, whatever their data type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Caller(nn.Module):
         return x
 
 
-def test_a_layer_whose_weight_is_read_is_not_proven_alone() -> None:
+def test_layer_with_read_weight_is_not_proven() -> None:
     assert not is_only_called(Reader(), "table")
     assert is_only_called(Caller(), "layers.0")
     both = nn.ModuleDict({"reader": Reader(), "caller": Caller()})
@@ -143,20 +143,20 @@ def test_a_layer_whose_weight_is_read_is_not_proven_alone() -> None:
 
 
 class Rows(nn.Embedding):
-    """Looks up positions that it works out itself."""
+    """An embedding that looks up positions computed by itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight[2 : 2 + x.shape[1]]
 
 
 class NormedRows(nn.Embedding):
-    """Needs whole rows."""
+    """An embedding that needs whole rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.normalize(super().forward(x), dim=-1)
 
 
-def test_an_embedding_is_cut_by_columns_only_where_it_gives_its_rows_as_they_are() -> None:
+def test_embedding_is_cut_by_columns_without_own_arithmetic() -> None:
     tables = {"rows": Rows(9, 6), "normed": NormedRows(9, 6), "layered": Rows(9, 6)}
     tables["layered"].norm = nn.LayerNorm(6)
     model = Caller()
@@ -165,8 +165,8 @@ def test_an_embedding_is_cut_by_columns_only_where_it_gives_its_rows_as_they_are
     assert [name for name in tables if is_only_called(model, name)] == ["rows"]
 
 
-def test_a_large_table_is_cut_and_a_small_one_is_not() -> None:
-    """Positions make up a third of this model, and next to nothing of a real one."""
+def test_large_table_is_cut_small_one_not() -> None:
+    """Positions make up a third of this model, and almost nothing of a real one."""
     config = tf.BertConfig(
         vocab_size=131, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=74,
         max_position_embeddings=512,
@@ -185,9 +185,7 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(printed["bytes_per_rank"]) == 2
 
 
-def test_a_plan_of_a_bare_model_type_says_that_it_is_of_its_defaults(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_plan_of_bare_model_type_names_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for command in (["plan", "gpt2"], ["verify", "gpt2"]):
         assert main(command) == 0
         assert capsys.readouterr().out.startswith("'gpt2' is a model type: this is its default configuration, GPT2Conf")

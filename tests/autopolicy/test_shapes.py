@@ -1,4 +1,4 @@
-"""The meaning of a configuration's numbers is seen on the model, whatever they are called."""
+"""The model's own shapes show what numbers in a configuration mean, whatever their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallelformers_ng.autopolicy.twin_making import first_choice, make_twin
 
 
 def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
-    """Build the smallest possible model of this class."""
+    """Return the configuration shrunk as far as a model of this class allows."""
     with torch.device("meta"):
         return shrink(config, Shrinking(shapes=shapes_of(cls._from_config(config))))
 
@@ -22,10 +22,10 @@ def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
 @pytest.mark.parametrize(
     ("numbers", "left"),
     [
-        ([3, 8, 13], [1]),  # one of them is left
+        ([3, 8, 13], [1]),  # the small model keeps one
         ([1, 8, 16], [1]),  # 16: the states after the last layer
         ([0, 1], [0, 1]),
-        ([1, 2, 3, 6], [1, 2, 3, 6]),  # scales of pooling, in a model for images
+        ([1, 2, 3, 6], [1, 2, 3, 6]),  # pooling scales of an image model
         ([3, 8, 17], [3, 8, 17]),  # there are 16 layers
         ([8, 3], [8, 3]),
         ([3, 3, 8], [3, 3, 8]),
@@ -35,23 +35,23 @@ def shrunk(cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig) -> Any:
         ([], []),
     ],
 )
-def test_a_list_of_numbers_of_layers_is_one_by_what_it_holds(numbers: list, left: list) -> None:
+def test_list_of_layer_numbers_is_known_by_content(numbers: list, left: list) -> None:
     config = tf.LlamaConfig(num_hidden_layers=16, odd=numbers)
     small = shrunk(tf.LlamaForCausalLM, config)
     assert small.num_hidden_layers == 2
     assert small.odd == left
 
 
-def test_sizes_of_kernels_are_no_numbers_of_layers() -> None:
-    """3, 7, 11 are in order and fewer than the 16 layers of another count; but kernels are that wide."""
+def test_kernel_sizes_are_not_layer_numbers() -> None:
+    """The sizes 3, 7, 11 ascend and lie below 16, the number of layers, but are kernel widths."""
     config = tf.VitsConfig()
     small = shrunk(tf.VitsModel, config)
     assert small.posterior_encoder_num_wavenet_layers < max(config.resblock_kernel_sizes)
     assert small.resblock_kernel_sizes == config.resblock_kernel_sizes
 
 
-def test_layers_that_a_list_names_are_among_the_first() -> None:
-    """Without that, a twin would need four layers to show one that looks at images."""
+def test_listed_layers_are_among_the_first() -> None:
+    """Otherwise a twin would need four layers to include a cross-attention layer."""
     config = tf.models.mllama.MllamaTextConfig()
     assert config.cross_attention_layers[0] == 3
     twin = make_twin(tf.MllamaForCausalLM, config)
@@ -63,10 +63,14 @@ def test_layers_that_a_list_names_are_among_the_first() -> None:
 
 TABLES = [
     (tf.GPT2LMHeadModel, tf.GPT2Config(n_positions=2048), {"n_positions": LONG}),
-    (tf.BartModel, tf.BartConfig(), {"max_position_embeddings": LONG}),  # of LONG + 2 rows
+    (tf.BartModel, tf.BartConfig(), {"max_position_embeddings": LONG}),  # a table of LONG + 2 rows
     (tf.LayoutLMModel, tf.LayoutLMConfig(), {"max_position_embeddings": LONG, "max_2d_position_embeddings": LONG}),
-    (tf.BarkSemanticModel, tf.BarkSemanticConfig(), {"block_size": LONG}),  # in words of a window
-    (tf.LongformerModel, tf.LongformerConfig(), {"attention_window": [4, 4]}),  # as wide as a table is long
+    (tf.BarkSemanticModel, tf.BarkSemanticConfig(), {"block_size": LONG}),  # the table is called a block
+    (
+        tf.LongformerModel,
+        tf.LongformerConfig(),
+        {"attention_window": [4, 4]},
+    ),  # windows as wide as the table
     (tf.LlamaForCausalLM, tf.LlamaConfig(max_position_embeddings=4096), {"max_position_embeddings": 4096}),  # no table
 ]
 
@@ -81,15 +85,15 @@ def test_long_tables_are_shortened_where_there_are_any(
     assert max(table.num_embeddings for table in tables) <= LONG + 2
 
 
-def test_windows_of_tokens_are_shorter_than_what_a_proof_decodes_and_those_of_patches_whole() -> None:
+def test_token_windows_are_shortened_patch_windows_stay() -> None:
     assert shrink(tf.GPTNeoConfig()).window_size == shrink(tf.MistralConfig()).sliding_window == 4
     assert shrink(tf.MistralConfig(patch_size=32)).sliding_window == 4  # images in a decoder of tokens
     vision = tf.models.qwen2_5_vl.Qwen2_5_VLConfig().vision_config
     assert shrink(vision).window_size == vision.window_size == 112
 
 
-def test_a_window_that_sizes_a_parameter_stays_and_others_are_shortened() -> None:
-    """Granite's speech has 15 // 5 queries for each of its windows; a text model's window shows nowhere."""
+def test_window_that_sizes_parameters_stays() -> None:
+    """Granite's speech model has 15 // 5 queries per window; no shape of a text model shows its window."""
     config = tf.GraniteSpeechConfig(window_size=15, downsample_rate=5)
     assert first_choice(tf.GraniteSpeechForConditionalGeneration, config).shapes.windows
     config = tf.MistralConfig(sliding_window=9)

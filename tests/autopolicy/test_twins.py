@@ -1,4 +1,4 @@
-"""Twins of awkward models keep what their code relies on, and tables that a forward reads are held by rows."""
+"""Twins of unusual models keep what the code relies on; tables that a forward reads are sharded by rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallelformers_ng.sharding.rules import Policy, Stored
 
 
 def unnamed(method: Callable) -> Callable:
-    """A decorator that hides what it wraps."""
+    """Wrap a method without keeping its name or signature."""
 
     def wrapper(*args: object) -> object:
         return method(*args)
@@ -37,7 +37,7 @@ def unnamed(method: Callable) -> Callable:
 
 
 class Quantizer(nn.Module):
-    """The nearest row of a codebook."""
+    """A layer that finds the nearest row of a codebook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class CodebookPolicy(Policy):
     plan = {"codebook": Stored()}
 
 
-def test_a_table_that_the_forward_reads_is_held_by_rows() -> None:
+def test_table_read_by_forward_is_sharded_by_rows() -> None:
     model, x = Quantizer(), torch.randn(4, 6)
     for selection in (Selection((CodebookPolicy,), "custom", False), Selection((), "inferred", True)):
         plan = build_plan(model, 3, selection)
@@ -76,8 +76,8 @@ def test_experts_that_stay_whole_count_as_cuttable() -> None:
     assert build_plan(model, 2, select(model)).cut_share > 0.99
 
 
-def test_a_layer_that_a_policy_cuts_within_its_block_is_not_compared_alone() -> None:
-    """A layer that no inputs reach has a probe of its own; cut by a written policy, it gives a part of its outputs."""
+def test_layer_cut_within_block_is_not_compared() -> None:
+    """A layer that no input reaches has its own probe; cut by a written policy, it returns part of its outputs."""
     config = tf.BertConfig(vocab_size=131, hidden_size=48, num_hidden_layers=1, num_attention_heads=6)
     twin = make_twin(tf.BertModel, config)
     query = "encoder.layer.0.attention.self.query"
@@ -97,7 +97,7 @@ def probe_of(twin: Twin, path: str) -> list:
 
 
 def test_heads_narrower_than_sixteen_stay_whole() -> None:
-    """Twelve wide, as the model of a test may have them: half of that would be too narrow to rotate."""
+    """Heads of 12, a common size in tests: half of 12 would be too narrow to rotate."""
     small = shrink(tf.BertConfig(hidden_size=192, num_attention_heads=16))
     assert small.hidden_size % 16 == 0
     assert small.hidden_size // 16 >= 8
@@ -117,8 +117,8 @@ class Renamed(tf.Qwen2VLTextConfig):
 
 
 @pytest.mark.parametrize("heads", [16, 32])
-def test_sections_that_only_the_modelling_code_knows_fill_a_head_whatever_the_model_is_called(heads: int) -> None:
-    """The configuration has none; those of the modelling code, 16 : 24 : 24, would be more than the small head."""
+def test_rope_sections_from_code_fill_a_head(heads: int) -> None:
+    """The configuration has no sections; the code's own, 16 : 24 : 24, would exceed the small head."""
     config = Renamed(hidden_size=4096, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=2)
     assert "mrope_section" not in config.rope_parameters
     small = shrink(config)
@@ -126,7 +126,7 @@ def test_sections_that_only_the_modelling_code_knows_fill_a_head_whatever_the_mo
     assert make_twin(tf.Qwen2VLTextModel, config).runs_whole
 
 
-def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with() -> None:
+def test_layers_sharing_keys_keep_one_per_kind() -> None:
     small = shrink(tf.Gemma3nTextConfig())
     first = small.num_hidden_layers - small.num_kv_shared_layers
     assert 0 < first < small.num_hidden_layers
@@ -134,7 +134,7 @@ def test_layers_that_share_keys_and_values_keep_one_of_each_kind_to_share_with()
 
 
 def test_sections_of_layers_go_on_adding_up() -> None:
-    """Like a model that runs its middle layers several times."""
+    """Example: a model that runs its middle layers several times."""
     config = tf.LlamaConfig(num_hidden_layers=16, n_input_layers=4, n_recurrent_layers=9, n_output_layers=3)
     for layers, wanted in ((2, (1, 1, 1)), (5, (1, 3, 1))):
         small = shrink(config, Shrinking(layers=layers))
@@ -164,7 +164,7 @@ NAMED_LIKE_LAYERS = [
 
 
 @pytest.mark.parametrize(("cls", "config", "name", "value"), NAMED_LIKE_LAYERS, ids=["blocks", "channels", "shared"])
-def test_what_is_named_like_a_count_of_layers_is_one_where_the_model_has_as_many(
+def test_layer_count_must_match_the_model(
     cls: type[tf.PreTrainedModel], config: tf.PreTrainedConfig, name: str, value: int
 ) -> None:
     twin = make_twin(cls, config)
@@ -182,7 +182,7 @@ TRIED = {
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_settings_of_no_known_words_are_made_small_by_trial(name: str) -> None:
+def test_unknown_settings_are_shrunk_by_trial(name: str) -> None:
     cls, config = TRIED[name]
 
     def weigh(tried: tf.PreTrainedConfig) -> int | None:
@@ -201,7 +201,7 @@ def test_settings_of_no_known_words_are_made_small_by_trial(name: str) -> None:
     assert {key: small.to_dict()[key] for key in heads} == {key: before[key] for key in heads}
 
 
-def test_a_class_that_refuses_every_smaller_size_is_left_alone() -> None:
+def test_class_refusing_smaller_sizes_is_left_alone() -> None:
     config = tf.LlamaConfig()
     assert shrink_by_trial(config, lambda tried: 10**9 if tried.to_dict() == config.to_dict() else None, 10**6) is None
     assert shrink_by_trial(config, lambda tried: None, 10**6) is None
@@ -226,7 +226,7 @@ ATTENTIONS = [
 
 
 @pytest.mark.parametrize(("cls", "kind", "more"), ATTENTIONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_configuration_that_asks_for_attentions_is_proven_with_them(
+def test_configuration_with_attentions_is_proven_with_them(
     cls: type[tf.PreTrainedModel], kind: type[tf.PreTrainedConfig], more: dict
 ) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
@@ -238,7 +238,7 @@ def test_a_configuration_that_asks_for_attentions_is_proven_with_them(
 
 
 class Remembering(tf.LlamaForCausalLM):
-    """Like multimodal models, keeps an offset from its last generation, and returns it from then on."""
+    """A model that keeps an offset from generation and uses it afterwards, as multimodal models do."""
 
     offset: torch.Tensor | None = None
 
@@ -253,7 +253,7 @@ class Remembering(tf.LlamaForCausalLM):
         return outputs
 
 
-def test_what_generating_leaves_on_a_twin_does_not_get_into_its_cut_copies() -> None:
+def test_generation_state_stays_out_of_cut_copies() -> None:
     twin = make_twin(Remembering, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     trials = Trials(twin, select(twin.model), 2)
     assert trials.prompt() is not None, trials.failure
@@ -262,7 +262,7 @@ def test_what_generating_leaves_on_a_twin_does_not_get_into_its_cut_copies() -> 
 
 
 class Trembling(tf.LlamaForCausalLM):
-    """Knows no float64, and no two runs of it have the same outputs."""
+    """A model without float64 whose outputs differ from run to run."""
 
     step, runs = 0.0, 0
 
@@ -276,17 +276,15 @@ class Trembling(tf.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(("step", "same"), [(2e-7, True), (1e-3, False)])
-def test_runs_that_differ_by_rounding_draw_no_random_numbers(
-    step: float, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inexact_runs_draw_no_random_numbers(step: float, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trembling, "step", step)
     twin = make_twin(Trembling, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     assert twin.runs_whole is same
     assert ("draws random numbers" in twin.unreached) is not same
 
 
-def test_of_a_model_that_draws_random_numbers_one_size_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VITS draws how long a sound is; larger copies of it drew lengths that took minutes."""
+def test_random_model_is_tried_at_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VITS draws the length of a sound; larger copies drew lengths that took minutes."""
     sizes: list[int] = []
 
     def counted(model: tf.PreTrainedModel, seed: int) -> Twin:
@@ -306,12 +304,12 @@ REFUSING = [(tf.ViTModel, tf.ViTConfig, "pixel_values"), (tf.BertModel, tf.BertC
 def test_inputs_of_the_same_shapes_are_tried_once(cls: type, kind: type, name: str) -> None:
     tried = []
 
-    def refuse(module: nn.Module, args: tuple, given: dict) -> None:
-        tried.append({key: value.shape for key, value in given.items()} | {"dtype": module.dtype})
+    def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        tried.append({key: value.shape for key, value in kwargs.items()} | {"dtype": module.dtype})
         raise ValueError("not these")
 
     model = cls(kind(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=37))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     observe(model, seed=0)
-    assert len([given for given in tried if name in given]) > 2
-    assert all(tried.count(given) == 1 for given in tried)
+    assert len([shapes for shapes in tried if name in shapes]) > 2
+    assert all(tried.count(shapes) == 1 for shapes in tried)

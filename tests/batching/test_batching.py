@@ -1,4 +1,4 @@
-"""Calls of many threads decoded together: each gets the tokens that it gets alone."""
+"""Calls of many threads decoded together: each gets the tokens of a call alone."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ ALONE = {"roformer-causal", "bart-causal", "reformer"}
 
 
 def calls(count: int) -> list[dict[str, Any]]:
-    """Prompts and lengths of all kinds, some sampled with a seed, some with settings of their own."""
+    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with own settings."""
     numbers = torch.Generator().manual_seed(7)
-    found = []
+    specs = []
     for number in range(count):
         length = int(torch.randint(1, 12, (), generator=numbers))
         call: dict[str, Any] = {
@@ -58,8 +58,8 @@ def calls(count: int) -> list[dict[str, Any]]:
             call |= {"do_sample": True, "seed": number, "top_k": 20, "temperature": 0.7}
         if number % 4 == 2:
             call |= {"repetition_penalty": 1.3, "eos_token_id": list(range(40, 60))}
-        found.append(call)
-    return found
+        specs.append(call)
+    return specs
 
 
 def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
@@ -73,13 +73,13 @@ def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
     "family",
     ["llama", "qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "mamba2"))],
 )
-def test_every_call_gets_the_tokens_of_a_solo_run(family, groups):
-    whole, asked = FAMILIES[family](), calls(40)
-    want = [alone(whole, call) for call in asked]
+def test_shared_calls_get_tokens_of_solo_runs(family, groups):
+    whole, specs = FAMILIES[family](), calls(40)
+    want = [alone(whole, call) for call in specs]
     with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_chunk": 8}) as model:
         most = rows_of_each_round(model)
         with ThreadPoolExecutor(16) as pool:
-            got = list(pool.map(lambda call: model.generate(**call), asked))
+            got = list(pool.map(lambda call: model.generate(**call), specs))
     assert all(map(torch.equal, got, want))
     assert max(most) > 1, "no two calls were decoded together"
     assert max(most) <= 6
@@ -103,7 +103,7 @@ def test_the_proof_tells_which_models_may_share(case):
     assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == (case.name in ALONE)
 
 
-def test_positions_that_a_model_takes_from_its_cache_are_those_of_the_rows(monkeypatch):
+def test_cache_positions_are_those_of_the_rows(monkeypatch):
     model = decoder("Llama")
     prepared = model.prepare_inputs_for_generation
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def test_positions_that_a_model_takes_from_its_cache_are_those_of_the_rows(monke
     assert [proof.why_alone(model, in_pieces) for in_pieces in (True, False)] == ["", ""]
 
 
-def test_a_streamer_gets_prompt_and_tokens_in_its_callers_thread(groups):
+def test_streamer_is_called_in_its_callers_thread(groups):
     class Pieces(BaseStreamer):
         def __init__(self) -> None:
             self.pieces: list[Any] = []
@@ -127,13 +127,13 @@ def test_a_streamer_gets_prompt_and_tokens_in_its_callers_thread(groups):
         def end(self) -> None:
             self.pieces.append(None)
 
-    here, there, prompt = Pieces(), Pieces(), torch.tensor([[5, 6, 7]])
-    gpt2().generate(prompt, streamer=here, max_new_tokens=7, do_sample=False)
+    local, remote, prompt = Pieces(), Pieces(), torch.tensor([[5, 6, 7]])
+    gpt2().generate(prompt, streamer=local, max_new_tokens=7, do_sample=False)
     with parallelize(gpt2(), workers=groups(2), batching=True) as model:
-        model.generate(prompt, streamer=there, max_new_tokens=7, do_sample=False)
-    assert there.threads == {threading.get_ident()}
-    assert there.pieces.pop() is here.pieces.pop() is None
-    assert all(map(torch.equal, there.pieces, here.pieces))
+        model.generate(prompt, streamer=remote, max_new_tokens=7, do_sample=False)
+    assert remote.threads == {threading.get_ident()}
+    assert remote.pieces.pop() is local.pieces.pop() is None
+    assert all(map(torch.equal, remote.pieces, local.pieces))
 
 
 def test_what_cannot_share_runs_alone_meanwhile(groups):
@@ -148,7 +148,7 @@ def test_what_cannot_share_runs_alone_meanwhile(groups):
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("arguments", "why"),
     [
         ({"num_beams": 2}, "num_beams"),
         ({"do_sample": True}, "without a seed"),
@@ -161,10 +161,10 @@ def test_what_cannot_share_runs_alone_meanwhile(groups):
         ({"input_ids": torch.tensor([[1, 1 << 20]])}, "out of range"),
     ],
 )
-def test_why_a_call_runs_alone(given, why):
-    found = shared_call(gpt2(), {"input_ids": torch.tensor([[1, 2, 3]]), **given}, None)
-    assert isinstance(found, str)
-    assert why in found
+def test_reason_to_run_alone_is_named(arguments, why):
+    reason = shared_call(gpt2(), {"input_ids": torch.tensor([[1, 2, 3]]), **arguments}, None)
+    assert isinstance(reason, str)
+    assert why in reason
 
 
 def test_a_call_that_is_refused_ends_alone(groups):
@@ -179,27 +179,27 @@ def test_a_call_that_is_refused_ends_alone(groups):
         assert running.result().shape == (1, 43)
 
 
-def test_a_call_that_samples_without_a_seed_draws_one_where_others_run(groups):
-    whole, prompt, how = gpt2(), torch.tensor([[5, 6, 7]]), {"max_new_tokens": 30, "do_sample": True}
+def test_sampled_call_draws_a_seed_among_others(groups):
+    whole, prompt, options = gpt2(), torch.tensor([[5, 6, 7]]), {"max_new_tokens": 30, "do_sample": True}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(5) as pool:
         most = rows_of_each_round(model)
         torch.manual_seed(3)
-        alone = model.generate(prompt, **how)
+        alone = model.generate(prompt, **options)
         assert most == [0], "alone it draws from the caller's generator what it would draw in one process"
-        for _ in range(20):  # on a busy machine one may be through before the next comes
+        for _ in range(20):  # on a busy machine one call may end before the next comes
             running = pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False)
-            found = [future.result() for future in [pool.submit(model.generate, prompt, **how) for _ in range(4)]]
+            outputs = [future.result() for future in [pool.submit(model.generate, prompt, **options) for _ in range(4)]]
             running.result()
             if max(most) > 1:
                 break
     torch.manual_seed(3)
-    assert torch.equal(alone, whole.generate(prompt, **how))
+    assert torch.equal(alone, whole.generate(prompt, **options))
     assert max(most) > 1
-    assert len({tuple(each[0].tolist()) for each in found}) == 4, "two calls drew alike"
+    assert len({tuple(each[0].tolist()) for each in outputs}) == 4, "two calls drew alike"
 
 
 class Counting(LogitsProcessor):
-    """Bars the token that it chose last, and counts. Fails at a call of its own."""
+    """A processor that bars the token it chose last, and counts its calls. It fails at call number `fails_at`."""
 
     def __init__(self, fails_at: int = 1000) -> None:
         self.calls = 0
@@ -213,60 +213,60 @@ class Counting(LogitsProcessor):
 
 
 def test_processors_of_the_caller_count_their_own_rows(groups):
-    whole, prompt, there, here = gpt2(), torch.tensor([[5, 6, 7]]), [], []
-    how = {"max_new_tokens": 12, "do_sample": False}
+    whole, prompt, processors, futures = gpt2(), torch.tensor([[5, 6, 7]]), [], []
+    options = {"max_new_tokens": 12, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
         most = rows_of_each_round(model)
         for _ in range(4):
-            there.append(Counting())
-            here.append(pool.submit(model.generate, prompt, logits_processor=[there[-1]], **how))
-        got = [future.result() for future in here]
+            processors.append(Counting())
+            futures.append(pool.submit(model.generate, prompt, logits_processor=[processors[-1]], **options))
+        got = [future.result() for future in futures]
     assert max(most) > 1
-    want = whole.generate(prompt, logits_processor=[Counting()], **how)
+    want = whole.generate(prompt, logits_processor=[Counting()], **options)
     assert all(torch.equal(each, want) for each in got)
-    assert [processor.calls for processor in there] == [12] * 4
+    assert [processor.calls for processor in processors] == [12] * 4
 
 
-def test_what_a_processor_raises_ends_its_call_alone(groups):
-    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 40, "do_sample": False}
+def test_processor_error_ends_its_call_alone(groups):
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 40, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
-        want = model.generate(prompt, **how)
-        running = [pool.submit(model.generate, prompt, **how) for _ in range(2)]
+        want = model.generate(prompt, **options)
+        running = [pool.submit(model.generate, prompt, **options) for _ in range(2)]
         for fails_at in (1, 2, 7, 8):  # on either rank
             with pytest.raises(RuntimeError, match="no more") as caught:
-                model.generate(prompt, logits_processor=[Counting(fails_at)], **how)
+                model.generate(prompt, logits_processor=[Counting(fails_at)], **options)
             assert isinstance(caught.value, WorkerError)
         assert all(torch.equal(future.result(), want) for future in running)
 
 
-def test_a_call_whose_forward_fails_ends_alone(groups):
-    """GPT-2 has 64 positions: whoever asks for more fails in the middle of a forward of all rows."""
+def test_failing_forward_ends_its_call_alone(groups):
+    """GPT-2 has 64 positions: a longer request fails in the middle of a forward of all rows."""
     prompt, too_long = torch.tensor([[5, 6, 7]]), torch.arange(5, 50)[None]
-    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
         most = rows_of_each_round(model)
-        want = gpt2().generate(prompt, **how)
-        found = [pool.submit(model.generate, ids, **how) for ids in (prompt, prompt, too_long, prompt)]
-        assert isinstance(found.pop(2).exception(), IndexError)
-        assert all(torch.equal(future.result(), want) for future in found)
+        want = gpt2().generate(prompt, **options)
+        futures = [pool.submit(model.generate, ids, **options) for ids in (prompt, prompt, too_long, prompt)]
+        assert isinstance(futures.pop(2).exception(), IndexError)
+        assert all(torch.equal(future.result(), want) for future in futures)
     assert max(most) > 2
 
 
-def test_an_argument_that_cannot_cross_keeps_its_call_here(groups):
+def test_argument_that_cannot_cross_keeps_call_local(groups):
     prompt, lock = torch.tensor([[5, 6, 7]]), threading.Lock()
-    how = {"max_new_tokens": 8, "do_sample": False}
+    options = {"max_new_tokens": 8, "do_sample": False}
 
     def any_token(_: int, ids: torch.Tensor) -> list[int]:
         with lock:
             return list(range(50))
 
     with parallelize(gpt2(), workers=groups(2), batching=True) as model:
-        got = model.generate(prompt, prefix_allowed_tokens_fn=any_token, **how)
-    assert torch.equal(got, gpt2().generate(prompt, prefix_allowed_tokens_fn=any_token, **how))
+        got = model.generate(prompt, prefix_allowed_tokens_fn=any_token, **options)
+    assert torch.equal(got, gpt2().generate(prompt, prefix_allowed_tokens_fn=any_token, **options))
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer for which a token is a letter."""
+    """Return a tokenizer with one token per letter."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + n): n for n in range(94)}, "!"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     words.decoder = tokenizers.decoders.Fuse()
@@ -277,15 +277,15 @@ def letters() -> PreTrainedTokenizerFast:
 def test_stop_strings_end_a_row(groups, where):
     whole, prompt, tokenizer = gpt2(), torch.tensor([[5, 6, 7]]), letters()
     free = whole.generate(prompt, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "stop_strings": [tokenizer.decode(free[9:11])]}
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "stop_strings": [tokenizer.decode(free[9:11])]}
     if where == "settings":
-        how = {"generation_config": GenerationConfig(**how)}
-    want = whole.generate(prompt, tokenizer=tokenizer, **how)
+        options = {"generation_config": GenerationConfig(**options)}
+    want = whole.generate(prompt, tokenizer=tokenizer, **options)
     assert want.shape[1] < 23
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(3) as pool:
         most = rows_of_each_round(model)
-        found = [pool.submit(model.generate, prompt, tokenizer=tokenizer, **how) for _ in range(3)]
-        assert all(torch.equal(future.result(), want) for future in found)
+        futures = [pool.submit(model.generate, prompt, tokenizer=tokenizer, **options) for _ in range(3)]
+        assert all(torch.equal(future.result(), want) for future in futures)
     assert max(most) > 1
 
 
@@ -331,34 +331,37 @@ def test_a_task_that_is_cancelled_frees_its_row(groups):
 
 @pytest.mark.parametrize("batching", [True, False])
 def test_awaited_calls_are_those_of_generate(groups, batching):
-    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "do_sample": False}
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "do_sample": False}
 
     async def ask(model: Any) -> list[torch.Tensor]:
-        return await asyncio.gather(*(model.agenerate(prompt, **how) for _ in range(3)))
+        return await asyncio.gather(*(model.agenerate(prompt, **options) for _ in range(3)))
 
     with parallelize(gpt2(), workers=groups(2), batching=batching) as model:
-        found = asyncio.run(ask(model))
+        outputs = asyncio.run(ask(model))
         with pytest.raises(ValueError, match="temperature"):
             asyncio.run(model.agenerate(prompt, do_sample=True, temperature=-1.0, seed=1))
         assert torch.equal(
-            asyncio.run(model.agenerate(prompt, num_beams=2, **how)), gpt2().generate(prompt, num_beams=2, **how)
+            asyncio.run(model.agenerate(prompt, num_beams=2, **options)),
+            gpt2().generate(prompt, num_beams=2, **options),
         )
-    assert all(torch.equal(each, gpt2().generate(prompt, **how)) for each in found)
+    assert all(torch.equal(each, gpt2().generate(prompt, **options)) for each in outputs)
 
 
-def test_by_default_calls_share_once_two_have_come_at_the_same_time(groups):
-    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
+def test_sharing_starts_once_two_calls_meet(groups):
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2)) as model, ThreadPoolExecutor(2) as pool:
         most, trial = rows_of_each_round(model), remote_of(model).calls.shared[0].trial
-        want = model.generate(prompt, **how)
-        model.generate(prompt, **how)
+        want = model.generate(prompt, **options)
+        model.generate(prompt, **options)
         assert not trial._has_begun, "it was tried for calls that came one after another"
         end = time.monotonic() + PROMPTLY
         while trial._why_alone:
             assert time.monotonic() < end
-            assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(2)))
+            assert all(
+                torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **options), range(2))
+            )
         assert most == [0]
-        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(4)))
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **options), range(4)))
     assert max(most) == 2
 
 
@@ -378,33 +381,33 @@ def test_calls_above_a_limit_are_refused_at_once(groups, batching, call, why):
 
 
 def test_calls_wait_for_room_in_the_caches(groups):
-    prompt, how = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 17, "do_sample": False}
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 17, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching={"cache_tokens": 50}) as model, ThreadPoolExecutor(6) as pool:
-        most, want = rows_of_each_round(model), gpt2().generate(prompt, **how)
-        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **how), range(6)))
+        most, want = rows_of_each_round(model), gpt2().generate(prompt, **options)
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: model.generate(prompt, **options), range(6)))
     assert max(most) == 2
 
 
 def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each forward from now on is given."""
-    found, forward = list[int](), model.forward
+    """Return a list that receives the number of tokens of each later forward."""
+    lengths, forward = list[int](), model.forward
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        found.append(kwargs["input_ids"].shape[1])
+        lengths.append(kwargs["input_ids"].shape[1])
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model, "forward", counting)
-    return found
+    return lengths
 
 
 @torch.inference_mode()
 def test_what_a_prompt_begins_with_runs_once(monkeypatch):
     model, prefixes, numbers = gpt2(), Prefixes(150), torch.Generator().manual_seed(0)
     base = torch.randint(5, 95, (1, 40), generator=numbers)
-    asked = [base, torch.cat((base[:, :30], base[:, :9]), -1), base[:, :12], base]
-    want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in asked]
+    requests = [base, torch.cat((base[:, :30], base[:, :9]), -1), base[:, :12], base]
+    want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in requests]
     lengths = forward_lengths(model, monkeypatch)
-    for number, (ids, whole) in enumerate(zip(asked, want, strict=True)):
+    for number, (ids, whole) in enumerate(zip(requests, want, strict=True)):
         prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
         row = BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}))
         prompts.add(row)
@@ -415,7 +418,7 @@ def test_what_a_prompt_begins_with_runs_once(monkeypatch):
             rows.step()
         assert torch.equal(row.ids, whole)
     assert lengths == [40, *[1] * 5, 9, *[1] * 5, 12, *[1] * 5, 1, *[1] * 5]
-    # A conversation goes on with what was answered: the last token has not run yet.
+    # A conversation continues its answer: the last token has not run yet.
     assert prefixes.length(torch.cat((want[1], base), -1)) == want[1].shape[1] - 1
     for first in (1, 2):  # others drive it out
         prefixes.keep(torch.full((1, 80), first), DynamicCache([(torch.zeros(1, 2, 80, 4),) * 2] * 2), 0)
@@ -425,12 +428,12 @@ def test_what_a_prompt_begins_with_runs_once(monkeypatch):
 def test_prompts_that_begin_alike_share_on_the_ranks(groups):
     numbers = torch.Generator().manual_seed(0)
     base = torch.randint(5, 95, (1, 24), generator=numbers)
-    asked = [torch.cat((base, torch.randint(5, 95, (1, 1 + n), generator=numbers)), -1) for n in range(6)]
-    whole, how = decoder("Llama"), {"max_new_tokens": 8, "do_sample": False}
+    requests = [torch.cat((base, torch.randint(5, 95, (1, 1 + n), generator=numbers)), -1) for n in range(6)]
+    whole, options = decoder("Llama"), {"max_new_tokens": 8, "do_sample": False}
     with parallelize(decoder("Llama"), workers=groups(2), batching={"rows": 3}) as model, ThreadPoolExecutor(6) as pool:
-        got = list(pool.map(lambda ids: model.generate(ids, **how), asked))
-        got += [model.generate(torch.cat((got[0], base[:, :3]), -1), **how)]
-    want = [whole.generate(ids, **how) for ids in (*asked, torch.cat((got[0], base[:, :3]), -1))]
+        got = list(pool.map(lambda ids: model.generate(ids, **options), requests))
+        got += [model.generate(torch.cat((got[0], base[:, :3]), -1), **options)]
+    want = [whole.generate(ids, **options) for ids in (*requests, torch.cat((got[0], base[:, :3]), -1))]
     assert all(map(torch.equal, got, want))
 
 
@@ -448,13 +451,13 @@ def test_more_than_may_wait_are_refused(groups):
     prompt = torch.tensor([[5, 6, 7]])
     with parallelize(gpt2(), workers=groups(2), batching={"rows": 1, "waiting": 1}) as model:
         with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(model.generate, prompt, max_new_tokens=50, do_sample=False) for _ in range(8)]
-            errors = [future.exception() for future in asked]
+            requests = [pool.submit(model.generate, prompt, max_new_tokens=50, do_sample=False) for _ in range(8)]
+            errors = [future.exception() for future in requests]
         assert None in errors
         assert {type(error) for error in errors} == {type(None), BatchingError}
 
 
-def test_a_dead_worker_ends_what_runs_and_the_queue_goes_on():
+def test_worker_death_ends_rows_queue_continues():
     prompt, told = torch.tensor([[5, 6, 7]]), threading.Event()
 
     class Told(BaseStreamer):
@@ -483,14 +486,14 @@ def test_an_end_of_the_parallelization_ends_what_runs():
     prompt = torch.tensor([[5, 6, 7]])
     model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False) for _ in range(4)]
+        requests = [pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False) for _ in range(4)]
         model.deparallelize()
         want = model.generate(prompt, max_new_tokens=55, do_sample=False)
-        for future in asked:
+        for future in requests:
             assert isinstance(future.exception(), ParallelError) or torch.equal(future.result(), want)
 
 
-def test_a_model_that_nobody_holds_goes_with_its_workers():
+def test_unreferenced_model_ends_its_workers():
     model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
     pids = deployment_of(model).pids

@@ -1,4 +1,4 @@
-"""Kinds of models whose calls share a batch: no cache, one of their own, states; and what the proof sees."""
+"""Model kinds whose calls share a batch: without a cache, with own caches, with states; and the proof of it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_kinds_that_share(kind: str) -> None:
 @pytest.mark.parametrize("make", [openai_gpt, mpt, minimax])
 def test_their_calls_share_on_the_ranks(groups: Any, make: Callable[[], Any]) -> None:
     numbers = torch.Generator().manual_seed(3)
-    asked = [
+    specs = [
         {
             "input_ids": torch.randint(5, 95, (1, before), generator=numbers),
             "max_new_tokens": after,
@@ -100,27 +100,27 @@ def test_their_calls_share_on_the_ranks(groups: Any, make: Callable[[], Any]) ->
         for before, after in ((3, 9), (11, 4), (6, 12), (1, 7), (8, 8), (5, 3))
     ]
     whole = make()
-    want = [whole.generate(**call) for call in asked]
+    want = [whole.generate(**call) for call in specs]
     with parallelize(make(), workers=groups(2), batching={"rows": 4, "prefill_chunk": 8}) as model:
         rows = rows_of_each_round(model)
         with ThreadPoolExecutor(6) as pool:
-            got = list(pool.map(lambda call: model.generate(**call), asked))
+            got = list(pool.map(lambda call: model.generate(**call), specs))
     assert all(map(torch.equal, got, want))
     assert max(rows) > 1, "no two calls were decoded together"
 
 
-def test_a_cache_that_depends_on_the_length_is_refused() -> None:
+def test_length_dependent_cache_is_refused() -> None:
     config = tf.ReformerConfig(is_decoder=True)
     assert "past_buckets_states" in proof.why_alone(twin(tf.ReformerModelWithLMHead, config), in_pieces=False)
 
 
-def test_states_that_the_layers_keep_themselves_are_seen() -> None:
-    """Tokens of the small model are the same by chance, scores are not."""
+def test_layer_states_are_seen_by_the_proof() -> None:
+    """The small model's tokens agree by chance; its scores do not."""
     model = twin(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig())
     assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False))
 
 
-def test_scores_have_to_be_those_of_a_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_scores_must_equal_solo_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder("Llama")
     assert not proof.why_alone(model, in_pieces=True)
     head = model.lm_head.forward
@@ -128,20 +128,20 @@ def test_scores_have_to_be_those_of_a_call_alone(monkeypatch: pytest.MonkeyPatch
     assert "scores differ" in proof.why_alone(model, in_pieces=True)
 
 
-def test_the_proof_runs_prompts_side_by_side_and_no_last_token_alone() -> None:
+def test_proof_runs_prompts_together_without_last_token() -> None:
     model, shapes = decoder("Llama"), []
-    model.get_input_embeddings().register_forward_pre_hook(lambda module, given: shapes.append(tuple(given[0].shape)))
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     proof.why_alone(model, in_pieces=True, lengths=((3, 9), (5, 6), (15, 4)))
     assert (2, 5) in shapes
     assert (1, 6) in shapes
 
 
-def test_a_model_that_looks_ahead_takes_no_prompts_in_pieces() -> None:
+def test_model_looking_ahead_takes_whole_prompts() -> None:
     model = twin(tf.BertGenerationDecoder, tf.BertGenerationConfig(is_decoder=False))
     assert proof.why_alone(model, in_pieces=True)
 
 
-def test_calls_with_a_cache_and_without_share_no_batch() -> None:
+def test_call_without_cache_shares_no_batch() -> None:
     prompt = {"input_ids": torch.tensor([[11, 12, 13]])}
     assert not isinstance(shared_call(mpt(), prompt, None), str)
     assert "others do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))

@@ -1,4 +1,4 @@
-"""The static cache of recorded steps, and the cache of the batch, which is a view of it between them."""
+"""The static cache of recorded steps, and the batch's cache, which is a view of it between steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from parallelformers_ng.cuda_graphs.static_caches import ReusableCache
 CONFIG = GPT2Config(n_layer=2, n_embd=8, n_head=2)
 
 
-def test_a_row_that_joins_between_two_steps_is_kept() -> None:
+def test_row_joining_between_steps_is_kept() -> None:
     batch, static = _cache(rows=3, tokens=5), ReusableCache(StaticCache(CONFIG, max_cache_len=16), 16)
     static.take(batch, 5)
     static.lend(batch, 5)
     joins = _cache(rows=1, tokens=4)
     caches.put_rows(batch, joins, [1], 3, 5)
     static.take(batch, 5)
-    for held, lent, joined in zip(static.layers, batch.layers, joins.layers, strict=True):
-        assert torch.equal(held.keys[1:2, :, 1:5], joined.keys)
+    for kept, lent, joined in zip(static.layers, batch.layers, joins.layers, strict=True):
+        assert torch.equal(kept.keys[1:2, :, 1:5], joined.keys)
         assert torch.equal(lent.values[1:2, :, 1:], joined.values)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: read by slices, equal to what transformers makes of them in one process."""
+"""Quantized checkpoints, read by slices, equal what transformers makes of them in one process."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ State = dict[str, Tensor]
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of each format, by name."""
+    """Make one checkpoint of each format, in a folder of its name."""
     folder = tmp_path_factory.mktemp("quantized")
     command = [sys.executable, "-m", "tests.helpers.quantized_checkpoints", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    made = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert made.returncode == 0, made.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr[-3000:]
     return folder
 
 
 def expected(path: Path) -> tuple[State, State]:
-    """Logits and tokens, and weights."""
-    held = load_file(path / EXPECTED)
-    weights = {name.removeprefix("state."): held.pop(name) for name in list(held) if name.startswith("state.")}
-    return held, weights
+    """Return logits and tokens by name, and the weights by name."""
+    outputs = load_file(path / EXPECTED)
+    weights = {name.removeprefix("state."): outputs.pop(name) for name in list(outputs) if name.startswith("state.")}
+    return outputs, weights
 
 
 def check(model: Any, path: Path) -> None:
-    held, _ = expected(path)
-    assert largest_difference(model(**text_inputs()).logits, held["logits"]) <= 1e-4
-    assert torch.equal(model.generate(**text_inputs(), **GREEDY), held["tokens"])
+    outputs, _ = expected(path)
+    assert largest_difference(model(**text_inputs()).logits, outputs["logits"]) <= 1e-4
+    assert torch.equal(model.generate(**text_inputs(), **GREEDY), outputs["tokens"])
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -97,8 +97,8 @@ _OFTEN = ("fp8-blocks", "compressed-int8-packed", "torchao-int4", "gptq-symmetri
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in FORMATS]
 )
-def test_what_is_put_in_high_precision_where_that_is_allowed(name: str, checkpoints: Path) -> None:
-    """All that no kernel reads; without a word nothing is, and what would have to be is refused."""
+def test_dequantize_is_needed_unless_kernels_read_the_format(name: str, checkpoints: Path) -> None:
+    """Without `dequantize` nothing is dequantized, and a format that no kernel reads is refused."""
     assert bool(planned(checkpoints / name, quantize=DEQUANTIZE).quantized) == (name in READ_BY_KERNELS)
     if name in HELD:
         assert {encoding.kind for encoding in planned(checkpoints / name).quantized.values()} == {HELD[name]}
@@ -111,7 +111,7 @@ def test_what_is_put_in_high_precision_where_that_is_allowed(name: str, checkpoi
     assert {encoding.kind for encoding in both.quantized.values()} == {"int8"}
 
 
-def test_why_it_is_refused(checkpoints: Path) -> None:
+def test_format_is_refused_with_its_reason(checkpoints: Path) -> None:
     reasons = {
         "mxfp4": "it is 4-bit floats",
         "bitsandbytes-nf4": "it is codes of nf4",
@@ -127,17 +127,17 @@ def test_why_it_is_refused(checkpoints: Path) -> None:
         parallelize(checkpoints / "mxfp4", 2, quantize={})
 
 
-def test_what_cannot_stay_in_few_bits_is_refused_or_listed(checkpoints: Path) -> None:
+def test_weights_without_fitting_scales_are_refused_or_listed(checkpoints: Path) -> None:
     path = checkpoints / "gptq-symmetric"  # groups of 32 inputs, heads of 16
     with pytest.raises(UnsupportedModelError, match=r"layers.\*.self_attn.o_proj.weight \(ranks have parts"):
         planned(path, 4)
-    made = planned(path, 4, DEQUANTIZE)
-    assert "model.layers.1.self_attn.o_proj.weight" in made.misfits
-    assert made.quantized.keys().isdisjoint(made.misfits)
-    assert "not quantized: model.layers.*.self_attn.o_proj.weight, for ranks have parts" in str(made)
+    shard_plan = planned(path, 4, DEQUANTIZE)
+    assert "model.layers.1.self_attn.o_proj.weight" in shard_plan.misfits
+    assert shard_plan.quantized.keys().isdisjoint(shard_plan.misfits)
+    assert "not quantized: model.layers.*.self_attn.o_proj.weight, for ranks have parts" in str(shard_plan)
 
 
-def test_weights_that_are_made_of_small_numbers_in_another_way_are_refused(checkpoints: Path) -> None:
+def test_changed_integer_weights_are_refused(checkpoints: Path) -> None:
     model = load_skeleton(str(checkpoints / "compressed-int8"))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
@@ -149,7 +149,7 @@ def test_weights_that_are_made_of_small_numbers_in_another_way_are_refused(check
     )
 
 
-def test_a_model_on_meta_takes_no_number_without_its_scale(checkpoints: Path, groups) -> None:
+def test_meta_model_takes_numbers_with_their_scales(checkpoints: Path, groups) -> None:
     path = checkpoints / "fp8-blocks"
     with torch.device("meta"):
         bare = LlamaForCausalLM(AutoConfig.from_pretrained(path))
@@ -166,22 +166,20 @@ def test_another_format_is_refused_by_its_name(checkpoints: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes-nf4", "compressed-int8"])
-def test_saved_it_is_an_ordinary_checkpoint_or_one_that_is_cut(
-    name: str, checkpoints: Path, tmp_path: Path, groups
-) -> None:
-    path, held = checkpoints / name, expected(checkpoints / name)[0]
+def test_saved_model_is_ordinary_or_sharded_checkpoint(name: str, checkpoints: Path, tmp_path: Path, groups) -> None:
+    path, outputs = checkpoints / name, expected(checkpoints / name)[0]
     model = parallelize(path, workers=groups(2), dtype="float32", quantize=DEQUANTIZE)
     save_sharded(model, tmp_path / "cut")
     model.save_pretrained(tmp_path / "whole")
     model.deparallelize()
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
-    assert largest_difference(whole(**text_inputs()).logits, held["logits"]) <= 1e-4
+    assert largest_difference(whole(**text_inputs()).logits, outputs["logits"]) <= 1e-4
     with parallelize(tmp_path / "cut", workers=groups(3)) as again:
         assert bool(again.shard_plan.quantized) == (name in HELD)
         check(again, path)
 
 
-def test_after_a_worker_died_the_next_reads_the_same(checkpoints: Path) -> None:
+def test_restarted_worker_reads_the_same_weights(checkpoints: Path) -> None:
     path = checkpoints / "bitsandbytes-nf4"
     with parallelize(path, 2, workers={"device": "cpu"}, dtype="float32", quantize=DEQUANTIZE) as model:
         kill(deployment_of(model).pids[0])
@@ -201,8 +199,8 @@ def leaf(tensor: Tensor) -> FetchedLeaf:
     return FetchedLeaf(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def test_any_part_of_a_weight_is_that_part_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that end beyond the weight, groups in another order, rows that end within a byte."""
+def test_slices_equal_slices_of_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases: blocks that end beyond the weight, groups in another order, rows that end within a byte."""
     monkeypatch.setattr(numbers, "_NUMBERS", 40)
     draw = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (2, 20, 14), generator=draw, dtype=torch.int8)
@@ -227,7 +225,7 @@ def test_any_part_of_a_weight_is_that_part_of_the_whole(monkeypatch: pytest.Monk
 
 
 def configured(path: Path, to: Path, change: Callable[[Any], Any]) -> Path:
-    """Copy a checkpoint, with another description of its weights in the configuration."""
+    """Copy a checkpoint and change its quantization config."""
     shutil.copytree(path, to)
     config = json.loads((to / "config.json").read_text())
     config["quantization_config"] = change(config["quantization_config"])
@@ -235,7 +233,7 @@ def configured(path: Path, to: Path, change: Callable[[Any], Any]) -> Path:
     return to
 
 
-def test_numbers_of_which_nothing_says_what_they_stand_for_are_refused(checkpoints: Path, tmp_path: Path) -> None:
+def test_undescribed_quantized_numbers_are_refused(checkpoints: Path, tmp_path: Path) -> None:
     for name in ("fp8-tensors", "torchao-int8", "compressed-int8"):
         path = configured(checkpoints / name, tmp_path / name, lambda said: None)
         with pytest.raises(CheckpointError, match=r"(proj.weight as|is missing|holds)"):
@@ -245,7 +243,7 @@ def test_numbers_of_which_nothing_says_what_they_stand_for_are_refused(checkpoin
 # -- damage --------------------------------------------------------------------------------------------------------
 
 EACH = 12
-"""Of each format in the slow test, more than 200 in all."""
+"""Damaged copies per format in the slow test, more than 200 in all."""
 
 
 def refused(broken: Damaged, error: BaseException) -> None:
@@ -254,13 +252,13 @@ def refused(broken: Damaged, error: BaseException) -> None:
 
 
 def some(checkpoints: Path, folder: Path) -> Iterator[Damaged]:
-    """Each damage twice, of one format after another."""
+    """Yield two damaged copies of one format after another."""
     for number, name in enumerate(FORMATS):
         yield from damaged(checkpoints / name, folder, range(number, number + 1))
 
 
 def test_damage_is_refused_by_name(checkpoints: Path, tmp_path: Path) -> None:
-    """A slice, without workers."""
+    """Damaged copies are refused, without workers."""
     seen = set()
     for broken in some(checkpoints, tmp_path):
         with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
@@ -273,7 +271,7 @@ def test_damage_is_refused_by_name(checkpoints: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_are_refused_and_leave_nothing(checkpoints: Path, tmp_path: Path, groups) -> None:
-    group, before, count = groups(2), held(), 0
+    group, before, count = groups(2), resources(), 0
     for name in FORMATS:
         for broken in damaged(checkpoints / name, tmp_path, range(EACH)):
             with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
@@ -282,13 +280,13 @@ def test_two_hundred_are_refused_and_leave_nothing(checkpoints: Path, tmp_path: 
             assert not group.in_use
             count += 1
     assert count >= 200
-    del caught  # it has the frames of the last one, and these the file
-    assert held() == before
+    del caught  # it references the last frames, and these the file
+    assert resources() == before
     assert not list(tmp_path.iterdir())
 
 
-def held() -> tuple[int, int, list[str]]:
-    """Descriptors, children and shared memory of this process."""
+def resources() -> tuple[int, int, list[str]]:
+    """Return this process's number of descriptors, its number of children and its files of shared memory."""
     gc.collect()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return len(os.listdir("/proc/self/fd")), len(children), sorted(os.listdir("/dev/shm"))

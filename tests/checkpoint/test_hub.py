@@ -1,4 +1,4 @@
-"""Checkpoints of the hub: out of a cache laid out by hand, and fetched from a server on the loopback. No downloads."""
+"""Checkpoints of the hub: from a cache laid out by hand, and from a server on the loopback. No downloads."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from tests.zoo.families import CASES
 
 MAKE = next(case for case in CASES if case.name == "llama").make
 NAME = "org/tiny"
-MARK = 7.0  # the norm of the weights that are meant
+MARK = 7.0  # value of the last norm in the right checkpoint
 
 
 def save(directory: Path, mark: float = MARK, **options: Any) -> None:
-    """A checkpoint whose last norm is `mark`."""
+    """Save a checkpoint whose last norm is `mark`."""
     model = MAKE()
     torch.nn.init.constant_(model.model.norm.weight, mark)
     model.save_pretrained(directory, **options)
 
 
 def mark_of(location: Location, **options: Any) -> float:
-    """Load, and read the mark."""
+    """Load a checkpoint and return its mark."""
     where = {name: value for name, value in vars(location).items() if value}
     weight = load_skeleton(where.pop("path"), **where, **options).model.norm.weight
-    held = weight if isinstance(weight, LazyTensor) else weight.data
-    return read(held.node, {})[0].item()
+    lazy = weight if isinstance(weight, LazyTensor) else weight.data
+    return read(lazy.node, {})[0].item()
 
 
 def snapshot(cache: Path, revision: str) -> Path:
-    """An empty snapshot in a cache as huggingface_hub keeps it."""
+    """Make an empty snapshot in the layout of huggingface_hub's cache."""
     commit = hashlib.sha1(revision.encode()).hexdigest()
     home = cache / "models--org--tiny"
     (home / "refs").mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def test_subfolders_and_variants(local: bool, size: str, tmp_path: Path) -> None
         mark_of(Location(**where, variant="fp16"))
 
 
-def test_what_the_cache_lacks_is_named_and_nothing_is_fetched(tmp_path: Path) -> None:
+def test_file_missing_in_cache_is_named_not_fetched(tmp_path: Path) -> None:
     directory = snapshot(tmp_path, "main")
     save(directory, max_shard_size="40KB")
     lost = sorted(directory.glob("*.safetensors"))[1]
@@ -102,10 +102,10 @@ def test_what_the_cache_lacks_is_named_and_nothing_is_fetched(tmp_path: Path) ->
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str | None]]]:
-    """A hub with one gated model; gives the requests that it got: (path, authorization)."""
+    """Serve a hub with one gated model; yield its list of requests (path, authorization)."""
     files = tmp_path / "served"
     save(files)
-    asked: list[tuple[str, str | None]] = []
+    requests: list[tuple[str, str | None]] = []
 
     class Hub(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -115,10 +115,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[
             self._answer(body=True)
 
         def _answer(self, body: bool) -> None:
-            asked.append((self.path, self.headers.get("Authorization")))
+            requests.append((self.path, self.headers.get("Authorization")))
             name = self.path.rpartition("/")[2]
             known = self.path.startswith(f"/{NAME}/resolve/main/") and (files / name).is_file()
-            allowed = asked[-1][1] == "Bearer secret"
+            allowed = requests[-1][1] == "Bearer secret"
             data = (files / name).read_bytes() if known and allowed else b""
             self.send_response(200 if known and allowed else 404 if allowed else 401)
             if not allowed:
@@ -141,7 +141,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield asked
+    yield requests
     server.shutdown()
     thread.join()
     server.server_close()
@@ -192,7 +192,7 @@ def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path, monkeypatch
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -201,7 +201,7 @@ class Payload:
         return open, (self.path, "w")
 
 
-def test_a_bin_file_that_holds_code_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+def test_bin_file_with_code_is_refused_unexecuted(tmp_path: Path) -> None:
     MAKE().config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
@@ -223,7 +223,7 @@ def test_a_quantized_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
         load_skeleton(str(tmp_path))
 
 
-def test_missing_and_unexpected_keys_are_reported_as_from_pretrained_does(
+def test_missing_and_unexpected_keys_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)

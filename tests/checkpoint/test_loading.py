@@ -1,4 +1,4 @@
-"""Checkpoints are read as `from_pretrained` reads them, slice by slice."""
+"""Checkpoints are read like `from_pretrained` reads them, but slice by slice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = ("llama", "gpt2", "t5", "bert", "mixtral")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family."""
+    """Save one checkpoint of each family; return their directories by name."""
     directories = {}
     for name in NAMES:
         directories[name] = tmp_path_factory.mktemp(name)
@@ -49,7 +49,7 @@ def whole_model(name: str, directory: Path, **options: Any) -> Any:
 
 
 def check_shards(model: Any, want: Any, world_size: int) -> Checkpoint:
-    """Every rank's part of every tensor is, bit for bit, what would be cut out of the whole model."""
+    """Assert that every rank's part of every tensor equals the slice of the whole model, bit for bit."""
     plan = build_plan(model, world_size, select(model))
     checkpoint = pickle.loads(pickle.dumps(Checkpoint.take(model, plan)))
     for name, tensor in plan.tensors.items():
@@ -75,7 +75,7 @@ def test_every_rank_reads_what_would_be_cut(name: str, world_size: int, saved: d
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dtype_is_cast_to_as_from_pretrained_does(name: str, saved: dict[str, Path]) -> None:
+def test_weights_are_cast_as_from_pretrained_does(name: str, saved: dict[str, Path]) -> None:
     model = load_skeleton(str(saved[name]), dtype=torch.bfloat16)
     check_shards(model, whole_model(name, saved[name], dtype=torch.bfloat16), 2)
 
@@ -109,7 +109,7 @@ def test_a_loaded_model_runs_and_comes_back(name: str, saved: dict[str, Path], g
         assert torch.equal(model(**inputs)[0], want(**inputs)[0])
 
 
-def test_a_model_on_meta_takes_its_weights_from_a_directory(saved: dict[str, Path], groups) -> None:
+def test_meta_model_takes_weights_from_a_directory(saved: dict[str, Path], groups) -> None:
     want, inputs = whole_model("llama", saved["llama"]), BY_NAME["llama"].inputs()
     with torch.device("meta"):
         model = tf.LlamaForCausalLM(want.config).eval()
@@ -128,7 +128,7 @@ def test_weights_of_another_model_are_refused(saved: dict[str, Path], groups) ->
         parallelize(model, weights=saved["llama"], workers=groups(2))
 
 
-def test_missing_keys_are_drawn_as_from_pretrained_draws_them(saved: dict[str, Path]) -> None:
+def test_missing_keys_are_drawn_as_from_pretrained_does(saved: dict[str, Path]) -> None:
     """A base model's checkpoint under a classifier: one warning, the same random head."""
     torch.manual_seed(3)
     want = tf.BertForSequenceClassification.from_pretrained(saved["bert"])
@@ -140,7 +140,7 @@ def test_missing_keys_are_drawn_as_from_pretrained_draws_them(saved: dict[str, P
     assert "classifier.weight" not in checkpoint.nodes
 
 
-def test_slices_along_the_first_dimension_are_views_of_the_file(tmp_path: Path) -> None:
+def test_slices_of_first_dimension_view_the_file(tmp_path: Path) -> None:
     save_file({"weight": torch.arange(96.0).view(12, 8)}, tmp_path / "model.safetensors")
     file = SafetensorsFile(tmp_path / "model.safetensors")
     (leaf,) = file_leaves(file)
@@ -192,7 +192,7 @@ def test_a_restarted_group_reads_the_files_again(saved: dict[str, Path], tmp_pat
     want.save_pretrained(tmp_path)
     model = parallelize(tmp_path, num_gpus=2, workers={"device": "cpu", "timeout": 60})
     expected = model(**inputs)[0]
-    (tmp_path / "model.safetensors").unlink()  # its name is gone; the file is held
+    (tmp_path / "model.safetensors").unlink()  # the name is gone; the open file remains
     os.kill(deployment_of(model).pids[1], signal.SIGKILL)
     await_incarnation(model, 1)
     assert torch.equal(model(**inputs)[0], expected)
@@ -213,7 +213,7 @@ def test_a_file_written_to_since_is_refused(saved: dict[str, Path], tmp_path: Pa
         leaf.tensor()
 
 
-def test_what_cannot_be_loaded_is_refused_by_name(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_unloadable_checkpoints_are_refused_by_name(saved: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"/nowhere is no directory"):
         parallelize("/nowhere", 2, workers={"device": "cpu"})
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -227,16 +227,16 @@ def test_what_cannot_be_loaded_is_refused_by_name(saved: dict[str, Path], tmp_pa
         parallelize(tmp_path, 2, workers={"device": "cpu"})
 
 
-def test_workers_that_were_started_for_a_refused_model_are_gone(tmp_path: Path, saved: dict[str, Path]) -> None:
-    """They start while the parent plans, so a refusal finds them importing torch; it does not wait for that."""
+def test_workers_of_a_refused_model_end(tmp_path: Path, saved: dict[str, Path]) -> None:
+    """They start while the parent plans. A refusal ends them while they still import torch."""
     (tmp_path / "config.json").write_text((saved["llama"] / "config.json").read_text())
-    before = held()
+    before = resources()
     with pytest.raises(CheckpointError, match="holds none of"):
         parallelize(tmp_path, 2, workers={"device": "cpu"})
-    assert held() == before
+    assert resources() == before
 
 
-def held() -> tuple[list[str], int]:
-    """This process's children, and how many descriptors it has."""
+def resources() -> tuple[list[str], int]:
+    """Return this process's children and its number of descriptors."""
     children = [Path(path, "children").read_text() for path in Path("/proc/self/task").iterdir()]
     return sorted(" ".join(children).split()), len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Copying to a device through a bounded buffer, with the CPU in the device's place."""
+"""Copies to a device through a bounded buffer, with the CPU as the device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
     ],
     ids=["rows", "transposed", "sliced", "long rows", "bytes", "scalar", "empty"],
 )
-def test_what_arrives_is_what_was_sent(source: torch.Tensor, buffer_bytes: int) -> None:
+def test_copy_equals_its_source(source: torch.Tensor, buffer_bytes: int) -> None:
     staging = Staging(CPU, buffer_bytes, pin=False)
-    for _ in range(2):  # the second time the buffers hold the first
+    for _ in range(2):  # the second time the buffers still hold the first copy
         arrived = staging.to_device(source)
         assert arrived.is_contiguous()
         assert arrived.dtype == source.dtype
@@ -35,13 +35,13 @@ def test_what_arrives_is_what_was_sent(source: torch.Tensor, buffer_bytes: int) 
 
 
 def test_no_piece_is_larger_than_the_buffer() -> None:
-    sent: list[int] = []
+    sizes: list[int] = []
 
     class Watched(Staging):
         def _send(self, part: torch.Tensor, place: torch.Tensor) -> None:
-            sent.append(part.nbytes)
+            sizes.append(part.nbytes)
             super()._send(part, place)
 
     Watched(CPU, 100, pin=False).to_device(torch.randn(9, 60))
-    assert max(sent) <= 100
-    assert sum(sent) == 9 * 60 * 4
+    assert max(sizes) <= 100
+    assert sum(sizes) == 9 * 60 * 4

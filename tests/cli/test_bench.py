@@ -1,4 +1,4 @@
-"""`parallelformers-ng bench` on a model of a few kilobytes. Figures are looked at, speeds are not."""
+"""`parallelformers-ng bench` on a model of a few kilobytes. Figures are checked, speeds are not."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ def test_measures_both_and_says_all_in_json(tmp_path: Path, capsys: pytest.Captu
     LlamaForCausalLM(TINY).save_pretrained(tmp_path)
     command = ["bench", str(tmp_path), "--device", "cpu", "--prompt", "20", "--tokens", "4", "--rounds", "2", "--json"]
     assert cli.main(command) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert not found["random_weights"]
-    assert found["ranks"] == 2
+    results = json.loads(capsys.readouterr().out)
+    assert not results["random_weights"]
+    assert results["ranks"] == 2
     for task in ("prefill", "decode"):
-        assert {name: len(values) for name, values in found[task].items()} == {"2 ranks": 2, "one process": 2}
-        assert all(value > 0 for values in found[task].values() for value in values)
+        assert {name: len(values) for name, values in results[task].items()} == {"2 ranks": 2, "one process": 2}
+        assert all(value > 0 for values in results[task].values() for value in values)
     model = LlamaForCausalLM(TINY)
-    assert found["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
-    share = found["median"]["decode"]["2 ranks"] * found["weight_bytes"] / found["bandwidth"]
-    assert found["bandwidth_share"]["2 ranks"] == pytest.approx(share)
+    assert results["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    share = results["median"]["decode"]["2 ranks"] * results["weight_bytes"] / results["bandwidth"]
+    assert results["bandwidth_share"]["2 ranks"] == pytest.approx(share)
 
 
 def test_ranks_in_few_bits_read_fewer_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaForCausalLM(TINY).save_pretrained(tmp_path)
     command = ["bench", str(tmp_path), "--device", "cpu", "--prompt", "8", "--tokens", "2", "--rounds", "1", "--json"]
     assert cli.main([*command, "--quantize", "int8"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    results = json.loads(capsys.readouterr().out)
     matrices = [p for name, p in LlamaForCausalLM(TINY).named_parameters() if "_proj" in name]
     less = sum(p.nbytes - p.numel() - 4 * len(p) for p in matrices)
-    assert found["scheme"] == "int8"
-    assert found["held_bytes"] == found["weight_bytes"] - less
-    share = found["median"]["decode"]["2 ranks"] * found["held_bytes"] / found["bandwidth"]
-    assert found["bandwidth_share"]["2 ranks"] == pytest.approx(share)
+    assert results["scheme"] == "int8"
+    assert results["held_bytes"] == results["weight_bytes"] - less
+    share = results["median"]["decode"]["2 ranks"] * results["held_bytes"] / results["bandwidth"]
+    assert results["bandwidth_share"]["2 ranks"] == pytest.approx(share)
     assert cli.main([*command, "--quantize", "int7"]) == 2
     assert "it takes one of 'int8', 'int4', 'fp8'" in capsys.readouterr().err
 
 
-def test_a_configuration_alone_gets_random_weights_and_a_plot_needs_matplotlib(
+def test_configuration_alone_gets_random_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     TINY.save_pretrained(tmp_path)
@@ -93,9 +93,7 @@ def _report() -> bench.Report:
     return report
 
 
-def test_a_plot_has_the_values_on_its_bars_and_the_legend_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_shows_values_and_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     save = Figure.savefig
 
@@ -115,7 +113,7 @@ def test_a_plot_has_the_values_on_its_bars_and_the_legend_beside_them(
     assert not any(legend.get_window_extent().overlaps(bar) for bar in bars)
 
 
-def test_where_the_plot_was_saved_is_said_and_leaves_the_json_alone(
+def test_plot_message_leaves_the_json_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: _report())

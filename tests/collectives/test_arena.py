@@ -1,4 +1,4 @@
-"""The collectives' shared memory and what refuses to use it wrongly; one process is enough for these."""
+"""The shared memory of collectives, and its refusals of wrong use; one process is enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.rank_group import SLOT_BYTES
 
 def test_arena_refuses_more_than_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory() > 2**20
-    # Pretend that memory is short: really asking for too much would call the out-of-memory killer.
+    # Pretend that memory is short: a real request for too much would start the out-of-memory killer.
     monkeypatch.setattr("parallelformers_ng.collectives.arena.available_memory", lambda: 2**20)
     with pytest.raises(OSError, match="exceed the available memory of 1048576 bytes") as caught:
         Arena.create(2, slot_bytes=2**19)

@@ -1,4 +1,4 @@
-"""Every collective, on real processes: against torch."""
+"""Every collective on real processes, compared with torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _check_sums(communicator: Communicator) -> None:
             assert torch.equal(bytes_of(result), bytes_of(expected)), f"{dtype}, {count} elements"
 
 
-def test_sum_has_the_bits_of_torch_in_rank_order(ranks: RankGroup) -> None:
+def test_sum_in_rank_order_equals_torch_bitwise(ranks: RankGroup) -> None:
     ranks.run(_check_sums)
 
 
@@ -168,7 +168,7 @@ def test_broadcast_from_every_rank(ranks: RankGroup) -> None:
 
 
 class _Block(torch.nn.Module):
-    """A block cut over the ranks, and a head whose outputs are put together."""
+    """A block cut over the ranks, and a head whose outputs are gathered."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Collectives when a rank gives up, comes late, does something else or is interrupted: all ranks hear of it."""
+"""If a rank aborts, is late, diverges or is interrupted, all ranks learn of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of a stage among themselves, beside those of all ranks."""
+"""Collectives within a stage, interleaved with collectives of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def four_ranks() -> Iterator[RankGroup]:
 
 
 def _check_stages(communicator: Communicator) -> None:
-    """Stages take as many steps as they like between those of all."""
+    """Check that stages may take any number of steps between collectives of all ranks."""
     rank, world_size = communicator.rank, communicator.world_size
     within = communicator.within(WIDTH)
     assert within is communicator.within(WIDTH)
@@ -35,13 +35,13 @@ def _check_stages(communicator: Communicator) -> None:
     for _ in range(3):
         for _ in range(4 * stage):
             assert within.all_reduce(torch.full((COUNT,), float(rank))).eq(sum(members)).all()
-        found = within.all_gather(torch.full((rank + 1, 3), rank), 0, [each + 1 for each in members])
-        assert found[:, 0].tolist() == [each for each in members for _ in range(each + 1)]
+        gathered = within.all_gather(torch.full((rank + 1, 3), rank), 0, [each + 1 for each in members])
+        assert gathered[:, 0].tolist() == [each for each in members for _ in range(each + 1)]
         assert communicator.all_reduce(torch.full((COUNT,), float(rank))).eq(sum(range(world_size))).all()
 
 
 def _wait_for_a_peer(communicator: Communicator) -> str:
-    """Rank 0 is in a collective of all, rank 2 in one of its stage; rank 3 gives up, for both."""
+    """Wait in collectives that rank 3 aborts: rank 0 among all ranks, rank 2 within its stage."""
     meet(communicator)
     if communicator.rank == 3:
         time.sleep(0.05)
@@ -63,13 +63,13 @@ def test_stages_exchange_among_themselves(four_ranks: RankGroup) -> None:
     four_ranks.run(_check_stages)
 
 
-def test_an_abort_reaches_those_who_wait_within_a_stage(four_ranks: RankGroup) -> None:
+def test_abort_ends_waits_within_a_stage(four_ranks: RankGroup) -> None:
     assert all("rank 3: out of luck" in why for why in four_ranks.run(_wait_for_a_peer))
     four_ranks.reset()
     four_ranks.run(_check_stages)
 
 
-def test_who_waits_within_a_stage_names_the_late_rank(four_ranks: RankGroup) -> None:
+def test_timeout_within_a_stage_names_late_rank(four_ranks: RankGroup) -> None:
     assert "did not come" in four_ranks.run(_come_late, timeout=0.2)[2]
     four_ranks.reset()
     four_ranks.run(_check_stages)

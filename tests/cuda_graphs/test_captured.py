@@ -1,6 +1,6 @@
 """`parallelize(decode="cuda_graphs")`: recorded steps give the same tokens, are recorded once, and give way to others.
 
-On the CPU the operators of a step stand in for a CUDA graph: see `operator_recorder.py`.
+On the CPU, the recorded operators of a step replace a CUDA graph: see `operator_recorder.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPLAYS = STEPS - 2  # the prompt's pass gives the first token, and the first st
 
 @pytest.fixture(scope="module")
 def recorded_groups() -> Iterator[Callable[[int], WorkerGroup]]:
-    """Groups whose workers record operators, by world size."""
+    """Yield a function that returns the group of a world size, whose workers record operators."""
     running: dict[int, WorkerGroup] = {}
 
     def get(world_size: int) -> WorkerGroup:
@@ -63,7 +63,7 @@ def pair(recorded_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`parallelize` asks for what it asks for where there is a CUDA device."""
+    """Have `parallelize` choose what it would choose on a CUDA device."""
     monkeypatch.setattr(api, "static_steps", lambda *_: (CAPTURED, ""))
 
 
@@ -75,14 +75,14 @@ def recorded(model: PreTrainedModel, group: WorkerGroup) -> Iterator[Any]:
 
 
 def count(group: WorkerGroup) -> tuple[int, int]:
-    """Recordings and replays since the last time, alike on all ranks."""
+    """Return the number of recordings and of replays since the last call, equal on all ranks."""
     counts = group.call_each("counted", [()] * group.world_size)
     assert len(set(counts)) == 1
     return counts[0]
 
 
 def padded(*lengths: int) -> dict[str, Any]:
-    """Prompts of these lengths, padded on the left."""
+    """Return prompts of these lengths, padded on the left."""
     longest = max(lengths)
     ids, mask = token_ids(len(lengths), longest, seed=sum(lengths)), torch.ones(len(lengths), longest, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -105,11 +105,11 @@ def test_the_same_tokens_as_whole(group: WorkerGroup, family: str, caplog: pytes
     ways: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
     with recorded(FAMILIES[family](), group) as model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
         for way in ways:
-            how = {**HOW, **way}
+            options = {**HOW, **way}
             torch.manual_seed(3)
-            want = whole.generate(**inputs, **how)
+            want = whole.generate(**inputs, **options)
             torch.manual_seed(3)
-            assert torch.equal(model.generate(**inputs, **how), want)
+            assert torch.equal(model.generate(**inputs, **options), want)
     assert not caplog.records
 
 
@@ -123,56 +123,56 @@ def test_one_recording_serves_prompts_of_any_length(group: WorkerGroup) -> None:
 
 def test_batches_share_the_recording_of_their_bucket(group: WorkerGroup) -> None:
     whole = decoder("Llama")
-    made = []
+    recordings = []
     with recorded(decoder("Llama"), group) as model:
         for lengths in ((7, 5, 2), (3, 8, 6, 4), (5, 5, 5), (9,), (4, 6), (2, 2, 9)):
             inputs = padded(*lengths)
             assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
-            made.append(count(group)[0])
-    assert made == [1, 0, 0, 1, 1, 0]
+            recordings.append(count(group)[0])
+    assert recordings == [1, 0, 0, 1, 1, 0]
 
 
 def test_a_sequence_may_end_within_the_batch(pair: WorkerGroup) -> None:
     whole, inputs = decoder("Llama"), padded(7, 5, 6)
     end = whole.generate(**inputs, **HOW)[1, -8].item()
-    how = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
-    want = whole.generate(**inputs, **how)
+    options = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    want = whole.generate(**inputs, **options)
     assert (want[:, -1] == 0).any()
     with recorded(decoder("Llama"), pair) as model:
-        assert torch.equal(model.generate(**inputs, **how), want)
-        assert torch.equal(model.generate(**inputs, **how), want)
+        assert torch.equal(model.generate(**inputs, **options), want)
+        assert torch.equal(model.generate(**inputs, **options), want)
         assert count(pair)[0] == 1
 
 
 def test_a_window_that_fills_is_another_step(group: WorkerGroup) -> None:
     whole, inputs = decoder("Mistral", sliding_window=12), text_inputs()
-    how = {**HOW, "max_new_tokens": 20, "min_new_tokens": 20}
+    options = {**HOW, "max_new_tokens": 20, "min_new_tokens": 20}
     with recorded(decoder("Mistral", sliding_window=12), group) as model:
-        want = whole.generate(**inputs, **how)
-        assert torch.equal(model.generate(**inputs, **how), want)
+        want = whole.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options), want)
         assert count(group) == (2, 19 - 2)
-        assert torch.equal(model.generate(**inputs, **how), want)
+        assert torch.equal(model.generate(**inputs, **options), want)
         assert count(group) == (0, 19)
 
 
 def test_a_longer_call_has_a_longer_cache_made(pair: WorkerGroup) -> None:
     whole, inputs = decoder("Llama"), text_inputs()
     want = whole.generate(**inputs, **HOW)
-    made = []
+    recordings = []
     with recorded(decoder("Llama"), pair) as model:
         for longer in ({}, {"max_cache_len": 200}, {}, {"max_cache_len": 256}, {"max_cache_len": 257}):
             assert torch.equal(model.generate(**inputs, **HOW, **longer), want)
-            made.append(count(pair)[0])
-        assert made == [1, 1, 0, 0, 1]
+            recordings.append(count(pair)[0])
+        assert recordings == [1, 1, 0, 0, 1]
         one = {name: tensor[:1] for name, tensor in inputs.items()}
         lengths = []
-        for given in (one, inputs):
-            cache = model.generate(**given, **HOW, return_dict_in_generate=True).past_key_values
+        for batch in (one, inputs):
+            cache = model.generate(**batch, **HOW, return_dict_in_generate=True).past_key_values
             lengths.append(cache.get_max_length())
         assert lengths == [128, 384]
 
 
-def test_a_cache_that_was_handed_out_is_the_callers(pair: WorkerGroup) -> None:
+def test_cache_handed_out_belongs_to_the_caller(pair: WorkerGroup) -> None:
     whole, inputs, others = decoder("Llama"), text_inputs(), padded(4, 6)
     with recorded(decoder("Llama"), pair) as model:
         first = model.generate(**inputs, **HOW, return_dict_in_generate=True, output_logits=True)
@@ -193,7 +193,7 @@ def test_a_cache_that_was_handed_out_is_the_callers(pair: WorkerGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("options", "reason"),
     [
         ({"output_attentions": True, "return_dict_in_generate": True}, "the output of a step has attentions"),
         ({"prefill_chunk_size": 4}, "prefill_chunk_size was asked for"),
@@ -202,14 +202,14 @@ def test_a_cache_that_was_handed_out_is_the_callers(pair: WorkerGroup) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_caller_asks_for_runs_as_it_is(
-    pair: WorkerGroup, how: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+def test_unrecordable_options_run_without_graphs(
+    pair: WorkerGroup, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, inputs = decoder("Llama", attention="eager"), text_inputs()
     want = whole.generate(**inputs, **{**HOW, "return_dict_in_generate": True}).sequences
     with recorded(decoder("Llama", attention="eager"), pair) as model, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            got = model.generate(**inputs, **HOW, **how)
+            got = model.generate(**inputs, **HOW, **options)
             assert torch.equal(got if isinstance(got, torch.Tensor) else got.sequences, want)
         assert count(pair) == (0, 0)
     said = [record.message for record in caplog.records if "CUDA" in record.message]
@@ -260,7 +260,7 @@ def test_a_changed_configuration_has_steps_recorded_again(pair: WorkerGroup) -> 
     whole, inputs = decoder("Llama"), text_inputs()
     with recorded(decoder("Llama"), pair) as model:
         assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
-        model.config.attention_dropout = 0.5  # says nothing outside of training
+        model.config.attention_dropout = 0.5  # has no effect outside of training
         assert torch.equal(model.generate(**inputs, **HOW), whole.generate(**inputs, **HOW))
         assert count(pair)[0] == 2
 
@@ -303,7 +303,7 @@ LENGTHS = ((3, 30), (12, 25), (5, 40), (3, 12), (9, 33), (20, 6), (1, 28))
 
 
 def calls() -> list[dict[str, Any]]:
-    """Prompts of many lengths, of which some join when others have left."""
+    """Return prompts of many lengths, so that some join after others have left."""
     return [
         {"input_ids": token_ids(1, before, seed=number), "max_new_tokens": after, "do_sample": False}
         for number, (before, after) in enumerate(LENGTHS)
@@ -329,24 +329,22 @@ def test_rows_that_are_decoded_together_share_recordings(
         assert all(map(torch.equal, together(model), want))
         recordings, replays = count(group)
         assert 1 <= recordings <= 3  # of 1, 2 and 4 rows
-        assert replays >= 30  # of 39 steps at least, the first of a kind runs as it is and the next is recorded
+        assert replays >= 30  # of at least 39 steps; per kind, the first runs unrecorded and the second is recorded
         assert all(map(torch.equal, together(model), want))
         assert count(group)[0] <= 3 - recordings
     assert not [record for record in caplog.records if record.name.startswith("parallelformers_ng")]
 
 
 def test_rows_outgrow_a_recorded_cache(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"input_ids": token_ids(1, 100, seed=5), "max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
-    want = decoder("Llama").generate(**asked)
+    specs = {"input_ids": token_ids(1, 100, seed=5), "max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    want = decoder("Llama").generate(**specs)
     count(group)
     with parallelize(decoder("Llama"), workers=group, decode="cuda_graphs", batching=True) as model:
-        assert torch.equal(model.generate(**asked), want)
+        assert torch.equal(model.generate(**specs), want)
     assert count(group)[0] == 2
 
 
-def test_rows_whose_cache_has_no_static_form_run_as_they_are(
-    group: WorkerGroup, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_without_static_cache_run_unrecorded(group: WorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
     want = [FAMILIES["mistral"]().generate(**call) for call in calls()]
     with (
         caplog.at_level(logging.WARNING, "parallelformers_ng"),
@@ -360,11 +358,11 @@ def test_rows_whose_cache_has_no_static_form_run_as_they_are(
 
 @pytest.mark.parametrize("row", [1, len(LENGTHS)], ids=["alone", "together"])
 @pytest.mark.parametrize(("fault", "failing"), [("lack_room", 0), ("lack_room", 1), ("refuse_to_record", 1)])
-def test_rows_go_on_without_recordings_that_have_no_room(
+def test_rows_continue_without_room_for_recordings(
     pair: WorkerGroup, fault: str, failing: int, row: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = calls()[-row:]
-    want = [decoder("Llama").generate(**call) for call in asked]
+    specs = calls()[-row:]
+    want = [decoder("Llama").generate(**call) for call in specs]
     count(pair)
     batching = {"rows": 4}
     with (
@@ -374,19 +372,19 @@ def test_rows_go_on_without_recordings_that_have_no_room(
         try:
             pair.call(fault, failing)
             with ThreadPoolExecutor(row) as pool:
-                got = list(pool.map(lambda call: model.generate(**call), asked))
+                got = list(pool.map(lambda call: model.generate(**call), specs))
         finally:
             pair.call(fault, -1)
         assert all(map(torch.equal, got, want))
         pair.call("counted")  # unlike on the ranks: one fails when its recording is made
-        assert torch.equal(model.generate(**asked[0]), want[0])
+        assert torch.equal(model.generate(**specs[0]), want[0])
         assert count(pair) == (0, 0)
     said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert len(said) == 1
     assert said[0].startswith("calls that are decoded together run without CUDA graphs: ")
 
 
-def test_a_recording_serves_the_adapters_that_it_was_made_with(pair: WorkerGroup) -> None:
+def test_recording_serves_its_own_adapters_only(pair: WorkerGroup) -> None:
     import peft
 
     configs = [peft.LoraConfig(r=8, lora_alpha=64, target_modules=["k_proj", "v_proj"]) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""`parallelize(decode="compile")`: the same tokens, over a static cache and with `torch.compile`, or why not."""
+"""`parallelize(decode="compile")` gives the same tokens with a static cache and `torch.compile`, or the reason why
+not."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder, gpt2
 
-TRACED = CompileConfig(backend="eager", mode=None, fullgraph=True)  # a graph of the whole step, run as it is
+TRACED = CompileConfig(
+    backend="eager", mode=None, fullgraph=True
+)  # one graph of the whole step, run without a compiler
 COMPILED = StaticSteps({"compile_config": TRACED}, "generate runs without compiled steps")
 HOW: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12}
 
@@ -28,7 +31,7 @@ def group_of_two(groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
 
 
 def test_the_same_tokens_as_whole(group_of_two: WorkerGroup) -> None:
-    """`fullgraph` raises where anything in the step, a parallel layer say, is not for the compiler."""
+    """`fullgraph` raises if anything in the step, such as a parallel layer, cannot be compiled."""
     whole, inputs = decoder("Llama"), text_inputs()
     ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": False, "num_beams": 3}]
     with parallelize(decoder("Llama"), workers=group_of_two, decode=TRACED) as model:
@@ -52,7 +55,7 @@ def test_the_steps_do_reach_the_compiler(group_of_two: WorkerGroup) -> None:
         model.generate(**text_inputs(), **HOW)
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
+def test_uncompilable_call_runs_eagerly_and_warns_once(
     group_of_two: WorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     inputs, want = text_inputs(), decoder("Llama").generate(**text_inputs(), **HOW, do_sample=False)
@@ -78,11 +81,13 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
     ],
     ids=str,
 )
-def test_when(arguments: dict[str, Any], reason: str) -> None:
-    sent, why = static_generation(decoder("Llama"), arguments, COMPILED)
+def test_compilable_calls_get_a_static_cache(arguments: dict[str, Any], reason: str) -> None:
+    changed, why = static_generation(decoder("Llama"), arguments, COMPILED)
     assert bool(why) is bool(reason)
     assert reason in why
-    assert sent == (arguments if reason else {"cache_implementation": "static", "compile_config": TRACED, **arguments})
+    assert changed == (
+        arguments if reason else {"cache_implementation": "static", "compile_config": TRACED, **arguments}
+    )
 
 
 def test_a_model_that_transformers_does_not_compile() -> None:
@@ -109,7 +114,7 @@ def test_how() -> None:
         parallelize(decoder("Llama"), 2, workers={"device": "cpu"}, decode="max")
 
 
-def test_several_ranks_do_not_make_graphs_of_what_they_compile() -> None:
+def test_several_ranks_compile_without_graphs() -> None:
     for config in (
         CompileConfig(mode="reduce-overhead"),
         CompileConfig(mode=None, options={"triton.cudagraphs": True}),

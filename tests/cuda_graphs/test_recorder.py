@@ -1,4 +1,4 @@
-"""The recorder of steps, its checks beforehand, and the message of `cuda_graphs=True` if nothing is recorded."""
+"""Recorders of steps, their checks before recording, and the messages of `cuda_graphs=True` without a recording."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_arguments() -> None:
     with pytest.raises(ParallelError, match="decode is 'yes'; it takes 'auto', 'eager', 'compile', 'cuda_graphs'"):
         parallelize(decoder("Llama"), 2, workers={"device": "cpu"}, decode="yes")  # type: ignore[arg-type]
     assert "two caches" in static_generation(t5(), {}, CAPTURED)[1]
-    sent, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
-    assert (sent, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
+    changed, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
+    assert (changed, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
 
 
-def test_long_caches_are_made_where_asked_for() -> None:
-    """One of a fixed size is read whole in each step, however little of it is used."""
+def test_long_caches_are_made_on_explicit_request() -> None:
+    """Each step reads all of a cache of fixed size, used or not."""
     model, ids = decoder("Llama"), torch.ones(4, 96, dtype=torch.long)
     for length in ({"max_new_tokens": 4000}, {"max_length": 4096}):
         assert not static_generation(model, {"input_ids": ids, **length}, CAPTURED_BY_DEFAULT)[1]
@@ -65,7 +65,7 @@ def test_long_caches_are_made_where_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "found"),
+    ("step", "finding"),
     [
         (lambda x: x.sum().item(), "aten._local_scalar_dense waits"),
         (lambda x: bool((x > 0).any()), "aten._local_scalar_dense waits"),
@@ -80,16 +80,16 @@ def test_long_caches_are_made_where_asked_for() -> None:
         (lambda x: x.index_select(0, torch.arange(2)).masked_fill(x[:2] > 0, 0).double().softmax(-1), ""),
     ],
 )
-def test_what_a_watch_finds(step: Callable[[torch.Tensor], Any], found: str) -> None:
+def test_capture_check_names_what_waits(step: Callable[[torch.Tensor], Any], finding: str) -> None:
     with torch.inference_mode():
         x = torch.randn(3, 3)
         with CaptureCheck() as check:
             step(x)
-    assert check.found.startswith(found) if found.startswith("aten") else found in check.found
-    assert bool(check.found) is bool(found)
+    assert check.found.startswith(finding) if finding.startswith("aten") else finding in check.found
+    assert bool(check.found) is bool(finding)
 
 
-def test_recordings_go_before_the_connections_that_they_use() -> None:
+def test_recordings_are_dropped_before_their_connections() -> None:
     order: list[str] = []
 
     class Connected(GlooCommunicator):
@@ -108,7 +108,7 @@ Make = Callable[[Any], ModelRunner]
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes a rank in this process, which does not become a worker by that."""
+    """Return a function that makes a rank of a device in this process, which does not become a worker."""
     for owner, name in (
         (look_ups, "guard_look_ups"), (runner, "answer_for_steps"), (runner, "slice_single_indices"),
         (runner, "defer_stops"),
@@ -123,8 +123,8 @@ def test_sums_through_host_memory_are_in_no_graph(on_a_device: Make) -> None:
     assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
 
 
-def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: Make) -> None:
-    """Whatever the request was."""
+def test_out_of_memory_releases_captured_steps(on_a_device: Make) -> None:
+    """The memory of captured steps is released whatever the request was."""
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
     captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
@@ -136,19 +136,19 @@ def test_who_runs_out_of_memory_gives_that_of_captured_steps_back(on_a_device: M
         assert len(captured._caches) == kept == 1 - len(released)
 
 
-def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
-    """Recording computes nothing; a run reads the memory as it is then, and no Python."""
-    recorder, given, total, seen = OperatorRecorder(), torch.ones(3), torch.zeros(3), [1.0]
+def test_recorder_follows_the_rules_of_a_graph() -> None:
+    """Recording computes nothing; a replay reads the memory of its time, and runs no Python."""
+    recorder, values, total, seen = OperatorRecorder(), torch.ones(3), torch.zeros(3), [1.0]
 
     def step() -> torch.Tensor:
-        total.add_(given * seen[0])
+        total.add_(values * seen[0])
         return total.view(3, 1).exp()
 
     output, graph = recorder.record(step)
     assert total.tolist() == [0, 0, 0]
     seen[0] = 100.0
     graph.replay()
-    given.fill_(2)
+    values.fill_(2)
     graph.replay()
     assert total.tolist() == [3, 3, 3]
     torch.testing.assert_close(output, torch.full((3, 1), 3.0).exp())
@@ -157,34 +157,40 @@ def test_the_stand_in_keeps_the_rules_of_a_graph() -> None:
     assert total.tolist() == [3, 3, 3]
 
 
-def test_what_a_graph_has_addresses_of_is_kept() -> None:
-    """Tensors that it is given, whether it reads or writes them; not those that it makes."""
-    given, total, constant = torch.ones(2, 2), torch.zeros(2), torch.full((2,), 3.0)
-    part = given[1]
+def test_tensors_addressed_by_a_graph_are_kept() -> None:
+    """Kept are the tensors from outside, read or written; not the tensors that the graph makes."""
+    values, total, constant = torch.ones(2, 2), torch.zeros(2), torch.full((2,), 3.0)
+    part = values[1]
     with torch.inference_mode(), KeptAlive() as kept:
         total.add_((part * constant).view(2).exp())
         total.view(1, 2).sum()
     storages = {tensor.untyped_storage().data_ptr() for tensor in kept.tensors.values()}
-    assert storages == {tensor.untyped_storage().data_ptr() for tensor in (given, total, constant)}
+    assert storages == {tensor.untyped_storage().data_ptr() for tensor in (values, total, constant)}
 
 
-def test_arguments_are_padded_where_it_is_known_how() -> None:
+def test_arguments_are_padded_if_their_batch_is_known() -> None:
     ids, mask = torch.arange(3).view(3, 1), torch.ones(3, 1, 1, 8, dtype=torch.bool)
     cache = object()
-    given = {"input_ids": ids, "attention_mask": {"full": mask, "none": None}, "past_key_values": cache, "use": True}
-    arguments = StepArguments(given, cache)
+    arguments_by_name = {
+        "input_ids": ids,
+        "attention_mask": {"full": mask, "none": None},
+        "past_key_values": cache,
+        "use": True,
+    }
+    arguments = StepArguments(arguments_by_name, cache)
     assert arguments.can_be_padded
     first, second = arguments.buffers(4)
-    assert first.tolist() == [[0], [0], [0], [0]]  # theirs are put in before every run
+    assert first.tolist() == [[0], [0], [0], [0]]  # the values are copied in before every run
     assert second.shape == (4, 1, 1, 8)
     put = arguments.with_tensors([first, second])
     assert put["attention_mask"] == {"full": second, "none": None}
     assert put["past_key_values"] is cache
-    assert arguments.key(4) == StepArguments({**given, "input_ids": ids + 5}, cache).key(4)
-    assert arguments.key(4) != StepArguments({**given, "use": False}, cache).key(4)
-    assert not StepArguments({**given, "position_ids": torch.zeros(3, 3, 1)}, cache).can_be_padded  # whose 3 is it?
+    assert arguments.key(4) == StepArguments({**arguments_by_name, "input_ids": ids + 5}, cache).key(4)
+    assert arguments.key(4) != StepArguments({**arguments_by_name, "use": False}, cache).key(4)
+    square = {**arguments_by_name, "position_ids": torch.zeros(3, 3, 1)}  # which dimension is the batch?
+    assert not StepArguments(square, cache).can_be_padded
     with pytest.raises(Uncapturable, match="a step is given encoder_outputs, a tuple"):
-        StepArguments({**given, "encoder_outputs": (ids,)}, cache)
+        StepArguments({**arguments_by_name, "encoder_outputs": (ids,)}, cache)
 
 
 def test_memory_stays_from_call_to_call() -> None:
@@ -198,7 +204,7 @@ def test_memory_stays_from_call_to_call() -> None:
         for layer in range(2):
             keys, values = cache.update(new, new, layer)
             assert keys.shape[0] == rows
-            assert keys.sum() == values.sum() == new.sum()  # what the last call wrote is gone
+            assert keys.sum() == values.sum() == new.sum()  # the values of the last call are gone
         places.add(tuple(layer.whole[0].data_ptr() for layer in kept.layers))
         kept.steps[rows] = "recorded"
     assert len(places) == 1

@@ -1,4 +1,4 @@
-"""Every name of CUDA, NCCL and NVML that the package uses is in the table of what their sources promise."""
+"""Every name of CUDA, NCCL and NVML that the package uses is in the contract, with its source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEMBERS -= {"rank", "name", "seed", "broadcast"}  # attributes of many objects 
 
 
 def uses(source: str) -> tuple[set[str], set[str]]:
-    """Names and variables that a module uses; a method as `.name`, of whatever object."""
+    """Return the names and environment variables that a module uses; a method as `.name`, whatever its object."""
     tree = ast.parse(source)
     imported = imports_of(tree)
     names = {full for full in imported.values() if _LIBRARIES.match(full)}
@@ -47,7 +47,7 @@ def uses(source: str) -> tuple[set[str], set[str]]:
 
 
 def imports_of(tree: ast.AST) -> dict[str, str]:
-    """Name in a module → what it imports under it."""
+    """Return a map from each name in a module to the full name that it imports."""
     return dict(_imported(tree))
 
 
@@ -60,7 +60,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def unknown(names: set[str]) -> list[str]:
-    """Return the names that the table lacks."""
+    """Return the names that the contract lacks."""
     return sorted(name for name in names if name not in _REST and not any(map(_is(name), contract.NAMES)))
 
 
@@ -73,8 +73,10 @@ _REST = {"torch.cuda", "torch.distributed"}
 
 @pytest.fixture(scope="module")
 def used() -> tuple[set[str], set[str]]:
-    found = [uses(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    return set().union(*(names for names, _ in found)), set().union(*(variables for _, variables in found))
+    uses_by_file = [uses(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return set().union(*(names for names, _ in uses_by_file)), set().union(
+        *(variables for _, variables in uses_by_file)
+    )
 
 
 def test_all_names_are_in_the_table(used: tuple[set[str], set[str]]) -> None:
@@ -112,16 +114,16 @@ def test_a_name_that_is_not_there_is_found(source: str, due: list[str]) -> None:
     assert unknown(uses(source)[0]) == due
 
 
-def test_variables_are_found_in_texts() -> None:
+def test_variables_are_read_from_texts() -> None:
     assert uses("'set NCCL_P2P_LEVEL=NVL'")[1] == {"NCCL_P2P_LEVEL"}
 
 
-def test_this_torch_has_what_needs_no_cuda() -> None:
+def test_torch_has_names_without_cuda() -> None:
     assert [name for name in contract.missing() if not contract.NAMES[name].cuda_build] == []
 
 
-def test_the_stand_in_has_what_a_rank_calls() -> None:
-    """Only the caller asks `is_initialized` of `torch.cuda`, and only the fork server `_is_in_bad_fork`."""
+def test_stand_in_has_what_ranks_call() -> None:
+    """Only the caller calls `is_initialized` of `torch.cuda`, and only the fork server `_is_in_bad_fork`."""
     called = [name.split(".")[2] for name in contract.NAMES if name.startswith("torch.cuda.")]
     assert {name for name in called if name not in stubs.STUBS} == {"_is_in_bad_fork"}
     assert all(entry.returns and entry.source for entry in [*contract.NAMES.values(), *contract.ENVIRONMENT.values()])

@@ -1,4 +1,4 @@
-"""The CUDA path. Skipped without a device; `make gpu` runs it where there is one."""
+"""The path of CUDA. Skipped without a device; `make gpu` runs it on one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ABSENT, reason="needs a CUDA d
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), gpt2, t5], ids=["llama", "gpt2", "t5"])
 def test_parity_on_one_device(make, world_size: int) -> None:
-    """Two ranks share the device, so their sums go through host memory: NCCL wants a device for each rank."""
+    """Two ranks share the device, so sums go through host memory: NCCL requires a device per rank."""
     model, inputs = make(), text_inputs()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -38,7 +38,7 @@ def test_parity_on_one_device(make, world_size: int) -> None:
 
 
 def test_compiled_steps() -> None:
-    """By the compiler's own defaults: one rank's step becomes a CUDA graph."""
+    """With the compiler's defaults, one rank's step becomes a CUDA graph."""
     whole, inputs = decoder("Llama"), text_inputs()
     want = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
     with parallelize(decoder("Llama"), 1, workers={"device": "cuda"}, decode="compile") as model:
@@ -57,7 +57,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Greedy, beams and prompts of other lengths and batch sizes; nothing may run as it is, or a warning says so."""
+    """Greedy, beams, and prompts of other lengths and batch sizes; a step without a graph would log a warning."""
     whole = FAMILIES[family]()
     with (
         parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, decode="cuda_graphs") as model,
@@ -66,8 +66,8 @@ def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
         for length, rows, beams in ((7, 2, 1), (3, 2, 1), (9, 3, 1), (5, 4, 1), (7, 2, 3), (1, 1, 1)):
             ids = torch.arange(rows * length).view(rows, length).remainder(128) + 3
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            how = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "num_beams": beams}
-            assert torch.equal(model.generate(**inputs, **how), whole.generate(**inputs, **how))
+            options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "num_beams": beams}
+            assert torch.equal(model.generate(**inputs, **options), whole.generate(**inputs, **options))
     assert not caplog.records
 
 
@@ -78,9 +78,11 @@ def _waiting(self: Any, x: torch.Tensor) -> torch.Tensor:
 _FEED_FORWARD = LlamaMLP.forward
 
 
-def test_sampling_goes_on_without_a_capture(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step asks for a number of the device. Were that not seen beforehand, the capture would fail; either way the
-    call goes on."""
+def test_sampling_continues_without_a_capture(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step reads a number from the device. If the check before recording missed that, the capture would fail; the
+    call continues in either case."""
     monkeypatch.setattr(LlamaMLP, "forward", _waiting)
     model = parallelize(decoder("Llama"), 1, workers={"device": "cuda"}, decode="cuda_graphs")
     with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):

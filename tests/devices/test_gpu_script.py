@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh` with stand-ins for the programs that it runs, and what it measures, on CPU ranks."""
+"""`benchmarks/gpu.sh` with stand-ins for the programs it runs, and its measurements on CPU ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
 def run(folder: Path, stand_in: str, **environment: str) -> tuple[int, str]:
-    """Return the status of the script and its report; the stand-in plays all programs."""
+    """Return the script's exit status and report; the stand-in, a shell line, replaces every program."""
     for name in ("nvidia-smi", "python"):
         program = folder / name
         program.write_text(f"#!/bin/sh\n{stand_in}\n")
@@ -48,8 +48,8 @@ def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
     assert all(f"== {name}\n" in report for name in ("wheels", "tests", "8B", "1B", "restart", "a step"))
 
 
-def test_a_step_that_hangs_does_not_take_the_others_along(tmp_path: Path) -> None:
-    """The time is that of all; whoever comes when it is up is not begun, and that is said."""
+def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
+    """All steps share the time; steps after its end are not begun, and are named."""
     status, report = run(tmp_path, 'case "$*" in *pytest*) exec sleep 60;; esac', SECONDS_IN_ALL="2")
     assert status != 0
     assert "== tests: ended after its" in report
@@ -61,15 +61,15 @@ EAGER = ["transformers, eager", "parallelformers_ng, eager"]
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Runs the benchmark on the host, with few tokens. Gives the file of its figures."""
+    """Return a function that runs the benchmark on the host with few tokens and returns the file of figures."""
     for name, value in (("PROMPT", 8), ("TOKENS", 3), ("ROUNDS", 1)):
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
 
     def measure(what: str, contestants: list[str] = EAGER, seconds: float = 190.0) -> Path:
         results = tmp_path / "gpu.json"
-        given = [what, "--shape", "tiny", "--device", "cpu", "--batches", "1", "2", "--json", str(results)]
-        monkeypatch.setattr(sys, "argv", ["gpu", *given, "--seconds", str(seconds), "--contestants", *contestants])
+        arguments = [what, "--shape", "tiny", "--device", "cpu", "--batches", "1", "2", "--json", str(results)]
+        monkeypatch.setattr(sys, "argv", ["gpu", *arguments, "--seconds", str(seconds), "--contestants", *contestants])
         gpu.main()
         return results
 
@@ -77,7 +77,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 
 
 @pytest.mark.parametrize("what", [pytest.param("speed", marks=pytest.mark.slow), "restart", "profile"])
-def test_what_is_measured(what: str, measured: Callable[..., Path]) -> None:
+def test_each_benchmark_writes_its_figures(what: str, measured: Callable[..., Path]) -> None:
     contestants, results = EAGER, measured(what)
     if what == "profile":
         return
@@ -100,10 +100,10 @@ def _falls_back(shape: str, device: str) -> gpu.Contestant:
     return gpu.Contestant(gpu.whole(shape, device).generate, lambda: 0, lambda: None, lambda: "not today")
 
 
-def test_figures_that_are_not_what_they_are_called(
+def test_mislabelled_figures_are_reported_as_wrong(
     measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps that ran as they are, and tokens that the model has not chosen."""
+    """Examples: steps that ran without a graph, and tokens that the model did not choose."""
     known = {"falls back": _falls_back, "tokens of its own": _quick}
     monkeypatch.setattr(gpu, "CONTESTANTS", {**gpu.CONTESTANTS, **known})
     with pytest.raises(SystemExit) as wrong:
@@ -114,33 +114,29 @@ def test_figures_that_are_not_what_they_are_called(
     assert "tiny: falls back, batch" not in capsys.readouterr().out
 
 
-def test_captured_steps_without_a_device_are_no_captured_steps(measured: Callable[..., Path]) -> None:
+def test_missing_device_fails_captured_steps(measured: Callable[..., Path]) -> None:
     with pytest.raises(
         SystemExit, match="captured steps, batch 1: generate runs without CUDA graphs: there is no CUDA"
     ):
         measured("speed", ["parallelformers_ng, captured steps"])
 
 
-def test_steps_that_nobody_compiled_are_no_compiled_steps(
-    measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "compiled_graphs", lambda: 3)  # as many as there were before
+def test_steps_not_compiled_fail_the_benchmark(measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "compiled_graphs", lambda: 3)  # unchanged by the run
     with pytest.raises(SystemExit, match="compile, batch 1: torch compiled nothing"):
         measured("speed", ["transformers, static + compile"])
 
 
-def test_a_restart_that_gives_other_tokens_has_failed(
-    measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_with_other_tokens_fails(measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.torch, "equal", lambda *_: False)
     with pytest.raises(SystemExit, match="WRONG: restart: the tokens are others than before"):
         measured("restart")
 
 
-def test_who_comes_too_late_is_named_and_not_begun(
+def test_contestant_without_time_is_named_not_begun(
     measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first one takes more than half of the time, so that a second one like it would be ended in its midst."""
+    """The first contestant takes more than half of the time, so a second one could not finish."""
 
     def slow(shape: str, device: str) -> gpu.Contestant:
         time.sleep(1.0)
@@ -158,7 +154,7 @@ LISTED = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'"
 @pytest.mark.parametrize(
     ("listed", "fails"), [(LISTED, True), ("echo 'No devices were found'", False), ("exit 9", False)]
 )
-def test_a_device_that_torch_cannot_use_is_a_failure(listed: str, fails: bool, tmp_path: Path) -> None:
+def test_device_unusable_by_torch_is_a_failure(listed: str, fails: bool, tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{listed}\n")
     program.chmod(0o755)
@@ -171,7 +167,7 @@ def test_a_device_that_torch_cannot_use_is_a_failure(listed: str, fails: bool, t
 
 
 def _image(folder: Path) -> dict[str, str]:
-    """The environment of a GPU image whose device is pretended: see `tests/pretend_cuda/image.py`."""
+    """Return the environment of a GPU image whose device is pretended: see `tests/pretend_cuda/image.py`."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.pretend_cuda.image "$@"\n')
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'Pretended, 8192 MiB, 999'\n")
@@ -185,7 +181,7 @@ needs_compiler = pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ 
 
 @needs_compiler
 def test_gpu_tests_run_on_pretended_devices(tmp_path: Path) -> None:
-    """Without the packages that a GPU image lacks."""
+    """The run lacks the packages that a GPU image lacks."""
     words = ["-m", "pytest", "-q", "-q", "-m", "gpu", "tests/devices/test_gpu.py"]
     python = _image(tmp_path)["PYTHON"]
     done = subprocess.run([python, *words], cwd=ROOT, capture_output=True, text=True)

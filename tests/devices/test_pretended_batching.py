@@ -1,4 +1,4 @@
-"""Calls that are decoded together on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Calls decoded together on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def calls(**more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def together(model: Any, asked: list[dict[str, Any]]) -> list[torch.Tensor]:
-    with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(lambda call: model.generate(**call), asked))
+def together(model: Any, specs: list[dict[str, Any]]) -> list[torch.Tensor]:
+    with ThreadPoolExecutor(len(specs)) as pool:
+        return list(pool.map(lambda call: model.generate(**call), specs))
 
 
-def test_each_has_the_tokens_that_it_has_alone(pretended: WorkerGroup) -> None:
+def test_shared_calls_get_solo_tokens(pretended: WorkerGroup) -> None:
     for make in (small, gpt2):
         want = [make().generate(**call) for call in calls()]
         with parallelize(make(), workers=pretended, batching={"prefill_chunk": 4, "rows": 3}) as model:
@@ -40,12 +40,12 @@ def test_each_has_the_tokens_that_it_has_alone(pretended: WorkerGroup) -> None:
             assert all(map(torch.equal, got, want))
 
 
-def test_each_draws_from_its_own_stream(pretended: WorkerGroup) -> None:
-    asked = [{**call, "do_sample": True, "seed": number} for number, call in enumerate(calls())]
+def test_sampled_calls_draw_from_own_streams(pretended: WorkerGroup) -> None:
+    specs = [{**call, "do_sample": True, "seed": number} for number, call in enumerate(calls())]
     with parallelize(small(), workers=pretended, batching=False) as model:
-        want = [model.generate(**call) for call in asked]
+        want = [model.generate(**call) for call in specs]
     with parallelize(small(), workers=pretended, batching=True) as model:
-        assert all(map(torch.equal, together(model, asked), want))
+        assert all(map(torch.equal, together(model, specs), want))
 
 
 def test_processors_that_hold_tensors(pretended_one: WorkerGroup) -> None:
@@ -53,7 +53,7 @@ def test_processors_that_hold_tensors(pretended_one: WorkerGroup) -> None:
     whole, mine, theirs = small(), [Favours(bias) for _ in LENGTHS], [Favours(bias) for _ in LENGTHS]
     want = [whole.generate(**call, logits_processor=[each]) for each, call in zip(mine, calls(), strict=True)]
     with parallelize(small(), workers=pretended_one, batching=True) as model:
-        asked = [{**call, "logits_processor": [each]} for each, call in zip(theirs, calls(), strict=True)]
-        assert all(map(torch.equal, together(model, asked), want))
+        specs = [{**call, "logits_processor": [each]} for each, call in zip(theirs, calls(), strict=True)]
+        assert all(map(torch.equal, together(model, specs), want))
     assert [len(each.sums) for each in theirs] == [len(each.sums) for each in mine]
     assert {each.total.device.type for each in theirs} == {"cpu"}

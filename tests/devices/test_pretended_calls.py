@@ -30,9 +30,9 @@ def test_encoder_outputs(pretended_one: WorkerGroup) -> None:
     decoded = {"decoder_input_ids": inputs["decoder_input_ids"]}
     with parallelize(t5(), workers=pretended_one) as model:
         for outputs in ((states,), BaseModelOutput(states)):
-            given = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
-            assert largest_difference(model(**given, **decoded).logits, whole(**given, **decoded).logits) <= 1e-4
-        assert torch.equal(model.generate(**given, **GREEDY), whole.generate(**given, **GREEDY))
+            encoded = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
+            assert largest_difference(model(**encoded, **decoded).logits, whole(**encoded, **decoded).logits) <= 1e-4
+        assert torch.equal(model.generate(**encoded, **GREEDY), whole.generate(**encoded, **GREEDY))
 
 
 def test_objects_that_hold_tensors(pretended_one: WorkerGroup) -> None:
@@ -104,7 +104,7 @@ def test_defaults_of_the_caller(pretended_one: WorkerGroup) -> None:
     model = parallelize(small(), workers=pretended_one)
     before = torch.get_default_dtype()
     try:
-        torch.set_default_device("meta")  # as any other device that is not the host
+        torch.set_default_device("meta")  # stands for any device but the host
         assert torch.equal(model.generate(**inputs, logits_processor=[processor], **GREEDY), want)
         assert model(**inputs, use_cache=True).logits.device.type == "cpu"
         torch.set_default_dtype(torch.float64)
@@ -148,7 +148,7 @@ def test_a_static_cache_is_no_wish_to_compile(pretended: WorkerGroup) -> None:
 
 
 def test_memory_goes_back(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the caller, whose model was on a device, and of the ranks, for a model that is gone."""
+    """The caller frees its device memory, and the ranks free a model that is no longer used."""
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))

@@ -21,7 +21,7 @@ AT_ONCE = (("falcon", "eager"), *((family, "auto") for family in ("llama", "gpt2
 OTHERS = [(family, decode) for decode in ("auto", "eager") for family in FAMILIES if (family, decode) not in AT_ONCE]
 COMPUTED_AS_ONE = {"llama": 2 * 5, "mixtral": 2 * 3, "bert": 2 * 3, "t5": 4 * 3, "gpt2": 0}
 """Layers whose products are one: q, k and v of each layer, gate and up, but not those that read another tensor."""
-STEPS = 6  # the prompt's, one that is watched, two that a recording is compared with, and two more
+STEPS = 6  # the prompt, a checked step, two steps compared with a recording, and two more
 
 
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
@@ -31,7 +31,7 @@ STEPS = 6  # the prompt's, one that is watched, two that a recording is compared
 def test_forward_and_generate(
     family: str, decode: Any, count: int, pretended_groups: Callable[[int], WorkerGroup]
 ) -> None:
-    """Nothing is read from, or written to, memory that was freed: that would be an error here."""
+    """Reads from and writes to freed memory would be errors here."""
     pretended = pretended_groups(count)
     case = next(case for case in ALL if case.name == family)
     whole, inputs = case.make(), case.inputs()
@@ -42,9 +42,9 @@ def test_forward_and_generate(
         if not case.generates:
             return
         inputs.pop("decoder_input_ids", None)
-        how = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+        options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
         pretended.call("graphs")
-        assert torch.equal(model.generate(**inputs, **how), whole.generate(**inputs, **how))
+        assert torch.equal(model.generate(**inputs, **options), whole.generate(**inputs, **options))
         assert pretended.call("graphs") == ((1, STEPS - 2) if decode == "auto" and family in CAPTURED else (0, 0))
         step = pretended.call("last_step")
     assert (step.get(TO_DEVICE, 0), step[TO_HOST], step[WAITS]) == (0, 1, 1)

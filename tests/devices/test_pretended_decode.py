@@ -1,4 +1,4 @@
-"""How steps of `generate` run on pretended CUDA devices, unless told: see `tests/pretend_cuda`."""
+"""Default decode steps of `generate` on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": Fa
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, pretended_groups: Callable[[int], WorkerGroup]) -> Iterator[WorkerGroup]:
-    """A model on one rank, or on more; `graphs` counts recordings and replays from here on."""
+    """Yield a group of one rank, or of `request.param`; its count of recordings and replays starts anew."""
     group = pretended_groups(getattr(request, "param", 1))
     group.call("graphs")
     yield group
@@ -35,12 +35,12 @@ def ranks(request: pytest.FixtureRequest, pretended_groups: Callable[[int], Work
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """Gives what was said about captured steps so far, with its level."""
+    """Yield a function that returns the messages about captured steps so far, with their levels."""
     with caplog.at_level(logging.INFO, "parallelformers_ng"):
         yield lambda: [(each.levelname, each.message) for each in caplog.records if "CUDA graphs" in each.message]
 
 
-def test_who_has_captured_steps_unasked() -> None:
+def test_captured_steps_are_the_default_on_cuda() -> None:
     assert static_steps("auto", "cuda", 2) == (CAPTURED_BY_DEFAULT, "")
     assert static_steps("auto", "cpu", 2) == static_steps("eager", "cuda", 2) == (None, "")
 
@@ -56,8 +56,8 @@ NO_ROOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
     ids=["wrong", "refused", "no room"],
     indirect=["ranks"],
 )
-def test_what_a_device_does_not_show_right_is_given_up(fault: str, why: str, ranks: WorkerGroup, said: Any) -> None:
-    """The call is answered, says why, and later ones do not try again."""
+def test_failing_captured_steps_are_given_up(fault: str, why: str, ranks: WorkerGroup, said: Any) -> None:
+    """The call is answered with a warning, and later calls do not try again."""
     whole = small()
     want = whole.generate(**text_inputs(), **HOW)
     with parallelize(small(), workers=ranks) as model:
@@ -69,14 +69,14 @@ def test_what_a_device_does_not_show_right_is_given_up(fault: str, why: str, ran
         assert ranks.call("static_caches") == 0
 
 
-def test_answers_are_of_the_same_kind(ranks: WorkerGroup, said: Any) -> None:
-    """A cache that is handed out can grow, as those of other steps."""
+def test_answers_have_caches_that_grow(ranks: WorkerGroup, said: Any) -> None:
+    """A cache that is handed out can grow, as without captured steps."""
     whole, ids = small(), text_inputs()["input_ids"]
-    how = {**HOW, "return_dict_in_generate": True}
+    options = {**HOW, "return_dict_in_generate": True}
     with parallelize(small(), workers=ranks) as model:
-        first, want = model.generate(ids, **how), whole.generate(ids, **how)
+        first, want = model.generate(ids, **options), whole.generate(ids, **options)
         assert isinstance(first.past_key_values, DynamicCache)
-        more = token_ids(length=130)  # beyond what a cache of a fixed size would have had room for
+        more = token_ids(length=130)  # more than a cache of fixed size could have held
         got = model(more, past_key_values=first.past_key_values).logits
         assert largest_difference(got, whole(more, past_key_values=want.past_key_values).logits) <= 1e-4
     assert ranks.call("graphs") == (0, 0)
@@ -85,11 +85,11 @@ def test_answers_are_of_the_same_kind(ranks: WorkerGroup, said: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"do_sample": False}, pytest.param({"do_sample": True, "seed": 3}, marks=pytest.mark.slow)]
+    "options", [{"do_sample": False}, pytest.param({"do_sample": True, "seed": 3}, marks=pytest.mark.slow)]
 )
-def test_a_step_is_launched_before_the_last_one_is_waited_for(how: dict[str, Any], pretended_one: WorkerGroup) -> None:
+def test_next_step_launches_before_the_last_ends(options: dict[str, Any], pretended_one: WorkerGroup) -> None:
     with parallelize(small(), workers=pretended_one, decode="eager") as model:
-        model.generate(**text_inputs(), **{**HOW, **how})
+        model.generate(**text_inputs(), **{**HOW, **options})
         step = pretended_one.call("last_step")
     assert step["ahead"] >= 0.9 * step[LAUNCHES] > 30
 
@@ -105,20 +105,20 @@ class Streamed(BaseStreamer):
         self.tokens.append(-1)
 
 
-def test_a_step_too_many_leaves_no_trace(pretended_one: WorkerGroup) -> None:
-    """Neither in the tokens, nor in the stream, nor by its position, which lies beyond the model's table."""
+def test_extra_step_leaves_no_trace(pretended_one: WorkerGroup) -> None:
+    """It shows neither in the tokens, nor in the stream, nor as a position beyond the model's table."""
     whole, ids = gpt2(), token_ids(rows=1, length=64 - 3)
     end = whole.generate(ids, max_new_tokens=4, do_sample=False)[0, -1].item()
-    how: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 3, "do_sample": False, "eos_token_id": end}
+    options: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 3, "do_sample": False, "eos_token_id": end}
     mine, theirs = Streamed(), Streamed()
-    want = whole.generate(ids, **how, streamer=mine)
-    assert want.shape == (1, 64 + 1)  # whose last token nobody looks up
+    want = whole.generate(ids, **options, streamer=mine)
+    assert want.shape == (1, 64 + 1)  # the last token is not looked up
     counts = [Counts(), Counts()]
     with parallelize(gpt2(), workers=pretended_one) as model:
-        assert torch.equal(model.generate(ids, **how, streamer=theirs), want)
+        assert torch.equal(model.generate(ids, **options, streamer=theirs), want)
         assert theirs.tokens == mine.tokens
         assert pretended_one.call("last_step")["ahead"] > 0
         for each, counting in zip((whole, model), counts, strict=True):
-            assert torch.equal(each.generate(ids, **how, logits_processor=[counting]), want)
+            assert torch.equal(each.generate(ids, **options, logits_processor=[counting]), want)
         assert counts[0].calls == counts[1].calls == 4
         assert pretended_one.call("last_step")["ahead"] == 0

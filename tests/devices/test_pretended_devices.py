@@ -1,4 +1,4 @@
-"""The stand-in for CUDA devices finds what a device does in silence: see `tests/pretend_cuda`."""
+"""The stand-in for CUDA devices detects what a device does silently: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_memory_counts(pretended_one: WorkerGroup) -> None:
 
 
 def test_weights_come_from_page_locked_memory(pretended_one: WorkerGroup, tmp_path: object) -> None:
-    """Weights of a model in memory, and of files."""
+    """Both a model in memory and one in files use page-locked memory."""
     model = small()
     model.save_pretrained(tmp_path)
-    for given in (model, str(tmp_path)):
+    for source in (model, str(tmp_path)):
         pretended_one.call("counted")
-        with parallelize(given, 1, workers=pretended_one):
+        with parallelize(source, 1, workers=pretended_one):
             counts = pretended_one.call("counted")
         assert sum(counts[TO_DEVICE].values()) > 0
         assert not [place for place in counts[PAGEABLE] if place.startswith("worker/")]

@@ -1,4 +1,4 @@
-"""Faults on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Failures on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.zoo.decoders import gpt2
 GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 
-def test_a_token_id_out_of_range_costs_its_request_alone(pretended: WorkerGroup) -> None:
+def test_token_id_out_of_range_fails_alone(pretended: WorkerGroup) -> None:
     whole = small().generate(**text_inputs(), **GREEDY)
     with parallelize(small(), workers=pretended) as model:
         for bad, call in ((VOCABULARY, model), (-1, model), (1 << 40, partial(model.generate, max_new_tokens=2))):
@@ -34,30 +34,30 @@ def test_a_token_id_out_of_range_costs_its_request_alone(pretended: WorkerGroup)
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole)
 
 
-def test_a_position_out_of_range_costs_its_request_alone(pretended: WorkerGroup) -> None:
-    """An id of a table that every rank holds whole, and looks up without an exchange."""
+def test_position_out_of_range_fails_alone(pretended: WorkerGroup) -> None:
+    """The table of positions is replicated, so ranks look it up without an exchange."""
     with parallelize(gpt2(), workers=pretended) as model:
         with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
             model(input_ids=token_ids(length=65))
         assert model(input_ids=token_ids(length=64)).logits.isfinite().all()
 
 
-def test_nccl_is_given_no_device_twice(pretended: WorkerGroup) -> None:
+def test_nccl_with_a_device_twice_is_refused(pretended: WorkerGroup) -> None:
     with pytest.raises(PlacementError, match=r"device_ids \[0, 0\] name a device twice"):
         parallelize(small(), workers={"device": "cuda", "device_ids": [0, 0]})
 
 
 @pytest.mark.slow
 def test_ranks_that_share_a_device(pretended: WorkerGroup) -> None:
-    how = {"device": "cuda", "device_ids": [1, 1], "backend": "shared_memory"}
-    with parallelize(small(), workers=how) as model:
+    workers = {"device": "cuda", "device_ids": [1, 1], "backend": "shared_memory"}
+    with parallelize(small(), workers=workers) as model:
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), small().generate(**text_inputs(), **GREEDY))
         assert set(model.memory_allocated()) == {"cuda:1"}
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_the_cause_is_that_of_the_rank_that_raised(rank: int, pretended: WorkerGroup) -> None:
-    """Values that an aborted exchange leaves on the device would have its peer report divergence."""
+def test_error_names_the_rank_that_raised(rank: int, pretended: WorkerGroup) -> None:
+    """The aborted exchange leaves data on the device; the peer must not report diverged ranks."""
     with parallelize(small(), workers=pretended) as model:
         criteria = [RaisesOn(pretended.pids[rank], 9)]
         with pytest.raises(ValueError, match="only here") as caught:
@@ -75,8 +75,8 @@ def test_nccl_is_tried_at_the_start(mishap: str, cause: str, pretended: WorkerGr
         WorkerGroup(2, "cuda", target=TARGET, start_timeout=60)
 
 
-def test_a_hang_of_nccl_names_its_remedy(pretended: WorkerGroup, monkeypatch: Any) -> None:
-    """One that has no end: a rank waits for a sum that does not come."""
+def test_nccl_hang_names_its_remedy(pretended: WorkerGroup, monkeypatch: Any) -> None:
+    """The hang is endless: a rank waits for a sum that never comes."""
     monkeypatch.setenv(process_group.MISHAP, "hang")
     with pytest.raises(StartupError, match=r"within 6 s; it was connecting to its peers by NCCL.*NCCL_P2P_DISABLE=1"):
         WorkerGroup(2, "cuda", target=TARGET, start_timeout=6)
@@ -98,7 +98,7 @@ def test_one_rank_does_without_nccl(pretended: WorkerGroup, monkeypatch: Any) ->
         ("old", r"CUDA cannot be used on cuda:[01]: The NVIDIA driver .* is too old .*lists 4 devices; .*newer driver"),
     ],
 )
-def test_devices_that_nvml_lists_and_cuda_does_not_have(
+def test_devices_known_to_nvml_only_are_refused(
     driver: str, said: str, pretended: WorkerGroup, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv(stubs.DRIVER, driver)
@@ -107,7 +107,7 @@ def test_devices_that_nvml_lists_and_cuda_does_not_have(
 
 
 def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
-    """If it fails then, the rank leaves, and does not keep its peers waiting."""
+    """If the trial after a failure fails, the rank exits and its peers do not wait."""
     with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
         with pytest.raises(ValueError, match="for once"):
             group.call("fail_once", "for once")
@@ -118,19 +118,19 @@ def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
             group.call("connections")
 
 
-def test_nccl_stays_on_this_machine_unless_told_otherwise(pretended: WorkerGroup, monkeypatch: Any) -> None:
+def test_nccl_stays_on_this_machine_by_default(pretended: WorkerGroup, monkeypatch: Any) -> None:
     names = ["NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE", "TORCH_FR_BUFFER_SIZE"]
     assert pretended.call("environment", names) == ["=lo", "0", "0"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
         assert group.call("environment", names) == ["eth1", "0", "0"]
-    given = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20", "NCCL_ASYNC_ERROR_HANDLING": "1"}
-    left = nccl_defaults(given)
+    environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20", "NCCL_ASYNC_ERROR_HANDLING": "1"}
+    left = nccl_defaults(environment)
     assert [*left][:2] == names[:2]
     assert not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"} & left.keys()
 
 
-def test_nothing_recorded_runs_once_a_peer_gave_up(pretended: WorkerGroup) -> None:
+def test_no_recording_runs_after_an_abort(pretended: WorkerGroup) -> None:
     with pytest.raises(CollectiveAbortedError, match="a peer gave up"):
         pretended.call("launch_after_abort")
 
@@ -139,8 +139,8 @@ IN_PLACE = [name for name, kind in KINDS.items() if not kind.restarts]
 
 
 @pytest.mark.parametrize("kinds", [IN_PLACE, ["sticky error"], pytest.param([*KINDS], marks=pytest.mark.slow)], ids=len)
-def test_one_fault_of_each_kind(kinds: list[str], pretended: WorkerGroup) -> None:
-    found = faults(len(kinds), seed=1, kinds=kinds)
-    assert (found.untrue, found.unrecovered, found.hung, found.needless) == ([], [], 0, 0)
-    assert set(found.grown) <= {0}
-    assert found.replays > 0
+def test_every_kind_of_fault_is_handled(kinds: list[str], pretended: WorkerGroup) -> None:
+    report = faults(len(kinds), seed=1, kinds=kinds)
+    assert (report.untrue, report.unrecovered, report.hung, report.needless) == ([], [], 0, 0)
+    assert set(report.grown) <= {0}
+    assert report.replays > 0

@@ -24,34 +24,34 @@ from tests.zoo.encoders import encoder
 
 @pytest.fixture
 def in_caller(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
-    """The devices are the caller's too, as frameworks find them."""
+    """Show the devices to the caller too, for frameworks that look for them."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return pretended_one
 
 
 def test_a_pipeline_that_generates(in_caller: WorkerGroup) -> None:
-    how: dict[str, Any] = {"task": "text-generation", "tokenizer": word_tokenizer(), "max_new_tokens": 2}
-    want = pipeline(model=small(), device="cpu", **how)("w9 w17", do_sample=False)
+    options: dict[str, Any] = {"task": "text-generation", "tokenizer": word_tokenizer(), "max_new_tokens": 2}
+    want = pipeline(model=small(), device="cpu", **options)("w9 w17", do_sample=False)
     with parallelize(small(), workers=in_caller) as model:
-        assert pipeline(model=model, **how)("w9 w17", do_sample=False) == want
+        assert pipeline(model=model, **options)("w9 w17", do_sample=False) == want
         with pytest.raises(ValueError, match="cannot be moved to a specific device"):
-            pipeline(model=model, device=0, **how)
+            pipeline(model=model, device=0, **options)
         assert is_parallelized(model)
 
 
 def test_a_pipeline_of_an_encoder(in_caller: WorkerGroup) -> None:
-    how: dict[str, Any] = {"task": "feature-extraction", "tokenizer": word_tokenizer()}
-    want = pipeline(model=encoder("Bert", "Model"), device="cpu", **how)("w9 w17")
+    options: dict[str, Any] = {"task": "feature-extraction", "tokenizer": word_tokenizer()}
+    want = pipeline(model=encoder("Bert", "Model"), device="cpu", **options)("w9 w17")
     with parallelize(encoder("Bert", "Model"), workers=in_caller) as model:
-        got = pipeline(model=model, **how)("w9 w17")
+        got = pipeline(model=model, **options)("w9 w17")
         assert largest_difference(torch.tensor(got), torch.tensor(want)) <= 1e-4
         assert is_parallelized(model)
 
 
 def trainer(model: Any, directory: Path) -> Trainer:
-    how: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
-    return Trainer(model, TrainingArguments(str(directory), per_device_eval_batch_size=3, max_steps=1, **how))
+    options: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
+    return Trainer(model, TrainingArguments(str(directory), per_device_eval_batch_size=3, max_steps=1, **options))
 
 
 def test_trainer_evaluates_and_does_not_train(pretended_one: WorkerGroup, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pretended CUDA devices on several hosts, here all of them this machine: `tests/pretend_cuda`, `simulated_hosts`."""
+"""Pretended CUDA devices on several hosts, all simulated on this machine: `tests/pretend_cuda`, `simulated_hosts`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HOW: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": Fals
 
 
 def started(*counts: int, **options: Any) -> WorkerGroup:
-    how = {"target": TARGET, "threads": 1, "timeout": 60, **options}
-    return WorkerGroup(sum(counts), "cuda", hosts=lambda: Hosts(SimulatedHosts(*counts)), **how)
+    arguments = {"target": TARGET, "threads": 1, "timeout": 60, **options}
+    return WorkerGroup(sum(counts), "cuda", hosts=lambda: Hosts(SimulatedHosts(*counts)), **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def whole(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def group(believing: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
-    """Two ranks on one host, one on another, and NCCL between all."""
+    """Yield a group with two ranks on one host, one on another, and NCCL between all."""
     with started(2, 1) as group:
         yield group
 
@@ -69,7 +69,7 @@ def check(model: Any, whole: Any) -> None:
     assert torch.equal(model.generate(IDS, **HOW), whole.generate(IDS, **HOW))
 
 
-def test_nccl_connects_all_ranks_over_what_is_signed(group: WorkerGroup, path: Path, whole: Any) -> None:
+def test_nccl_connects_all_ranks_over_signed_connections(group: WorkerGroup, path: Path, whole: Any) -> None:
     with parallelize(path, workers=group, progress=False) as model:
         check(model, whole)
         assert group.call_each("connections", [()]) == [1, 1, 1]
@@ -80,9 +80,7 @@ def test_nccl_connects_all_ranks_over_what_is_signed(group: WorkerGroup, path: P
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_what_one_rank_raises_frees_those_of_other_hosts_and_nccl_connects_again(
-    rank: int, group: WorkerGroup, path: Path, whole: Any
-) -> None:
+def test_error_on_one_host_frees_the_others(rank: int, group: WorkerGroup, path: Path, whole: Any) -> None:
     before = group.call("connections")
     with parallelize(path, workers=group, progress=False) as model:
         with pytest.raises(ValueError, match="only here") as caught:
@@ -93,16 +91,14 @@ def test_what_one_rank_raises_frees_those_of_other_hosts_and_nccl_connects_again
 
 
 @pytest.mark.parametrize("absent", [1, 2])
-def test_ranks_that_were_about_to_connect_when_one_raised_meet_again(
-    absent: int, believing: pytest.MonkeyPatch
-) -> None:
+def test_ranks_connect_again_after_one_raised(absent: int, believing: pytest.MonkeyPatch) -> None:
     with started(2, 1) as group:
         with pytest.raises(ValueError, match="not today"):
             group.call("connect_alone", absent)
         assert group.call_each("connect_alone", [(-1,)]) == [1, 1, 1]
 
 
-def test_stages_across_hosts_have_a_communicator_each(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
+def test_stages_across_hosts_have_own_communicators(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
     with started(2, 2) as group:
         fit = {"strategy": "tensor+pipeline"}  # as many ranks in each stage as on each host
         with parallelize(path, workers=group, fit=fit, progress=False) as model:
@@ -114,7 +110,7 @@ def test_stages_across_hosts_have_a_communicator_each(believing: pytest.MonkeyPa
             assert group.call_each("connections", [()]) == [4, 4, 4, 4]
 
 
-def test_without_nccl_sums_go_by_way_of_the_hosts(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
+def test_sums_without_nccl_go_through_hosts(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
     with (
         started(1, 2, backend="shared_memory") as group,
         parallelize(path, workers=group, progress=False) as model,
@@ -123,7 +119,7 @@ def test_without_nccl_sums_go_by_way_of_the_hosts(believing: pytest.MonkeyPatch,
         assert group.call("connections") == 0
 
 
-def test_nccl_is_kept_to_the_interface_of_the_cluster(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_restricted_to_the_clusters_interface(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE"]
     assert group.call_each("environment", [(names,)]) == [["=lo", "0"]] * 3
     monkeypatch.setenv(names[0], "eth1")
@@ -131,11 +127,11 @@ def test_nccl_is_kept_to_the_interface_of_the_cluster(group: WorkerGroup, monkey
         assert other.call_each("environment", [(names,)]) == [["eth1", "0"]] * 2
 
 
-def test_where_it_cannot_be_kept_to_that_it_does_not_listen(believing: pytest.MonkeyPatch) -> None:
-    made = agent._Agent.__init__
+def test_nccl_without_such_an_interface_is_refused(believing: pytest.MonkeyPatch) -> None:
+    init = agent._Agent.__init__
 
     def elsewhere(self: Any, *arguments: Any) -> None:
-        made(self, *arguments)
+        init(self, *arguments)
         self._here = "192.0.2.1"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -144,25 +140,25 @@ def test_where_it_cannot_be_kept_to_that_it_does_not_listen(believing: pytest.Mo
             started(1, 1)
 
 
-def test_what_one_rank_sets_the_others_get_and_no_more_is_exchanged() -> None:
+def test_value_of_one_rank_reaches_the_others() -> None:
     value = bytes(range(128))
 
     def meet(communicator: Communicator) -> None:
-        given = HandedOver(communicator, 1)
+        own = HandedOver(communicator, 1)
         for _ in range(2):
-            store = torch.distributed.PrefixStore("0", given)
+            store = torch.distributed.PrefixStore("0", own)
             if communicator.rank == 1:
                 store.set("0", value)  # type: ignore[arg-type]
-                given.set("exception_dump", b"torch's watch has seen an error")
+                own.set("exception_dump", b"torch's watch has seen an error")
             else:
                 assert store.get("0") == value
-            assert not given.check(["exception_dump"])
+            assert not own.check(["exception_dump"])
         assert communicator.all_reduce(torch.ones(1)).item() == 3
 
     run_ranks(3, meet)
 
 
-def test_the_interface_is_that_of_the_address() -> None:
+def test_interface_is_that_of_the_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     if socket.has_ipv6 and Path("/proc/net/if_inet6").read_text():
         assert interface_of("::1") == "lo"
@@ -170,7 +166,7 @@ def test_the_interface_is_that_of_the_address() -> None:
         interface_of("192.0.2.1")
 
 
-def test_a_rank_that_cannot_connect_is_told_with_its_host(believing: pytest.MonkeyPatch) -> None:
+def test_rank_that_cannot_connect_names_its_host(believing: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(process_group.MISHAP, "sum")
         with pytest.raises(StartupError, match=r"host host-\d: rank \d raised .* sums to 1.5 on cuda:0"):
@@ -182,9 +178,7 @@ def test_a_host_with_too_few_devices_is_named(believing: pytest.MonkeyPatch) -> 
         started(1, 5)
 
 
-def test_in_a_job_of_torchrun_each_rank_has_the_device_of_its_place(
-    believing: pytest.MonkeyPatch, path: Path, whole: Any
-) -> None:
+def test_torchrun_ranks_get_devices_of_their_place(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         job(patch)
         with parallelize(path, progress=False) as model:
@@ -194,10 +188,8 @@ def test_in_a_job_of_torchrun_each_rank_has_the_device_of_its_place(
 
 
 @pytest.mark.parametrize("exchange", ["sum", "gather"])
-def test_where_nccl_fails_its_ranks_wait_for_the_cause_of_a_peer(
-    monkeypatch: pytest.MonkeyPatch, exchange: str
-) -> None:
-    """NCCL may fail here before this host has heard why a peer on another one has aborted."""
+def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
+    """NCCL may fail here before this host learns why a peer on another host has aborted."""
 
     def fails(*_: Any) -> Any:
         raise dist.DistBackendError("remote process exited")
@@ -218,9 +210,7 @@ def test_a_loaded_model_is_refused(group: WorkerGroup, whole: Any) -> None:
         parallelize(whole, workers=group)
 
 
-def test_a_rank_that_dies_is_named_and_weights_are_read_again(
-    believing: pytest.MonkeyPatch, path: Path, whole: Any
-) -> None:
+def test_dead_rank_is_named_and_weights_reread(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
     simulated: list[SimulatedHosts] = []
 
     def hosts(_: int) -> Hosts:

@@ -1,4 +1,4 @@
-"""Kernels and bytes of a captured decode step on a pretended device, counted by `tests/pretend_cuda/kernels.py`."""
+"""Kernels and memory traffic of a captured decode step, counted by `tests/pretend_cuda/kernels.py`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTH, INNER, LAYERS = 48, 80, 2
 
 @pytest.fixture(scope="module")
 def counting() -> Iterator[WorkerGroup]:
-    """A rank that counts."""
+    """Yield a group of one rank that counts kernels."""
     from tests.pretend_cuda.caller import believe
 
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def counting() -> Iterator[WorkerGroup]:
 
 
 def step_of(group: WorkerGroup, model: Any, **options: Any) -> dict[str, int]:
-    """Kernels of a step of this model."""
+    """Return the kernels of a decode step of this model, by name."""
     with parallelize(model, workers=group, decode="cuda_graphs", **options) as model:
         model.generate(**text_inputs(), **HOW)
         return group.call("launched")
@@ -53,7 +53,7 @@ def step_of(group: WorkerGroup, model: Any, **options: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(("family", "most"), [("Llama", 29), ("Qwen3", 33)])
 def test_kernels_of_a_layer(family: str, most: int, counting: WorkerGroup) -> None:
-    """Qwen3 has two norms more, of each head, whose inputs are copied first."""
+    """Qwen3 has two additional norms, one each for queries and keys, whose inputs are copied first."""
     less, more = (step_of(counting, decoder(family, layers=n).to(torch.bfloat16)) for n in (2, 3))
     of_layer = {name: count - less[name] for name, count in more.items() if count > less[name]}
     assert sum(of_layer.values()) <= most, of_layer
@@ -69,7 +69,7 @@ def test_kernels_of_a_layer(family: str, most: int, counting: WorkerGroup) -> No
     [
         ("int8", torch.bfloat16, 5),
         ("fp8", torch.bfloat16, 5),
-        ("int8", torch.float16, 5),  # 65504 is its largest number: the weight is scaled before it is multiplied
+        ("int8", torch.float16, 5),  # its largest number is 65504: the weight is scaled before the product
         ("fp8", torch.float16, 9),
         ("int8", torch.float32, 9),
         ("int4", torch.bfloat16, 11),
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_numbers(case: str, counting: WorkerGroup) -> None:
-    """Logits of transformers; for a quantized model, logits of the same scheme on the host."""
+    """A quantized model equals one of the same scheme on the host; others equal transformers."""
     make, options, norm = CASES[case]
     whole: Any = make()
     if options:
@@ -136,8 +136,8 @@ def _doubled(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 _LLAMAS = LlamaRMSNorm.forward
 
 
-def test_code_that_a_program_has_changed_is_what_runs(counting: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the model is parallelized, and afterwards."""
+def test_changed_norm_code_runs_on_the_device(counting: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change may come before or after the model is parallelized."""
     with parallelize(decoder("Llama"), workers=counting, decode="cuda_graphs") as model:
         model.generate(**text_inputs(), **HOW)
         assert "aten.rms_norm.default" in counting.call("launched")
@@ -155,7 +155,7 @@ class OwnRMSNorm(LlamaRMSNorm):
         return super().forward(hidden_states) + self.weight
 
 
-def test_norms_are_known_by_their_code() -> None:
+def test_norms_are_recognized_by_their_code() -> None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
@@ -164,7 +164,7 @@ def test_norms_are_known_by_their_code() -> None:
 
 
 @pytest.mark.parametrize("what", ["rms_norm", "linear", "scaled_dot_product_attention"])
-def test_what_differs_is_left_to_the_modelling_code(
+def test_differing_kernels_are_left_to_modelling_code(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usual = getattr(functional, what)
@@ -179,13 +179,13 @@ def test_what_differs_is_left_to_the_modelling_code(
     monkeypatch.setattr(on_devices.functional, what, lambda *args, **kwargs: usual(*args, **kwargs) * 1.01)
     with caplog.at_level(logging.WARNING):
         assert not agree[what]() or what == "linear"
-    if what == "linear":  # both ways go through it
+    if what == "linear":  # both computations call it
         return
     assert "left to the modelling code: ours differ by 1.0e-02" in caplog.text
 
 
 def _repeating(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None) -> Any:
-    """`sdpa_attention_forward` of transformers 5.17 for a step: keys and values are copied for each query head."""
+    """Compute `sdpa_attention_forward` of transformers 5.17 for a step: keys and values are copied per query head."""
     key, value = (sdpa_attention.repeat_kv(each, module.num_key_value_groups) for each in (key, value))
     output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
@@ -193,7 +193,7 @@ def _repeating(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the host count as those of a device."""
+    """Treat tensors of the host as tensors of a device."""
     monkeypatch.setattr(on_devices, "_serves", lambda input: True)
 
 
@@ -211,14 +211,14 @@ def test_attention_over_packed_queries(groups: int, rows: int, served: None) -> 
     query = torch.randn(rows, 2 * groups, 1, 8)
     key, value = torch.randn(rows, 2, 16, 8), torch.randn(rows, 2, 16, 4)
     mask = torch.arange(16) < torch.tensor([9, 13])[:rows].view(-1, 1, 1, 1)
-    for given in (mask, torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf), mask[:1]):
-        want, _ = _repeating(module, query, key, value, given, scaling=0.4)
-        got, _ = packed(module, query, key, value, given, scaling=0.4)
+    for masks in (mask, torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf), mask[:1]):
+        want, _ = _repeating(module, query, key, value, masks, scaling=0.4)
+        got, _ = packed(module, query, key, value, masks, scaling=0.4)
         assert got.shape == want.shape
         assert largest_difference(got, want) <= 1e-5
     assert not called
     other = mask.expand(rows, 2 * groups, 1, 16).clone()
-    other[:, 0] = True  # one head sees more than the others
+    other[:, 0] = True  # one head attends to more positions
     got, _ = packed(module, query, key, value, other, scaling=0.4)
     assert torch.equal(got, _repeating(module, query, key, value, other, scaling=0.4)[0])
     assert called
@@ -258,12 +258,12 @@ def test_products_that_float16_cannot_hold(served: None) -> None:
     hold(layer, "weight", encoding, *encoding.encode(layer.weight.detach()), torch.float16)
     layer.__class__ = on_devices.DeviceQuantizedLinear
     with torch.inference_mode():
-        output = layer(torch.ones(1, 512, dtype=torch.float16))  # 512 · 448 before it is scaled
+        output = layer(torch.ones(1, 512, dtype=torch.float16))  # 512 · 448 before the scaling
     assert largest_difference(output.float(), torch.full((1, 4), 5.12)) <= 1e-2
 
 
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), t5], ids=["llama", "t5"])
-def test_a_models_own_code_is_no_change(make: Callable[[], Any], counting: WorkerGroup) -> None:
-    """Each process keeps its own notes, like the classes that transformers 5.17 builds."""
+def test_notes_of_a_process_are_no_changes(make: Callable[[], Any], counting: WorkerGroup) -> None:
+    """Each process keeps own notes in its classes, as transformers 5.17 does; these are no changes."""
     with parallelize(make(), workers=counting):
         assert counting.call("changed_code") == []

@@ -1,4 +1,4 @@
-"""The options of `generate` and of the forward on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Options of `generate` and of the forward on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORWARD: dict[str, dict[str, Any]] = {
 
 
 def both(model: Any, whole: Any, **options: Any) -> tuple[Any, Any]:
-    """Compare both generations. A device has a random stream of its own, which begins at the caller's state."""
+    """Return the tokens of both models. The device's stream of random numbers begins at the caller's state."""
     torch.manual_seed(11)
     seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     got = model.generate(**text_inputs(), **options)
@@ -34,7 +34,7 @@ def both(model: Any, whole: Any, **options: Any) -> tuple[Any, Any]:
 def check_options(family: str, names: Any, group: WorkerGroup) -> None:
     whole, cut = FAMILIES[family](), FAMILIES[family]()
     for model in (whole, cut):
-        model.set_attn_implementation("eager")  # the one that gives attention weights
+        model.set_attn_implementation("eager")  # the implementation that returns attention weights
     with parallelize(cut, workers=group) as model:
         for name in names:
             limit = {} if "generation_config" in OPTIONS[name] else {"max_new_tokens": 3}

@@ -1,6 +1,6 @@
-"""Recorded steps on pretended CUDA devices, before and after requests that fail: see `tests/pretend_cuda`.
+"""Recorded steps on pretended CUDA devices, before and after failed requests: see `tests/pretend_cuda`.
 
-Each is written after what the sources of torch and NCCL say; `tests/pretend_cuda/contract.py` has where.
+Each test follows the sources of torch and NCCL; `tests/pretend_cuda/contract.py` names the places.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ FAILURES: dict[str, Callable[[Any], None]] = {"mistyped": mistype, "bad id": giv
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_all_ranks_meet_at_the_same_place_costs_its_request_alone(failure: str, pretended: WorkerGroup) -> None:
-    """Nothing is aborted: NCCL stays connected, and what was recorded goes on serving."""
+def test_failure_on_all_ranks_fails_one_request(failure: str, pretended: WorkerGroup) -> None:
+    """Nothing is aborted: NCCL stays connected, and recordings stay in use."""
     whole = small()
     want = whole.generate(**text_inputs(), **HOW)
     with parallelize(small(), workers=pretended) as model:
@@ -70,7 +70,7 @@ def test_what_all_ranks_meet_at_the_same_place_costs_its_request_alone(failure: 
         assert (pretended.call("connections"), pretended.call("live_graphs")) == (connections, graphs)
 
 
-def test_what_one_rank_raises_when_all_are_done_costs_its_request_alone(pretended: WorkerGroup) -> None:
+def test_late_error_of_one_rank_fails_alone(pretended: WorkerGroup) -> None:
     connections = pretended.call("connections")
     for _ in range(2):
         with pytest.raises(ValueError, match="for nobody"):
@@ -81,9 +81,7 @@ def test_what_one_rank_raises_when_all_are_done_costs_its_request_alone(pretende
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", [9, 12])
-def test_what_one_rank_raises_leaves_no_recording_for_which_an_abort_waits(
-    rank: int, at: int, pretended: WorkerGroup
-) -> None:
+def test_abort_waits_for_no_recording(rank: int, at: int, pretended: WorkerGroup) -> None:
     whole = small().generate(**text_inputs(), **HOW)
     with parallelize(small(), workers=pretended) as model:
         assert torch.equal(model.generate(**text_inputs(), **HOW), whole)
@@ -94,8 +92,8 @@ def test_what_one_rank_raises_leaves_no_recording_for_which_an_abort_waits(
         assert (pretended.call("connections"), pretended.call("live_graphs")) == (connections + 1, 1)
 
 
-def test_a_group_whose_recordings_live_ends(pretended: WorkerGroup) -> None:
-    """An abort that has begun is waited for at the end."""
+def test_group_with_live_recordings_ends(pretended: WorkerGroup) -> None:
+    """The end of a group waits for an abort that has begun."""
     with WorkerGroup(2, "cuda", target=TARGET, timeout=20) as group:
         model = parallelize(small(), workers=group)
         model.generate(**text_inputs(), **HOW)
@@ -106,8 +104,8 @@ def test_a_group_whose_recordings_live_ends(pretended: WorkerGroup) -> None:
     assert time.monotonic() - begun < 15
 
 
-def test_the_watchdog_of_torch_leaves_the_process_alone(pretended: WorkerGroup, monkeypatch: Any) -> None:
-    """After an error of NCCL it would wait, and end a process that has been reset since."""
+def test_watchdog_of_torch_leaves_the_process_alone(pretended: WorkerGroup, monkeypatch: Any) -> None:
+    """After an NCCL error the watchdog would wait, then end a process that has been reset in the meantime."""
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "50")
     with WorkerGroup(2, "cuda", target=TARGET, timeout=20) as group, parallelize(small(), workers=group) as model:
         want = model.generate(**text_inputs(), **HOW)
@@ -123,16 +121,16 @@ def test_the_watchdog_of_torch_leaves_the_process_alone(pretended: WorkerGroup, 
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_recordings_write_into_no_memory_that_was_freed(failure: str, pretended_one: WorkerGroup) -> None:
-    """They note the ids that they look up; a replay that would write elsewhere fails its request here."""
+def test_recordings_do_not_write_into_freed_memory(failure: str, pretended_one: WorkerGroup) -> None:
+    """Recordings note the ids that they look up; a replay that wrote elsewhere would fail its request."""
     with parallelize(small(), workers=pretended_one) as model:
         want = model.generate(**text_inputs(), **HOW)
         FAILURES[failure](model)
         assert torch.equal(model.generate(**text_inputs(), **HOW), want)
 
 
-def test_recordings_note_ids_out_of_range_after_a_failure(pretended_one: WorkerGroup) -> None:
-    """A recorded step looks up a position beyond the table of the model."""
+def test_recordings_catch_bad_ids_after_a_failure(pretended_one: WorkerGroup) -> None:
+    """A recorded step looks up a position beyond the model's table."""
     ids = token_ids(rows=1, length=64 - 4)
     with parallelize(gpt2(), workers=pretended_one, decode="cuda_graphs") as model:
         model.generate(ids, **{**HOW, "max_new_tokens": 5, "min_new_tokens": 5})
@@ -143,8 +141,8 @@ def test_recordings_note_ids_out_of_range_after_a_failure(pretended_one: WorkerG
         assert pretended_one.call("graphs")[1] > 0
 
 
-def test_a_longer_cache_takes_the_place_of_the_last_one(pretended_one: WorkerGroup) -> None:
-    """In the memory of the device, too: both would not fit."""
+def test_longer_cache_replaces_the_last_one(pretended_one: WorkerGroup) -> None:
+    """The device memory is reused too: it would not hold both caches."""
     whole, ids = small(), token_ids(length=250)
     short, long = ({"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in (4, 8))
     with parallelize(small(), workers=pretended_one, decode="cuda_graphs") as model:
@@ -153,12 +151,12 @@ def test_a_longer_cache_takes_the_place_of_the_last_one(pretended_one: WorkerGro
         first = pretended_one.call("reserved") - before
         model.generate(ids, **long)
         second = pretended_one.call("reserved") - before
-        assert second < 1.8 * first  # 256 positions, and 384 in their place
+        assert second < 1.8 * first  # first 256 positions, then 384 in the same memory
         assert torch.equal(model.generate(ids, **long), whole.generate(ids, **long))
         assert pretended_one.call("static_caches") == pretended_one.call("live_graphs") == 1
 
 
-def test_what_runs_out_of_memory_leaves_it_to_the_next_request(pretended_one: WorkerGroup) -> None:
+def test_out_of_memory_frees_memory_for_others(pretended_one: WorkerGroup) -> None:
     whole, ids = small(), token_ids(length=20)
     want = whole.generate(ids, **HOW)
     with parallelize(small(), workers=pretended_one, decode="cuda_graphs") as model:
@@ -177,7 +175,7 @@ def test_what_runs_out_of_memory_leaves_it_to_the_next_request(pretended_one: Wo
             pretended_one.call("limit", None)
 
 
-def test_memory_is_as_before_after_faults(pretended: WorkerGroup) -> None:
+def test_memory_is_unchanged_by_faults(pretended: WorkerGroup) -> None:
     with parallelize(small(), workers=pretended) as model:
         taken = []
         for _ in range(4):

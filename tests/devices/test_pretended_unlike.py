@@ -15,7 +15,7 @@ from tests.pretend_cuda.caller import TARGET, believe, small
 from tests.pretend_cuda.tensor import MULTIPROCESSORS
 from tests.zoo.case import token_ids
 
-ROWS = 4  # of 131 tokens: three blocks of threads, if a device runs one at once
+ROWS = 4  # of 131 tokens: three blocks of threads; one of the devices runs one block at once
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -35,22 +35,22 @@ def unlike() -> Iterator[WorkerGroup]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_go_on_with_the_tokens_of_rank_0(
+def test_ranks_continue_with_tokens_of_rank_zero(
     way: str, unlike: WorkerGroup, pretended_one: WorkerGroup, pretended: WorkerGroup
 ) -> None:
-    """They are those of a lone device of its kind, and of two alike."""
-    ids, how = token_ids(rows=ROWS), {"max_new_tokens": 6, "min_new_tokens": 6, "seed": 5, **WAYS[way]}
-    if not how["do_sample"]:
-        del how["seed"]
+    """Their tokens equal the tokens of one device alone, and of two equal devices."""
+    ids, options = token_ids(rows=ROWS), {"max_new_tokens": 6, "min_new_tokens": 6, "seed": 5, **WAYS[way]}
+    if not options["do_sample"]:
+        del options["seed"]
     answers = []
     for group in (pretended_one, pretended, unlike):
         with parallelize(small(), workers=group) as model:
-            answers += [model.generate(ids, **how), model.generate(ids, **how)]
+            answers += [model.generate(ids, **options), model.generate(ids, **options)]
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
 def test_dropout_is_refused(unlike: WorkerGroup) -> None:
-    """Each rank would draw its own, of which nobody would hear."""
+    """Each rank would draw other numbers, unnoticed."""
     with parallelize(small(), workers=unlike) as model:
         model.train()
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The libraries that people put around a model, each with a whole model and with a cut one. Run by `make ecosystem`."""
+"""Libraries used around a model, each with a whole model and with a cut one. Run by `make ecosystem`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before any of these libraries is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # must be set before these libraries are imported
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 import pytest
@@ -28,7 +28,7 @@ class Pair:
     tokenizer: Any
 
     def both(self, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Return the results of `run` for the cut model and for the whole one. The cut one stays cut."""
+        """Return `run` of the cut model and of the whole one; the cut model must stay cut."""
         want, got = run(self.whole), run(self.cut)
         assert is_parallelized(self.cut), "the parallelization ended"
         return got, want
@@ -52,7 +52,7 @@ def encoder(groups) -> Iterator[Pair]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it, and the machine says from then on that it has a GPU. What is put there is a copy on the CPU."""
+    """Return a function after whose call the machine claims to have a GPU; tensors put there are copies on the CPU."""
     put = torch.Tensor.to
 
     def put_or_copy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API with SmolLM2 behind the server: tools that are forced, schemas, streams, `/v1/responses`."""
+"""Clients of OpenAI's API with SmolLM2 behind the server: forced tools, schemas, streams, `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ TOOL: Any = {"type": "function", "function": {"name": "answer", "description": "
 
 @pytest.fixture(scope="module")
 def running(language_model) -> Iterator[Running]:
-    with serving(language_model.cut, language_model.tokenizer, model=MODEL, max_tokens=60) as found:
-        yield found
+    with serving(language_model.cut, language_model.tokenizer, model=MODEL, max_tokens=60) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,19 @@ CHOICES: dict[str, Any] = {
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_chats(client, choice, stream) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL], "tool_choice": CHOICES[choice], "temperature": 0}
-    asked["parallel_tool_calls"] = False
+    arguments = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": CHOICES[choice],
+        "temperature": 0,
+    }
+    arguments["parallel_tool_calls"] = False
     if stream:
-        with client.chat.completions.stream(**asked) as chunks:
+        with client.chat.completions.stream(**arguments) as chunks:
             message = chunks.get_final_completion().choices[0].message
     else:
-        message = client.chat.completions.create(**asked).choices[0].message
+        message = client.chat.completions.create(**arguments).choices[0].message
     assert [json.loads(call.function.arguments) in ANSWERS for call in message.tool_calls] == [True]
 
 
@@ -91,13 +97,13 @@ def test_openai_parses_chats_and_responses(client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_responds(client, stream) -> None:
     flat = {"type": "function", **TOOL["function"], "strict": True}
-    asked = {"model": MODEL, "input": QUESTION, "tools": [flat], "tool_choice": "required", "temperature": 0}
-    asked["parallel_tool_calls"] = False
+    arguments = {"model": MODEL, "input": QUESTION, "tools": [flat], "tool_choice": "required", "temperature": 0}
+    arguments["parallel_tool_calls"] = False
     if stream:
-        with client.responses.stream(**asked) as events:
+        with client.responses.stream(**arguments) as events:
             answer = events.get_final_response()
     else:
-        answer = client.responses.create(**asked)
+        answer = client.responses.create(**arguments)
     assert json.loads(answer.output[0].arguments) in ANSWERS
     turns = [
         {"role": "user", "content": QUESTION},
@@ -121,41 +127,43 @@ def langchain(url: str, **settings: Any) -> ChatOpenAI:
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain_calls_any_tool(url, responses) -> None:
-    asked = langchain(url, use_responses_api=responses).bind_tools([answer], tool_choice="any")
-    chunks = list(asked.stream(QUESTION))
-    for got in (asked.invoke(QUESTION), sum(chunks[1:], chunks[0])):
+    chat = langchain(url, use_responses_api=responses).bind_tools([answer], tool_choice="any")
+    chunks = list(chat.stream(QUESTION))
+    for got in (chat.invoke(QUESTION), sum(chunks[1:], chunks[0])):
         assert got.tool_calls
         assert all(call["name"] == "answer" and call["args"]["city"] in ("Paris", "Rome") for call in got.tool_calls)
 
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema", "json_mode"])
 def test_langchain_gets_structured_output(url, method) -> None:
-    asked = langchain(url).with_structured_output(City if method != "json_mode" else None, method=method)
-    got = asked.invoke(QUESTION if method != "json_mode" else "Answer in JSON: {}")
+    chat = langchain(url).with_structured_output(City if method != "json_mode" else None, method=method)
+    got = chat.invoke(QUESTION if method != "json_mode" else "Answer in JSON: {}")
     assert isinstance(got, dict) if method == "json_mode" else got.model_dump() in ANSWERS
 
 
 def test_langchain_responds(url) -> None:
-    asked = langchain(url, use_responses_api=True, max_completion_tokens=9)
-    chunks = list(asked.stream(QUESTION))
-    assert asked.invoke(QUESTION).text == sum(chunks[1:], chunks[0]).text != ""
+    chat = langchain(url, use_responses_api=True, max_completion_tokens=9)
+    chunks = list(chat.stream(QUESTION))
+    assert chat.invoke(QUESTION).text == sum(chunks[1:], chunks[0]).text != ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm(url, stream) -> None:
-    asked = {
+    arguments = {
         "model": f"hosted_vllm/{MODEL}",
         "api_base": url,
         "api_key": "none",
         "messages": MESSAGES,
         "temperature": 0,
     }
-    got = litellm.completion(**asked, tools=[TOOL], tool_choice="required", stream=stream, parallel_tool_calls=False)
+    got = litellm.completion(
+        **arguments, tools=[TOOL], tool_choice="required", stream=stream, parallel_tool_calls=False
+    )
     if stream:
         got = litellm.stream_chunk_builder(list(got))
     assert [json.loads(call.function.arguments) in ANSWERS for call in got.choices[0].message.tool_calls] == [True]
     schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
-    text = litellm.completion(**asked, response_format=schema).choices[0].message.content
+    text = litellm.completion(**arguments, response_format=schema).choices[0].message.content
     assert json.loads(text) in ANSWERS
 
 
@@ -174,13 +182,13 @@ def test_llama_index(url) -> None:
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA])
 def test_instructor(client, mode) -> None:
-    asked = instructor.from_openai(client, mode=mode)
-    got = asked.create(model=MODEL, messages=SHOWN, response_model=City, temperature=0, max_retries=0)
+    wrapped = instructor.from_openai(client, mode=mode)
+    got = wrapped.create(model=MODEL, messages=SHOWN, response_model=City, temperature=0, max_retries=0)
     assert got.model_dump() in ANSWERS
 
 
 def agent(url: str, **settings: Any) -> agents.Agent[None]:
-    """An agent with the defaults of the library but its address: it asks `/v1/responses`."""
+    """Return an agent with the library's defaults and this address; it calls `/v1/responses`."""
     agents.set_default_openai_client(
         openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0), use_for_tracing=False
     )
@@ -188,7 +196,7 @@ def agent(url: str, **settings: Any) -> agents.Agent[None]:
     return agents.Agent(name="Guide", instructions="Be brief.", model=MODEL, **settings)
 
 
-BRIEF = {"model_settings": agents.ModelSettings(temperature=0)}  # which ends in a few words
+BRIEF = {"model_settings": agents.ModelSettings(temperature=0)}  # greedy, so that answers end after a few words
 
 
 def test_agents_answer(url) -> None:
@@ -207,8 +215,8 @@ def test_agents_call_tools(url) -> None:
         return f"{city} is a capital."
 
     settings = agents.ModelSettings(tool_choice="required", temperature=0, parallel_tool_calls=False)
-    asked = agent(url, tools=[look_up], model_settings=settings, tool_use_behavior="stop_on_first_tool")
-    result = agents.Runner.run_sync(asked, QUESTION)
+    asking_agent = agent(url, tools=[look_up], model_settings=settings, tool_use_behavior="stop_on_first_tool")
+    result = agents.Runner.run_sync(asking_agent, QUESTION)
     assert called
     assert result.final_output == f"{called[0]} is a capital."
 

@@ -1,4 +1,4 @@
-"""Evaluation of models: lm-eval on a task made here, sentence-transformers."""
+"""Libraries that measure models: lm-eval on a task defined here, sentence-transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> Path:
-    """A folder with a task of each kind."""
+    """Return a folder with one task of each kind."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "facts.jsonl"
     rows = [{"question": text, "choices": [right, wrong], "label": 0} for text, right, wrong in FACTS]
@@ -56,8 +56,8 @@ def test_lm_eval(language_model, tasks) -> None:
         harness = HFLM(pretrained=model, tokenizer=language_model.tokenizer, batch_size=2)
         names = [f"facts_{kind}" for kind in KINDS]
         manager = TaskManager(include_path=str(tasks), include_defaults=False)
-        made = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
-        return made["samples"]
+        evaluated = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
+        return evaluated["samples"]
 
     got, want = language_model.both(results)
     for kind in KINDS:
@@ -66,7 +66,7 @@ def test_lm_eval(language_model, tasks) -> None:
 
 
 def same(got: Any, want: Any) -> None:
-    """Texts and choices equal, numbers to 1e-4."""
+    """Assert that texts and choices are equal, and numbers to 1e-4."""
     if isinstance(want, list | tuple):
         assert len(got) == len(want)
         for mine, theirs in zip(got, want, strict=True):
@@ -82,9 +82,9 @@ def test_sentence_transformers(encoder, as_tensor) -> None:
     texts = [" ".join(fact) for fact in FACTS]
 
     def embeddings(model: Any) -> Any:
-        made = SentenceTransformer(str(minilm_folder()), device="cpu")
-        made[0].auto_model = model
-        return made.encode(texts, convert_to_tensor=as_tensor, convert_to_numpy=not as_tensor, batch_size=2)
+        evaluated = SentenceTransformer(str(minilm_folder()), device="cpu")
+        evaluated[0].auto_model = model
+        return evaluated.encode(texts, convert_to_tensor=as_tensor, convert_to_numpy=not as_tensor, batch_size=2)
 
     got, want = encoder.both(embeddings)
     assert type(got) is type(want)
@@ -95,10 +95,10 @@ def test_sentence_transformers_parallelized_in_place(encoder, groups) -> None:
     from parallelformers_ng import parallelize
     from parallelformers_ng.model.parallelized import is_parallelized
 
-    made = SentenceTransformer(str(minilm_folder()), device="cpu")
-    want = made.encode(["w"], convert_to_tensor=True)
-    with parallelize(made.transformers_model, workers=groups(2), progress=False) as cut:
-        torch.testing.assert_close(made.encode(["w"], convert_to_tensor=True), want, rtol=1e-4, atol=1e-4)
-        assert made.to("cpu") is made
+    evaluated = SentenceTransformer(str(minilm_folder()), device="cpu")
+    want = evaluated.encode(["w"], convert_to_tensor=True)
+    with parallelize(evaluated.transformers_model, workers=groups(2), progress=False) as cut:
+        torch.testing.assert_close(evaluated.encode(["w"], convert_to_tensor=True), want, rtol=1e-4, atol=1e-4)
+        assert evaluated.to("cpu") is evaluated
         assert is_parallelized(cut)
-    torch.testing.assert_close(made.encode(["w"], convert_to_tensor=True), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(evaluated.encode(["w"], convert_to_tensor=True), want, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""PEFT: an adapter for a cut model is refused at once, whatever its kind, and nothing is changed."""
+"""PEFT: any kind of adapter for a cut model is refused at once, and nothing changes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Any]:
-    """Refuses all that follows, and is then as it was."""
+    """Yield a cut model, and check afterwards that it is unchanged."""
     model = decoder("Llama")
     attributes = set(vars(model))
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     yield parallelize(model, workers=groups(2))
     model.deparallelize()
-    assert vars(model).keys() - {"deparallelize"} == attributes  # which does nothing from now on
+    assert vars(model).keys() - {"deparallelize"} == attributes  # `deparallelize` has no effect any more
     assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
 
 
@@ -59,7 +59,7 @@ def test_an_adapter_is_refused_and_nothing_is_changed(llama, name, way) -> None:
 
 
 @pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig], ids=lambda cls: cls.__name__)
-def test_a_soft_prompt_is_not_trained_or_is_refused(groups, config) -> None:
+def test_soft_prompt_is_not_trained_or_is_refused(groups, config) -> None:
     def train(model: Any) -> None:
         prompted = peft.get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
         prompted(**text_inputs(), labels=text_inputs()["input_ids"]).loss.backward()

@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API: LangChain's chat and embeddings, lm-eval's local-completions."""
+"""Clients of servers with OpenAI's API: LangChain's chat and embeddings, lm-eval's local-completions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.helpers.server import Running, ScriptedModel, serving, tiny_tokenizer
 
 @pytest.fixture(scope="module")
 def running(language_model) -> Iterator[Running]:
-    with serving(language_model.cut, language_model.tokenizer, model="smollm2") as found:
-        yield found
+    with serving(language_model.cut, language_model.tokenizer, model="smollm2") as server:
+        yield server
 
 
 def chat(running: Running, model: str, **settings: Any) -> ChatOpenAI:
@@ -32,10 +32,10 @@ def chat(running: Running, model: str, **settings: Any) -> ChatOpenAI:
 
 
 def test_langchain_chats(language_model, running) -> None:
-    asked = chat(running, "smollm2", temperature=0, max_completion_tokens=12, logprobs=True)
-    answer = asked.invoke("What is the capital of France?")
-    streamed = list(asked.stream("What is the capital of France?"))
-    awaited = asyncio.run(asked.ainvoke("What is the capital of France?"))
+    client = chat(running, "smollm2", temperature=0, max_completion_tokens=12, logprobs=True)
+    answer = client.invoke("What is the capital of France?")
+    streamed = list(client.stream("What is the capital of France?"))
+    awaited = asyncio.run(client.ainvoke("What is the capital of France?"))
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     ids = language_model.tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -49,8 +49,8 @@ def test_langchain_chats(language_model, running) -> None:
 def test_langchain_gets_an_answer_of_a_schema(running) -> None:
     schema = {"title": "answer", "type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
     schema |= {"required": ["city"], "additionalProperties": False}
-    asked = chat(running, "smollm2", temperature=0).with_structured_output(schema, method="json_schema")
-    assert asked.invoke("What is the capital of France?") in ({"city": "Paris"}, {"city": "Rome"})
+    client = chat(running, "smollm2", temperature=0).with_structured_output(schema, method="json_schema")
+    assert client.invoke("What is the capital of France?") in ({"city": "Paris"}, {"city": "Rome"})
 
 
 def test_langchain_calls_tools() -> None:
@@ -62,20 +62,20 @@ def test_langchain_calls_tools() -> None:
     tokenizer = tiny_tokenizer()
     says = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     with serving(ScriptedModel(tokenizer, says), tokenizer) as running:
-        asked = chat(running, "tiny").bind_tools([add])
-        streamed = list(asked.stream("1 + 2?"))
-        for answer in (asked.invoke("1 + 2?"), sum(streamed[1:], streamed[0])):
+        client = chat(running, "tiny").bind_tools([add])
+        streamed = list(client.stream("1 + 2?"))
+        for answer in (client.invoke("1 + 2?"), sum(streamed[1:], streamed[0])):
             assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("add", {"a": 1, "b": 2})]
 
 
 def test_langchain_embeds(encoder) -> None:
     texts = ["The capital of France is Paris.", "Two plus two is four."]
     with serving(encoder.cut, encoder.tokenizer, model="minilm") as running:
-        asked = OpenAIEmbeddings(
+        client = OpenAIEmbeddings(
             model="minilm", base_url=f"{running.url}/v1", api_key="none", check_embedding_ctx_length=False
         )
-        got = asked.embed_documents(texts)
-        assert asked.embed_query(texts[0]) == pytest.approx(got[0], abs=1e-5)
+        got = client.embed_documents(texts)
+        assert client.embed_query(texts[0]) == pytest.approx(got[0], abs=1e-5)
     for text, vector in zip(texts, got, strict=True):
         inputs = encoder.tokenizer(text, return_tensors="pt")
         want = torch.nn.functional.normalize(encoder.whole(**inputs).last_hidden_state.mean(1), dim=-1)[0]
@@ -88,8 +88,8 @@ def test_lm_eval_asks(language_model, running, tasks: Path, tmp_path: Path) -> N
     def results(harness: Any) -> dict[str, Any]:
         names = [f"facts_{kind}" for kind in KINDS]
         manager = TaskManager(include_path=str(tasks), include_defaults=False)
-        made = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
-        return made["samples"]
+        evaluated = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
+        return evaluated["samples"]
 
     got = results(
         LocalCompletionsAPI(

@@ -1,4 +1,4 @@
-"""Pipelines and what is built on them or on `generate`: LangChain, Gradio, outlines."""
+"""Pipelines and libraries built on them or on `generate`: LangChain, Gradio, outlines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOW = {"max_new_tokens": 8, "do_sample": False}
 
 @pytest.fixture
 def generating(language_model):
-    """Makes the pipeline that the libraries here take."""
+    """Return a function that makes a text-generation pipeline of a model."""
     return lambda model: pipeline("text-generation", model, tokenizer=language_model.tokenizer, **HOW)
 
 
@@ -46,8 +46,8 @@ def test_a_chat(language_model, generating) -> None:
 @pytest.mark.parametrize("device", [{}, {"device": "cpu"}, {"device": -1}], ids=str)
 def test_a_pipeline_of_an_encoder(encoder, device) -> None:
     def features(model: Any) -> torch.Tensor:
-        made = pipeline("feature-extraction", model, tokenizer=encoder.tokenizer, **device)
-        return made(PROMPTS[0], return_tensors=True)
+        extractor = pipeline("feature-extraction", model, tokenizer=encoder.tokenizer, **device)
+        return extractor(PROMPTS[0], return_tensors=True)
 
     got, want = encoder.both(features)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -55,9 +55,9 @@ def test_a_pipeline_of_an_encoder(encoder, device) -> None:
 
 def test_langchain(language_model, generating) -> None:
     def answers(model: Any) -> list[str]:
-        made = HuggingFacePipeline(pipeline=generating(model))
-        chain = PromptTemplate.from_template("The capital of {country} is") | made
-        chat = ChatHuggingFace(llm=made, tokenizer=language_model.tokenizer)
+        wrapped = HuggingFacePipeline(pipeline=generating(model))
+        chain = PromptTemplate.from_template("The capital of {country} is") | wrapped
+        chat = ChatHuggingFace(llm=wrapped, tokenizer=language_model.tokenizer)
         return [*chain.batch([{"country": "France"}, {"country": "Spain"}]), chat.invoke("Say hello").content]
 
     got, want = language_model.both(answers)
@@ -70,7 +70,7 @@ def test_langchain_streams(language_model, generating) -> None:
 
 
 def test_gradio_serves_streamed_text(language_model) -> None:
-    """The tokens that a served interface streams, asked for by three clients at once."""
+    """Three clients at once get the tokens that a served interface streams."""
 
     def ask(model: Any) -> list[list[str]]:
         def stream(prompt: str) -> Iterator[str]:
@@ -94,7 +94,7 @@ def test_gradio_serves_streamed_text(language_model) -> None:
 
     got, want = language_model.both(ask)
     assert got == want
-    assert len(want[0]) > 2  # it did stream
+    assert len(want[0]) > 2  # the text came in several pieces
 
 
 @pytest.mark.xfail(
@@ -108,13 +108,13 @@ def test_gradio_from_pipeline(language_model, generating) -> None:
 @pytest.mark.parametrize("kind", ["free", "choice", "pattern"])
 def test_outlines(language_model, kind) -> None:
     def answer(model: Any) -> str:
-        made = outlines.from_transformers(model, language_model.tokenizer)
+        generator = outlines.from_transformers(model, language_model.tokenizer)
         types = {
             "free": None,
             "choice": outlines.types.Choice(["Paris", "London"]),
             "pattern": outlines.regex("[A-Z][a-z]{3,6}"),
         }
-        return made(PROMPTS[0], types[kind], max_new_tokens=6, do_sample=False)
+        return generator(PROMPTS[0], types[kind], max_new_tokens=6, do_sample=False)
 
     got, want = language_model.both(answer)
     assert got == want

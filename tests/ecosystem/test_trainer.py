@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate: evaluation is the model's, training is refused."""
+"""transformers' Trainer and accelerate: evaluation works as before, training is refused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def rows(model: Any) -> Dataset:
 
 
 def trainer(model: Any, directory: Any, **settings: Any) -> Trainer:
-    how = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "per_device_eval_batch_size": 2}
-    return Trainer(model, TrainingArguments(str(directory), **how, **settings), train_dataset=rows(model))
+    options = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "per_device_eval_batch_size": 2}
+    return Trainer(model, TrainingArguments(str(directory), **options, **settings), train_dataset=rows(model))
 
 
 def both(name: str, groups: Any, directory: Any, gpu: Any, **settings: Any) -> None:
@@ -51,7 +51,7 @@ def both(name: str, groups: Any, directory: Any, gpu: Any, **settings: Any) -> N
     assert after.evaluate(rows(model))["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-4)
     assert is_parallelized(model)
     model.deparallelize()
-    assert vars(model).keys() - {"deparallelize"} == vars(whole).keys()  # which does nothing from now on
+    assert vars(model).keys() - {"deparallelize"} == vars(whole).keys()  # `deparallelize` has no effect any more
 
 
 def flat(predictions: Any) -> list[numpy.ndarray]:

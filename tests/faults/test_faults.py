@@ -1,4 +1,4 @@
-"""A parallelized model when something goes wrong: the right answer or a typed error in time, and then right answers."""
+"""Faults of a parallelized model: a right answer or a typed error in time, and right answers afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def want() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[PreTrainedModel]:
-    """With workers of its own, since they are killed, and replaced."""
+    """Yield a model with own workers, since tests kill and replace them."""
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": 60, "max_restarts": 100})
     yield model
     model.deparallelize()
@@ -48,7 +48,7 @@ def model() -> Iterator[PreTrainedModel]:
 
 @contextlib.contextmanager
 def raises_promptly(kind: type[Exception]) -> Iterator[Any]:
-    """Do the same as pytest.raises; the exception must come soon after `caught.since`, by default the beginning."""
+    """Like pytest.raises; the exception must come soon after `caught.since`, by default the start of the block."""
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         yield caught
@@ -75,7 +75,7 @@ class OnToken:
         pass
 
 
-def test_a_worker_killed_in_mid_request_is_named_and_the_next_answer_is_right(model, want):
+def test_killed_worker_is_named_next_answer_is_right(model, want):
     pids = deployment_of(model).pids
     with raises_promptly(WorkerDiedError) as caught:
 
@@ -89,7 +89,7 @@ def test_a_worker_killed_in_mid_request_is_named_and_the_next_answer_is_right(mo
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_worker_that_dies_idle_is_replaced_before_anyone_calls(model, want):
+def test_idle_workers_death_is_repaired_before_a_call(model, want):
     model(**text_inputs())
     before = deployment_of(model).incarnation
     cache = model(**text_inputs()).past_key_values
@@ -104,21 +104,21 @@ def test_a_worker_that_dies_idle_is_replaced_before_anyone_calls(model, want):
     finally:
         os.kill(server.pid, signal.SIGCONT)
     await_incarnation(model, before + 1)
-    # What the workers were told of the configuration before, the new ones know as well.
+    # The new workers know the configuration that the old ones were sent.
     assert torch.equal(model.generate(**text_inputs(), do_sample=False), want)
     model.generation_config.max_new_tokens = None
     with pytest.raises(StaleCacheError, match="workers that are gone"):
         model(text_inputs()["input_ids"][:, -1:], past_key_values=cache)
 
 
-def test_a_stopped_worker_runs_into_the_deadline_and_is_replaced(model, want):
+def test_stopped_worker_times_out_and_is_replaced(model, want):
     os.kill(deployment_of(model).pids[0], signal.SIGSTOP)
     with raises_promptly(RequestTimeoutError):
         model.generate(**text_inputs(), **GREEDY, timeout=0.3)
     assert is_right(model, want)
 
 
-def test_an_endless_loop_in_a_callback_runs_into_the_deadline(model, want):
+def test_endless_callback_runs_into_the_deadline(model, want):
     def endless(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         while True:
             time.sleep(0.01)
@@ -128,7 +128,7 @@ def test_an_endless_loop_in_a_callback_runs_into_the_deadline(model, want):
     assert is_right(model, want)
 
 
-def test_a_storm_of_deaths_ends_in_a_failure_for_good_and_the_weights_come_back(want):
+def test_repeated_deaths_end_the_group_and_restore_weights(want):
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": 1})
     kill(deployment_of(model).pids[1])
     await_incarnation(model, 1)
@@ -140,7 +140,7 @@ def test_a_storm_of_deaths_ends_in_a_failure_for_good_and_the_weights_come_back(
     assert is_right(model.deparallelize(), want)
 
 
-def test_without_restart_the_model_stays_down_and_gives_its_weights_back(want):
+def test_weights_return_after_death_without_restart(want):
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "restart": False})
     kill(deployment_of(model).pids[0])
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_without_restart_the_model_stays_down_and_gives_its_weights_back(want):
 
 
 class RaiseOnce:
-    """A forward hook that raises on rank 1 when it is called for the first time, or after `spared` times."""
+    """A forward hook that raises on rank 1 at its first call, or after `spared` calls."""
 
     def __init__(self, spared: int = 0) -> None:
         self.left = spared
@@ -163,7 +163,7 @@ class RaiseOnce:
 
 
 @pytest.mark.parametrize("place", ["in a block", "after the last collective"])
-def test_one_rank_that_raises_is_heard_and_the_group_goes_on(groups, place, want):
+def test_error_of_one_rank_leaves_group_working(groups, place, want):
     model, ids = gpt2(), text_inputs()["input_ids"]
     with torch.no_grad():
         cache = model(ids[:, :-1], use_cache=True).past_key_values
@@ -179,7 +179,7 @@ def test_one_rank_that_raises_is_heard_and_the_group_goes_on(groups, place, want
     assert isinstance(caught.value, WorkerError)
     assert caught.value.rank == 1
     assert "raise ZeroDivisionError" in caught.value.remote_traceback
-    # Rank 0 may have made a cache in that request and rank 1 none; they still agree on which is which, and drop it.
+    # In that request perhaps only rank 0 made a cache; the ranks still agree on the caches' numbers, and drop it.
     cache = model(ids[:, :-1], use_cache=True).past_key_values
     assert torch.allclose(model(ids[:, -1:], past_key_values=cache).logits, wanted, atol=1e-5)
     assert is_right(model, want)
@@ -208,7 +208,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("method", ["forward", "generate"])
-def test_bad_inputs_are_errors_as_in_one_process_and_no_accident(model, want, method):
+def test_bad_inputs_raise_as_in_one_process(model, want, method):
     pids = deployment_of(model).pids if is_right(model, want) else None
     whole = gpt2()
     for what, (args, kwargs) in BAD.items():
@@ -225,17 +225,17 @@ def test_bad_inputs_are_errors_as_in_one_process_and_no_accident(model, want, me
 
 
 def outcome(model: PreTrainedModel, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Logits, tokens, or what was raised."""
+    """Return the logits, the tokens, or the exception."""
     try:
         with torch.no_grad():
             output = getattr(model, method)(*args, **kwargs)
-    except Exception as error:  # its kind is what the tests compare
+    except Exception as error:  # the tests compare its kind
         return error
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_a_streamer_that_raises_ends_the_request_on_all_ranks(model, want, kind):
+def test_streamer_error_ends_request_on_all_ranks(model, want, kind):
     pids = deployment_of(model).pids if is_right(model, want) else None
 
     def stop() -> None:
@@ -266,7 +266,7 @@ def test_two_models_at_once_and_many_threads(groups, model, want):
 
 
 def test_nothing_is_left_after_many_cycles(groups, want):
-    """Ten models on one group, and two with workers of their own."""
+    """Ten models on one group, and two models with own workers."""
     me, group, model = psutil.Process(), groups(2), gpt2()
 
     def cycle(**options: Any) -> tuple[int, int, int]:

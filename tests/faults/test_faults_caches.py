@@ -1,4 +1,4 @@
-"""A cache that was with a request that failed is as it was before, or refused; the ranks never part over one."""
+"""A cache used in a failed request is as before, or refused; the ranks never differ about one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _interrupt(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["an error in one block of one rank", "an interrupt"])
-def test_a_cache_that_a_failed_request_was_writing_to_is_refused(groups, end):
-    """On rank 1 the first layer then holds a token more than the second, and on rank 0 both do."""
+def test_cache_written_by_a_failed_request_is_refused(groups, end):
+    """On rank 1, the first layer then has one token more than the second; on rank 0 both have it."""
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     model.transformer.h[1].register_forward_pre_hook(RaiseOnce(spared=1 if "error" in end else 1000))
     parallelize(model, workers=group)
@@ -49,7 +49,7 @@ def test_a_cache_that_a_failed_request_was_writing_to_is_refused(groups, end):
     model.deparallelize()
 
 
-def test_a_cache_outlives_a_failed_request_that_had_not_reached_it(groups):
+def test_untouched_cache_survives_a_failed_request(groups):
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     with torch.no_grad():
         wanted = model(ids).logits[:, -1]
@@ -65,7 +65,7 @@ def test_a_cache_outlives_a_failed_request_that_had_not_reached_it(groups):
     model.deparallelize()
 
 
-def test_a_callers_own_cache_can_be_filled_after_a_request_that_failed_to(groups):
+def test_callers_cache_can_be_filled_after_failure(groups):
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     model.transformer.h[1].register_forward_pre_hook(RaiseOnce())
     parallelize(model, workers=group)

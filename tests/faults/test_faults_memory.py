@@ -1,4 +1,4 @@
-"""Workers without memory: an error of that request where an allocation fails, a death where the kernel kills."""
+"""Workers without memory: a failed allocation fails its request; the kernel's memory killer ends a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY = torch.ones(1024, 60, dtype=torch.long)  # half a megabyte of ids, hundred
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-def test_a_worker_without_memory_raises_and_the_group_goes_on(groups, ranks):
+def test_failed_allocation_leaves_the_group_working(groups, ranks):
     model, group = gpt2(), groups(2)
     with torch.no_grad():
         want = model(**text_inputs()).logits
@@ -40,7 +40,7 @@ def test_a_worker_without_memory_raises_and_the_group_goes_on(groups, ranks):
     model.deparallelize()
 
 
-def test_the_kernels_memory_killer_is_named_and_the_group_comes_back():
+def test_memory_killer_is_named_and_group_recovers():
     model = gpt2()
     with torch.no_grad():
         want = model(**text_inputs()).logits

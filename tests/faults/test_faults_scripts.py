@@ -1,4 +1,4 @@
-"""Faults that need a process of their own: interrupts, forks, kills of the parent, the end of the interpreter."""
+"""Faults that need own processes: interrupts, forks, a killed parent, the end of the interpreter."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(arguments: list[str], text: str | None = None, timeout: float = 200) -> 
 
 def await_workers(parent: int, count: int) -> None:
     end = time.monotonic() + PROMPTLY
-    while len(found := workers_of(parent)) != count:
-        assert time.monotonic() < end, found
+    while len(workers := workers_of(parent)) != count:
+        assert time.monotonic() < end, workers
         time.sleep(0.02)
 
 
@@ -87,21 +87,21 @@ time.sleep(0.2)
 )
 
 
-def test_a_file_that_drains_on_sigterm_ends_quietly(tmp_path):
-    """With a handler of its own and without deparallelize; what calls the model even later is told so."""
-    # What is registered first runs last, after the workers have ended.
+def test_draining_script_ends_quietly_on_sigterm(tmp_path):
+    """The script has an own handler and does not call deparallelize; later calls of the model raise an error."""
+    # The function registered first runs last, after the workers have ended.
     (tmp_path / "script.py").write_text(f"import atexit\natexit.register(lambda: too_late())\n{PRELUDE}{SERVER}")
     result = run([str(tmp_path / "script.py")])
     assert (result.stdout, result.stderr, result.returncode) == ("True True\nTrue\n", "", 0)
 
 
-def test_a_command_whose_worker_has_just_died_ends_quietly():
-    """The model was parallelized by a thread that has ended since."""
+def test_command_after_worker_death_ends_quietly():
+    """The thread that parallelized the model has ended."""
     result = run(["-c", PRELUDE + STARTED_IN_A_THREAD])
     assert (result.stdout, result.stderr, result.returncode) == ("True\n", "", 0)
 
 
-def test_standard_input_with_a_request_in_flight_in_a_daemon_thread_ends_quietly():
+def test_script_with_running_daemon_request_ends_quietly():
     result = run(["-"], PRELUDE + IN_FLIGHT)
     assert (result.stdout, result.stderr, result.returncode) == ("True\n", "", 0)
 
@@ -135,7 +135,7 @@ def test_nothing_outlives_killed_parents(tmp_path):
     for parent in parents:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "now\n"
-        await_workers(parent.pid, 3)  # two ranks, and the server that forks them
+        await_workers(parent.pid, 3)  # two ranks and their fork server
         time.sleep(0.2)
         parent.kill()
         parent.wait()
@@ -151,7 +151,7 @@ def terminal() -> Iterator[Terminal]:
         yield terminal
 
 
-def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(terminal, tmp_path):
+def test_ctrl_c_in_repl_keeps_the_model_working(terminal, tmp_path):
     (tmp_path / "prelude.py").write_text(PRELUDE)
     terminal.read_until(">>> ", 60)
     terminal.type(f"exec(open({str(tmp_path / 'prelude.py')!r}).read())\n")
@@ -171,11 +171,11 @@ def test_ctrl_c_in_a_repl_brings_the_prompt_back_and_the_next_answer_is_right(te
 
 
 class Interpreter:
-    """A process that runs one script after another, since imports and starts are slow."""
+    """A process in which scripts run one after another, since import and start take most of the time."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        # In a mount namespace with a /dev/shm of 1 MB, if the system allows that.
+        # In a mount namespace with a /dev/shm of 1 MB, if the system allows one.
         may_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
         shell = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
         wrapper = ["unshare", "-rm", "sh", "-c", shell, "sh"] if may_mount else []
@@ -191,7 +191,7 @@ class Interpreter:
             )
 
     def run(self, script: str) -> list[str]:
-        """The lines that a script prints."""
+        """Return the lines that a script prints."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{script!r}\n")
@@ -251,8 +251,8 @@ print(right())
 """
 
 
-def test_a_tiny_dev_shm_is_enough_and_forked_children_are_told_that_the_model_is_not_theirs(interpreter):
-    """The parent's model is none the worse for it."""
+def test_tiny_shared_memory_and_forks_are_handled(interpreter):
+    """The forks leave the parent's model working."""
     assert interpreter.run(SMALL) == ["True (300, 40, 131) True"]
     assert interpreter.run(FORKED) == ["[True, True, True, True]", "[True, True, True, True]", "True", "True", "True"]
 
@@ -272,6 +272,6 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 
 
 @pytest.mark.parametrize("limit", [1 << 12, 64 << 20])
-def test_a_memory_limit_is_a_typed_error_and_leaves_the_model_as_it_was(interpreter, limit):
-    """The lower limit stops the arena, the other the weights."""
+def test_memory_limit_raises_and_leaves_the_model(interpreter, limit):
+    """The lower limit stops the arena, the higher one the weights."""
     assert interpreter.run(f"limit = {limit}\n{LIMITED}") == ["SharedMemoryError True True"]

@@ -1,4 +1,4 @@
-"""Faults while a model is parallelized: the error comes in time, and the model is as it was before."""
+"""Faults during `parallelize`: the error comes in time, and the model is as before."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.zoo.decoders import gpt2
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGKILL, WorkerDiedError), (signal.SIGSTOP, RequestTimeoutError)])
-def test_a_fault_during_the_hand_over_leaves_the_model_as_it_was(number, kind, monkeypatch):
-    """A rank that is stopped is what a disk looks like that does not answer."""
+def test_fault_during_transfer_leaves_the_model_unchanged(number, kind, monkeypatch):
+    """A stopped rank simulates a disk that does not respond."""
     model, original = gpt2(), deployment.hand_over
     with torch.no_grad():
         want = model(**text_inputs()).logits
@@ -69,7 +69,7 @@ def test_a_fault_while_starting_is_named_in_time(number, pattern, limit, forked,
     assert time.monotonic() - moments[0] < PROMPTLY
 
 
-def test_a_group_of_another_process_is_refused_as_argument(groups):
+def test_group_of_another_process_is_refused(groups):
     group, model = groups(1), gpt2()
     child = os.fork()
     if child == 0:
@@ -83,7 +83,7 @@ def test_a_group_of_another_process_is_refused_as_argument(groups):
 
 
 class FailsToCopy(nn.Module):
-    """A module that can be pickled, but not built again: the start fails in the workers."""
+    """A module that can be pickled but not rebuilt: the start fails in the workers."""
 
     def __reduce__(self) -> Any:
         return _fail, ()
@@ -93,7 +93,7 @@ def _fail() -> None:
     raise LookupError("nothing to build from")
 
 
-def test_a_start_that_fails_leaves_the_model_as_it_was(monkeypatch):
+def test_failed_start_leaves_the_model_unchanged(monkeypatch):
     model = gpt2()
     with torch.no_grad():
         want = model(**text_inputs()).logits
@@ -103,7 +103,7 @@ def test_a_start_that_fails_leaves_the_model_as_it_was(monkeypatch):
         parallelize(model, 2, workers={"device": "cpu"})
     del model.transformer.extra
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    monkeypatch.setenv(forks.SWITCH, "0")  # a fork may be ready in no time
+    monkeypatch.setenv(forks.SWITCH, "0")  # a fork could be ready too soon
     with pytest.raises(StartupError, match="not ready within"):
         parallelize(model, 2, workers={"device": "cpu", "start_timeout": 0.05})
     with torch.no_grad():

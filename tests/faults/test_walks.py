@@ -1,4 +1,4 @@
-"""A few random walks; `python -m benchmarks.walks` takes many and long ones."""
+"""A few random walks; `python -m benchmarks.walks` runs many and long ones."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ def llama(request: pytest.FixtureRequest, groups: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def in_int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Caches of this process are in int8, too."""
-    monkeypatch.setattr(DynamicCache, "__init__", DynamicCache.__init__)  # what is put there is taken away
+    """Keep the caches of this process in int8, too."""
+    monkeypatch.setattr(DynamicCache, "__init__", DynamicCache.__init__)  # undo the assignment afterwards
     cache_kinds.keep_caches("int8")
     yield
     cache_kinds.keep_caches(None)
 
 
-def test_caches_of_the_next_model_are_made_as_before() -> None:
+def test_next_model_has_ordinary_caches() -> None:
     plain = DynamicCache.__init__
     for kind in ("int8", "int8", None):
         cache_kinds.keep_caches(kind)
@@ -63,16 +63,17 @@ def test_a_cache_in_int8_is_a_cache(llama: Any) -> None:
 @torch.no_grad()
 def test_ranks_have_what_one_process_has_in_int8(llama: Any, in_int8: None) -> None:
     whole = decoder("Llama")
-    assert all(distance(*pair) <= 5e-3 for pair in zip(play(llama), play(whole), strict=True))  # a code may fall apart
-    for how in (HOW, {**HOW, "num_beams": 3}, {**HOW, "do_sample": True, "seed": 5}):
-        here = {name: value for name, value in how.items() if name != "seed"}
+    # A value may round to the next code.
+    assert all(distance(*pair) <= 5e-3 for pair in zip(play(llama), play(whole), strict=True))
+    for settings in (HOW, {**HOW, "num_beams": 3}, {**HOW, "do_sample": True, "seed": 5}):
+        own_settings = {name: value for name, value in settings.items() if name != "seed"}
         torch.manual_seed(5)
-        want = whole.generate(**text_inputs(), **here)
+        want = whole.generate(**text_inputs(), **own_settings)
         torch.manual_seed(5)
-        assert torch.equal(llama.generate(**text_inputs(), **how), want)
+        assert torch.equal(llama.generate(**text_inputs(), **settings), want)
 
 
-def test_a_cache_of_the_callers_is_kept_in_int8_as_well(llama: Any) -> None:
+def test_callers_cache_is_kept_in_int8_too(llama: Any) -> None:
     kinds: list[str] = []
     hook = llama.model.register_forward_hook(
         lambda module, args, output: kinds.extend(type(each).__name__ for each in output.past_key_values.layers)
@@ -85,47 +86,47 @@ def test_a_cache_of_the_callers_is_kept_in_int8_as_well(llama: Any) -> None:
     assert torch.equal(logits[1], logits[2])
 
 
-def test_calls_that_are_decoded_together_have_the_tokens_they_have_alone(llama: Any) -> None:
+def test_calls_decoded_together_get_solo_tokens(llama: Any) -> None:
     prompts = [token_ids(1, length, seed=length) for length in (5, 9, 23)]
     alone = [llama.generate(prompt, **HOW) for prompt in prompts]
     with ThreadPoolExecutor(3) as pool:
         together = list(pool.map(lambda prompt: llama.generate(prompt, **HOW), prompts))
     assert all(map(torch.equal, together, alone))
-    longer = torch.cat((alone[2], token_ids(1, 3)), -1)  # begins with what is kept
+    longer = torch.cat((alone[2], token_ids(1, 3)), -1)  # begins with the kept prefix
     assert torch.equal(llama.generate(longer, **HOW), llama.generate(longer, **HOW, use_cache=True, num_beams=1))
 
 
 @torch.no_grad()
-def test_two_thousand_tokens_in_less_than_a_third_of_the_bytes(groups: Any) -> None:
+def test_two_thousand_tokens_take_few_bytes(groups: Any) -> None:
     config = decoder("Llama", layers=1, heads=2, key_heads=2).config
     config.head_dim = 64
-    whole, ids, held = build(LlamaForCausalLM, config), token_ids(1, 2048), list[int]()
+    whole, ids, nbytes = build(LlamaForCausalLM, config), token_ids(1, 2048), list[int]()
     want = whole(ids, use_cache=True)
     plain = sum(part.nbytes for layer in want.past_key_values.layers for part in (layer.keys, layer.values))
     wanted = [want.logits, whole(token_ids(1, 1), past_key_values=want.past_key_values).logits]
 
     def note(module: Any, args: Any, output: Any) -> None:
         parts = [part for layer in output.past_key_values.layers for part in layer.parts]
-        held.append(sum(tensor.nbytes for part in parts for tensor in (part.keys, part.values)))
+        nbytes.append(sum(tensor.nbytes for part in parts for tensor in (part.keys, part.values)))
 
     with parallelize(build(LlamaForCausalLM, config), workers=groups(2), fit=IN_INT8) as parallel:
         hook = parallel.model.register_forward_hook(note)
         first = parallel(ids, use_cache=True)
         hook.remove()
-        found = [first.logits, parallel(token_ids(1, 1), past_key_values=first.past_key_values).logits]
-    assert 2 * held[0] <= 0.3 * plain, "the rank that hooks tell of has one head of two"
-    assert all(distance(*pair) <= 2e-2 for pair in zip(found, wanted, strict=True))
+        outputs = [first.logits, parallel(token_ids(1, 1), past_key_values=first.past_key_values).logits]
+    assert 2 * nbytes[0] <= 0.3 * plain, "the rank that hooks tell of has one head of two"
+    assert all(distance(*pair) <= 2e-2 for pair in zip(outputs, wanted, strict=True))
 
 
 @torch.no_grad()
-def test_what_attention_reads_of_an_encoder(groups: Any, in_int8: None) -> None:
-    """It reads keys and values without adding to them."""
+def test_cross_attention_reads_int8_caches(groups: Any, in_int8: None) -> None:
+    """Cross-attention reads keys and values without adding to them."""
     inputs = {name: value for name, value in seq2seq_inputs().items() if name != "decoder_input_ids"}
     with parallelize(t5(), workers=groups(2), fit=IN_INT8) as parallel:
         assert torch.equal(parallel.generate(**inputs, **HOW), t5().generate(**inputs, **HOW))
 
 
-def test_windows_stay_as_they_are_and_so_does_the_next_model(groups: Any) -> None:
+def test_windows_and_next_model_are_unaffected(groups: Any) -> None:
     kinds: list[str] = []
     for fit in (IN_INT8, None):
         with parallelize(decoder("Gemma3Text", tied=True, **GEMMA3), workers=groups(2), fit=fit) as parallel:
@@ -137,7 +138,7 @@ def test_windows_stay_as_they_are_and_so_does_the_next_model(groups: Any) -> Non
     assert kinds == [window, "Int8Layer", window, "DynamicLayer"]
 
 
-def test_codes_are_as_exact_as_eight_bits_can_be() -> None:
+def test_codes_have_the_accuracy_of_eight_bits() -> None:
     states = torch.randn(2, 3, 50, 16) * 10.0 ** torch.arange(-20, 30).view(50, 1)
     states[0, 0, 0] = 0.0
     states[0, 0, 1, 5] = float("nan")
@@ -170,7 +171,7 @@ def test_what_cannot_be_kept_so(groups: Any, make: Any, options: dict[str, Any],
 
 
 def test_offloaded_on_pretended_devices(pretended_groups: Any) -> None:
-    """Between steps the keys and values of all layers but one are in host memory."""
+    """Between steps, the keys and values of all layers but one are in host memory."""
     devices: list[list[str]] = []
 
     def note(module: Any, args: Any, output: Any) -> None:
@@ -184,12 +185,12 @@ def test_offloaded_on_pretended_devices(pretended_groups: Any) -> None:
     assert all(each.count("cpu") >= 2 for each in devices)
 
 
-def test_what_is_offloaded_has_left_before_it_is_brought_back(pretended_groups: Any) -> None:
-    """Also with transformers 5.17, which does not wait for it."""
+def test_offloaded_keys_leave_before_they_return(pretended_groups: Any) -> None:
+    """This includes transformers 5.17, which does not wait for the copy."""
     whole = decoder("Llama", layers=3)
     with WorkerGroup(1, "cuda", target=TARGET, timeout=60) as group:
         group.call("prefetch_as_in_5_17")
-        for fit, how in (({"cache": "offload"}, {}), ({}, {"cache_implementation": "offloaded"})):
+        for fit, settings in (({"cache": "offload"}, {}), ({}, {"cache_implementation": "offloaded"})):
             with parallelize(decoder("Llama", layers=3), workers=group, fit=fit) as parallel:
-                got = parallel.generate(**text_inputs(), **HOW, **how)
+                got = parallel.generate(**text_inputs(), **HOW, **settings)
             assert torch.equal(got, whole.generate(**text_inputs(), **HOW))

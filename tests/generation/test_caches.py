@@ -1,4 +1,4 @@
-"""Caches in the caller's hands: the values stay in the workers, behind handles of the caches' own classes."""
+"""Caches that the caller holds: the values stay in the workers, behind handles of the caches' classes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_users_cache_object_becomes_the_handle(llama: Pair) -> None:
 
 
 def play(model: Any) -> list[torch.Tensor]:
-    """Copy, crop, reorder, repeat and select a cache; return the results."""
+    """Return the logits with a cache that is copied, cropped, reordered, repeated and selected from."""
     first = model(**text_inputs(), use_cache=True)
     cache = first.past_key_values
     other = copy.deepcopy(cache)
@@ -74,7 +74,7 @@ def play(model: Any) -> list[torch.Tensor]:
     cache.batch_select_indices(torch.tensor([0, 3]))
     assert (cache.get_seq_length(), other.get_seq_length()) == (7, 5)
     step = torch.tensor([[8], [9]])
-    return [first.logits, *(model(input_ids=step, past_key_values=held).logits for held in (cache, other))]
+    return [first.logits, *(model(input_ids=step, past_key_values=each).logits for each in (cache, other))]
 
 
 def test_crop_copy_reorder_and_select(llama: Pair) -> None:
@@ -145,7 +145,7 @@ def test_the_halves_of_an_encoder_decoder_cache(groups) -> None:
         assert deployment.replicas[0].ready()[0].call("held_caches") == 0
 
 
-def test_a_half_goes_to_the_decoder_alone_and_comes_back(groups) -> None:
+def test_decoder_half_of_a_cache_can_be_passed(groups) -> None:
     def play(model: Any) -> list[torch.Tensor]:
         whole = model(**seq2seq_inputs(), use_cache=True).past_key_values
         half, step = whole.self_attention_cache, torch.tensor([[8], [9]])

@@ -1,4 +1,4 @@
-"""All of `generate`: the same types, shapes, values and tokens as one process, option by option."""
+"""All options of `generate`: the same types, shapes, values and tokens as in one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pair:
     inputs: dict[str, Any]
 
     def both(self, **options: Any) -> tuple[Any, Any]:
-        """Generate with both from the same seed; the generators must end alike, too."""
+        """Generate with both models from the same seed; the generators must end in the same state."""
         torch.manual_seed(11)
         want = self.whole.generate(**self.inputs, **options)
         after = torch.get_rng_state()
@@ -63,13 +63,13 @@ def pair(request, groups) -> Iterator[Pair]:
     family, world_size = request.param
     models = [FAMILIES[family]() for _ in range(2)]
     for model in models:
-        model.set_attn_implementation("eager")  # the one that gives attention weights
+        model.set_attn_implementation("eager")  # the implementation that returns attention weights
     with parallelize(models[1], workers=groups(world_size)) as parallel:
         yield Pair(models[0], parallel, text_inputs())
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Same structure, tokens equal, numbers within 1e-4 of the largest."""
+    """Assert the same structure, equal tokens, and numbers within 1e-4 of the largest."""
     assert type(got) is type(want)
     if isinstance(want, torch.Tensor):
         assert got.shape == want.shape
@@ -123,7 +123,7 @@ def test_the_same_exception(pair: Pair, wrong: dict[str, Any]) -> None:
 
 
 class Counting(LogitsProcessor):
-    """Bans the token of each step's number, counts and remembers what it saw."""
+    """A processor that bans the token with the step's number, counts, and records its inputs."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -138,7 +138,7 @@ class Counting(LogitsProcessor):
 
 
 class Locked(Counting):
-    """One that cannot be sent anywhere."""
+    """A processor that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Locked(Counting):
 
 
 @pytest.mark.parametrize("kind", [Counting, Locked])
-def test_a_processor_ends_with_the_state_it_would_have_had(pair: Pair, kind: type[Counting]) -> None:
+def test_processor_ends_with_its_local_state(pair: Pair, kind: type[Counting]) -> None:
     mine, theirs = kind(), kind()
     want = pair.whole.generate(**pair.inputs, max_new_tokens=5, logits_processor=LogitsProcessorList([theirs]))
     got = pair.parallel.generate(**pair.inputs, max_new_tokens=5, logits_processor=LogitsProcessorList([mine]))
@@ -206,8 +206,8 @@ def test_a_streamer_gets_what_it_would_have_got(pair: Pair) -> None:
     assert got.pieces == want.pieces
 
 
-def test_each_token_streams_before_the_next_is_chosen(pair: Pair) -> None:
-    """The processor blocks the third step until the streamer has seen the first two, so late tokens would hang it."""
+def test_tokens_stream_before_the_next_is_chosen(pair: Pair) -> None:
+    """The processor blocks step three until the streamer has two tokens, so late tokens would hang it."""
     one = {name: value[:1] for name, value in pair.inputs.items()}
     seen: list[int] = []
     streamed_at: list[int] = []

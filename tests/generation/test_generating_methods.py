@@ -1,4 +1,4 @@
-"""Methods that generate, given what cannot cross to the workers: the loop runs in this process."""
+"""Methods that generate with arguments that cannot cross to the workers: the loop runs in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_whisper_with_an_assistant(cut: bool, groups: Groups) -> None:
 
 
 class Answering(LlamaForCausalLM):
-    """With methods of its own."""
+    """A model with own methods that generate."""
 
     def answer(self, processor: LogitsProcessor) -> torch.Tensor:
         return self._answer([processor])

@@ -1,4 +1,4 @@
-"""Caches that grow in place hold what transformers' own hold, whatever is done to them between two steps."""
+"""Caches that grow in place equal transformers' own, whatever is done to them between steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONCATENATE = DynamicLayer.update
 
 @pytest.fixture
 def grow() -> Iterator[Callable[..., object]]:
-    """The update that grows in place; it is taken back afterwards."""
+    """Yield the update that grows in place; restore the original afterwards."""
     append_in_place()
     append_in_place()
     assert DynamicLayer.update.__wrapped__ is CONCATENATE
@@ -25,7 +25,7 @@ def grow() -> Iterator[Callable[..., object]]:
 
 
 class Pair:
-    """The same done to a layer that grows in place and to one that concatenates."""
+    """A layer that grows in place and one that concatenates, which get the same operations."""
 
     def __init__(self, grow: Callable[..., object]) -> None:
         self.layers = (DynamicLayer(), DynamicLayer())
@@ -34,9 +34,9 @@ class Pair:
     def append(self, tokens: int, batch: int = 2) -> None:
         keys, values = torch.randn(batch, 3, tokens, 8), torch.randn(batch, 3, tokens, 5)
         for layer, update in zip(self.layers, self.updates, strict=True):
-            given = update(layer, keys, values)
-            assert given[0] is layer.keys
-            assert given[1] is layer.values
+            states = update(layer, keys, values)
+            assert states[0] is layer.keys
+            assert states[1] is layer.values
         self.check()
 
     def check(self) -> None:
@@ -80,8 +80,8 @@ def test_a_step_writes_where_there_is_room(grow: Callable[..., object]) -> None:
 
 
 @torch.inference_mode()
-def test_nothing_that_others_hold_is_written_over(grow: Callable[..., object]) -> None:
-    """A crop, a copy, a shallow copy and a layer that took the tensors over: each goes on from the same tokens."""
+def test_tensors_of_others_are_not_overwritten(grow: Callable[..., object]) -> None:
+    """A crop, a copy, a shallow copy and a layer with the same tensors each continue from the same tokens."""
     pair = Pair(grow)
     pair.append(7)
     pair.append(1)

@@ -1,4 +1,4 @@
-"""Ranks stay together whatever differs between them: their clocks, their choices, the order of a set."""
+"""Ranks stay in lockstep although their clocks, choices and the order of sets differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(groups) -> Any:
 
 
 class EarlyOnOneRank(StoppingCriteria):
-    """Ends all sequences after three tokens, on one rank alone, as its clock might."""
+    """A criterion that ends all sequences after three tokens on one rank alone, as a clock could."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -48,14 +48,14 @@ def test_sequences_end_where_rank_0_ends_them(model, rank, length, beams):
 
 
 class Answering(GPT2LMHeadModel):
-    """With a method that generates."""
+    """A model with an own method that generates."""
 
     def answer(self, criterion: StoppingCriteria) -> torch.Tensor:
         return self.generate(PROMPT, max_new_tokens=8, do_sample=False, stopping_criteria=[criterion])
 
 
 @pytest.mark.parametrize(("rank", "length"), [(0, 3), (1, 8)])
-def test_a_method_that_generates_ends_where_rank_0_ends_it(groups, rank, length):
+def test_generating_method_ends_where_rank_zero_ends(groups, rank, length):
     model = gpt2()
     model.__class__ = Answering
     with parallelize(model, workers=groups(2)):
@@ -63,7 +63,7 @@ def test_a_method_that_generates_ends_where_rank_0_ends_it(groups, rank, length)
     assert tokens.shape == (len(PROMPT), PROMPT.shape[1] + length)
 
 
-def test_a_limit_of_time_ends_all_ranks_at_the_same_token(model):
+def test_time_limit_ends_ranks_at_the_same_token(model):
     for hundredths in range(1, 9):
         tokens = model.generate(PROMPT, max_new_tokens=50, do_sample=False, max_time=hundredths / 100, timeout=20)
         assert PROMPT.shape[1] < tokens.shape[1] <= PROMPT.shape[1] + 50
@@ -79,7 +79,7 @@ def _prefers_own_token(pid: int) -> Callable[[torch.Tensor, torch.Tensor], torch
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_choose_different_tokens_give_an_error_and_no_answer(model, rank):
+def test_ranks_with_different_tokens_raise(model, rank):
     want = model.generate(PROMPT, max_new_tokens=6, do_sample=False)
     processor = _prefers_own_token(deployment_of(model).pids[rank])
     with pytest.raises(DivergedError, match=f"different tokens at length {PROMPT.shape[1] + 3}"):
@@ -87,7 +87,7 @@ def test_ranks_that_choose_different_tokens_give_an_error_and_no_answer(model, r
     assert torch.equal(model.generate(PROMPT, max_new_tokens=6, do_sample=False), want)
 
 
-def test_a_set_has_the_same_order_on_every_rank(model):
+def test_sets_have_equal_order_on_all_ranks(model):
     def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         first = next(iter({"some", "words", "in", "no", "order", "whatever"}))
         scores[:, 3 + len(first) * 7 + ord(first[0]) % 7] = 1e9

@@ -1,4 +1,4 @@
-"""Lists of one number as indices: what they select, and that nothing is made of them."""
+"""Lists of one number as indices: the selection is right and makes no tensor of the list."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def indices_made(tensor: Tensor, index: Any) -> int:
 @pytest.mark.parametrize("index", [*INDICES.values(), *OTHERS.values()], ids=[*INDICES, *OTHERS])
 def test_the_same_is_selected(index: Any) -> None:
     tensor = torch.randn(2, 3, 4)
-    found = sliced(tensor, index)
-    assert torch.equal(found, tensor[index])
+    selected = sliced(tensor, index)
+    assert torch.equal(selected, tensor[index])
     if index in INDICES.values():
-        assert not found._is_view()
+        assert not selected._is_view()
 
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)

@@ -1,4 +1,4 @@
-"""Masks of decode steps: a mask that hides nothing is left out, and nobody reads it to find out."""
+"""Masks of decode steps: a mask that hides nothing is left out, and no step reads a mask to learn that."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ASKED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each time that transformers looks at a mask: whether that was in a step."""
+def mask_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each read of a mask by transformers: whether it happened in a decode step."""
     seen: list[bool] = []
     for name in ASKED:
         question = getattr(masking_utils, name)
@@ -35,43 +35,43 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def masks_given(model: Any) -> list[bool]:
-    """Filled with whether a mask of two dimensions was given, for each forward."""
-    given: list[bool] = []
+def masks_received(model: Any) -> list[bool]:
+    """Return a list that gets, for each forward, whether it received a mask of two dimensions."""
+    received: list[bool] = []
     forward = model.forward
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        given.append(getattr(kwargs.get("attention_mask"), "ndim", 0) == 2)
+        received.append(getattr(kwargs.get("attention_mask"), "ndim", 0) == 2)
         return forward(*args, **kwargs)
 
     model.forward = noted
-    return given
+    return received
 
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "t5"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_no_step_looks_at_its_mask(family: str, beams: int, padded: bool, asked: list[bool]) -> None:
+def test_decode_steps_do_not_read_their_mask(family: str, beams: int, padded: bool, mask_reads: list[bool]) -> None:
     model, inputs = (decoder("Llama"), text_inputs()) if family == "llama" else (t5(), seq2seq_inputs())
     inputs.pop("decoder_input_ids", None)
     if not padded:
         inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
     want = model.generate(**inputs, **HOW, num_beams=beams)
-    given = masks_given(model)
+    received = masks_received(model)
     with torch.inference_mode(), known_masks([model]):
         assert torch.equal(model.generate(**inputs, **HOW, num_beams=beams), want)
-    assert given == [True] + [padded] * 3
-    assert asked
-    assert not any(asked)
+    assert received == [True] + [padded] * 3
+    assert mask_reads
+    assert not any(mask_reads)
 
 
-def test_a_loop_that_makes_its_masks_anew_is_looked_after_anew() -> None:
-    """Nothing is known of a mask that continues no known one, whatever its shape."""
+def test_newly_made_masks_are_read_anew() -> None:
+    """A mask that does not continue a known one counts as unknown, whatever its shape."""
     model, inputs = decoder("Llama"), text_inputs()
     full = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-    want = [model.generate(**given, **HOW) for given in (full, inputs, full)]
+    want = [model.generate(**batch, **HOW) for batch in (full, inputs, full)]
     with torch.inference_mode(), known_masks([model]):
-        got = [model.generate(**given, **HOW) for given in (full, inputs, full)]
+        got = [model.generate(**batch, **HOW) for batch in (full, inputs, full)]
     assert all(map(torch.equal, got, want))
 
 

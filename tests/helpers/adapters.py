@@ -1,4 +1,4 @@
-"""Models with peft's adapters, and what each adapter answers."""
+"""Models with peft's adapters, and the tokens of each adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import peft  # noqa: E402
 
 
 def _refuses_peft() -> str:
-    """Why transformers puts no adapters of this peft into a model, "" where it does."""
+    """Return why transformers accepts no adapters of this version of peft, or "" if it does."""
     try:
         check_peft_version(MIN_PEFT_VERSION)
     except ValueError as error:
@@ -35,16 +35,16 @@ NAMES = ("default", "adapter2", "adapter3", "adapter4")
 
 
 def adapted(model: Any, *configs: Any, **options: Any) -> Any:
-    """peft's model around a tiny one, with random adapters: B of a new one is zero."""
+    """Return peft's model around a tiny one, with random adapters: B of a new adapter would be zero."""
     configs = configs or (peft.LoraConfig(**{**EVERYWHERE, **options}),)
-    found = peft.get_peft_model(model, configs[0])
+    wrapped = peft.get_peft_model(model, configs[0])
     for number, config in enumerate(configs[1:], 2):
-        found.add_adapter(f"adapter{number}", config)
-    return randomise(found, seed=3).eval()
+        wrapped.add_adapter(f"adapter{number}", config)
+    return randomise(wrapped, seed=3).eval()
 
 
 def draw(model: Any) -> Any:
-    """The same random adapters in models that have the same; what they are added to stays."""
+    """Fill a model's adapters with the same random values in each process; the base weights stay."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,7 +55,7 @@ def draw(model: Any) -> Any:
 
 
 def four_adapters() -> Any:
-    """Each has layers of its own, and two have a head."""
+    """Return a model with four adapters of different layers; two of them have a head."""
     targets = (["q_proj", "down_proj"], ["v_proj", "o_proj"], ["up_proj"], ["embed_tokens", "k_proj"])
     heads = (["lm_head"], None, ["lm_head"], None)
     return adapted(
@@ -68,16 +68,16 @@ def four_adapters() -> Any:
 
 
 def answers(model: Any) -> dict[str, torch.Tensor]:
-    """The greedy tokens of each adapter, and of none."""
-    found = {}
+    """Return the greedy tokens of each adapter, and of none."""
+    tokens_by_name = {}
     for name in NAMES:
         model.set_adapter(name)
-        found[name] = model.generate(**text_inputs(), **GREEDY)
+        tokens_by_name[name] = model.generate(**text_inputs(), **GREEDY)
     with model.disable_adapter():
-        found["none"] = model.generate(**text_inputs(), **GREEDY)
-    assert len({tuple(tokens.flatten().tolist()) for tokens in found.values()}) == len(found)
-    return found
+        tokens_by_name["none"] = model.generate(**text_inputs(), **GREEDY)
+    assert len({tuple(tokens.flatten().tolist()) for tokens in tokens_by_name.values()}) == len(tokens_by_name)
+    return tokens_by_name
 
 
-def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(found[name], want[name]) for name in want)
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(got[name], want[name]) for name in want)

@@ -1,4 +1,4 @@
-"""Packages that are installed apart, so that no process that tests start finds them by itself."""
+"""Packages installed in a separate folder, which processes started by tests do not see by default."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ FOLDER = Path(sys.prefix) / "apart"
 
 
 def find_packages() -> None:
-    """Have this process find them, too."""
+    """Add the folder to this process's import path."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))

@@ -1,4 +1,4 @@
-"""Replicas whose CPU workers record decode steps as GPU workers do, by operators. Imported by workers alone."""
+"""Replicas whose CPU workers record decode steps like GPU workers, by operators. Imported by workers alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.helpers.operator_recorder import OperatorRecorder
 
-# The kernels in C are no operators, and no part of what runs on a GPU.
+# The kernels in C are no operators, and a GPU does not run them.
 runner_module.installation.install = lambda model, left=(): None
 runner_module.install_attention = lambda: None  # type: ignore[assignment]
 
 
 class RecordedRunner(ModelRunner):
-    """Counts recordings, and injects some faults."""
+    """A runner that counts recordings and replays, and can be made to fail in several ways."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -40,23 +40,23 @@ class RecordedRunner(ModelRunner):
         return self.operators
 
     def counted(self) -> tuple[int, int]:
-        """Recordings and replays since the last time that this was asked."""
+        """Return the numbers of recordings and replays since the last call."""
         counts = self.operators.recordings, self.operators.replays
         self.operators.recordings = self.operators.replays = 0
         return counts
 
     def refuse_to_record(self, rank: int) -> None:
-        """From now on recordings of this rank, and of no other, fail at their end."""
+        """From now on, have recordings of this rank alone fail at their end."""
         self.operators.fails = self.rank == rank
 
     def lack_room(self, rank: int) -> None:
-        """From now on this rank, and no other, has no memory for the caches of recorded steps."""
+        """From now on, leave this rank alone without memory for the caches of recorded steps."""
         if not hasattr(ReusableLayer, "has_room"):
             ReusableLayer.has_room = ReusableLayer.lazy_initialization
         ReusableLayer.lazy_initialization = _no_room if self.rank == rank else ReusableLayer.has_room
 
     def lose_memory(self) -> None:
-        """The next call takes memory for its caches at other places."""
+        """Have the next call allocate its caches at other addresses."""
         caches = self.kept.steps["call"]._caches.values()
         self.lost = [layer.whole for kept in caches for layer in kept.layers]
         for kept in caches:
@@ -64,7 +64,7 @@ class RecordedRunner(ModelRunner):
                 layer.whole = None
 
     def put_forward(self, path: str, kind: str) -> None:
-        """Have a module compute something that a step must not have in it."""
+        """Have a module compute something that no recorded step may contain."""
         module = self.model.get_submodule(path)
         if kind == "hook":
             module.register_forward_hook(lambda module, args, output: None)

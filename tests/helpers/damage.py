@@ -1,4 +1,4 @@
-"""Checkpoints damaged in every way that a disk, a network or a person can."""
+"""Checkpoints damaged in every way that a disk, a network or a person can cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.model.saving import shard
 
 
 def save_intact(model: Any, folder: Path) -> dict[str, Path]:
-    """The same weights as a sharded directory, as one file, and as several with an index."""
+    """Save the same weights as a sharded directory, as one file, and as several files with an index."""
     model.save_pretrained(folder / "one")
     model.save_pretrained(folder / "several", max_shard_size="40KB")
     shard(str(folder / "one"), folder / "sharded", 2, max_shard_size="30KB")
@@ -23,12 +23,12 @@ def save_intact(model: Any, folder: Path) -> dict[str, Path]:
 
 
 def truncate(path: Path, draw: random.Random) -> None:
-    """Cut a file off anywhere."""
+    """Cut a file off at a random place."""
     os.truncate(path, draw.randrange(path.stat().st_size))
 
 
 def remove(path: Path, draw: random.Random) -> None:
-    """Take a file away."""
+    """Delete a file."""
     path.unlink()
 
 
@@ -41,14 +41,14 @@ def flip_header(path: Path, draw: random.Random) -> None:
 
 
 def flip_weight(path: Path, draw: random.Random) -> None:
-    """Flip a bit of a weight: only a sharded directory has checksums of those."""
+    """Flip a bit of a weight; only sharded directories have checksums that reveal it."""
     data = bytearray(path.read_bytes())
     data[draw.randrange(8 + int.from_bytes(data[:8], "little"), len(data))] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
 
 
 def reshape(path: Path, draw: random.Random) -> None:
-    """Wrong shapes in a file that is otherwise in order."""
+    """Store a tensor with a wrong shape in an otherwise valid file."""
     tensors = load_file(path)
     name = draw.choice(sorted(tensors))
     tensors[name] = tensors[name].flatten()[:-1].clone()
@@ -76,9 +76,9 @@ class Damaged(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        directory: folder of the copy, until the next one is made.
-        damage: the function that did it.
-        name: kind of damage and its number.
+        directory: path of the checkpoint, valid until the next one is made.
+        damage: function that caused the damage.
+        name: name of the damage, with its number.
     """
 
     directory: Path
@@ -87,12 +87,12 @@ class Damaged(NamedTuple):
 
 
 def damaged(kind: str, intact: Path, folder: Path, rounds: int) -> Iterator[Damaged]:
-    """Copies of a checkpoint, one damage each; a round does each of the 17 kinds that fits.
+    """Yield copies of a checkpoint, one damage each; a round has every damage possible for its kind, 17 over all kinds.
 
     Args:
         kind: "one", "several" or "sharded".
-        intact: the checkpoint.
-        folder: an empty folder for the copies.
+        intact: path of the checkpoint.
+        folder: empty directory; the copies are made in it one after another.
     """
     for seed in range(rounds):
         for damage, pattern in DAMAGE[kind]:

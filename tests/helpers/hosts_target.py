@@ -11,7 +11,7 @@ from tests.helpers.runtime_target import Target
 
 class HostsTarget(Target):
     def collect(self) -> list[torch.Tensor]:
-        """Run one collective of each kind."""
+        """Return one result of each kind of collective."""
         rank, communicator = self.rank, self.communicator
         return [
             communicator.all_reduce(torch.full((2, 2), rank + 1.0).t()),

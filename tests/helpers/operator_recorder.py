@@ -1,4 +1,4 @@
-"""The stand-in for a CUDA graph on the CPU: the operators of a step, run again on their memory."""
+"""A stand-in for CUDA graphs on the CPU: the operators of a step, run again on the same memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ for _module in (communicator, heads, vocabulary):
 
 @contextlib.contextmanager
 def operators_alone() -> Iterator[None]:
-    """Within it, this thread is recorded by its operators: as for the compiler, nothing else counts. A CUDA graph
-    records what NCCL queues, and needs none of this."""
+    """Within the block, this thread is recorded by its operators: as for the compiler, nothing else counts.
+
+    A CUDA graph records what NCCL queues, and needs none of this.
+    """
     before, _thread.records = _thread.records, True
     try:
         yield
@@ -46,14 +48,15 @@ def operators_alone() -> Iterator[None]:
 
 
 class OperatorRecorder:
-    """A recorder that keeps to the rules of CUDA graphs: recording computes nothing, addresses and control flow are
-    frozen, whatever needs a number on the host fails, and no Python of the model runs again.
+    """A recorder with the rules of CUDA graphs: recording computes nothing, and addresses and control flow are frozen.
+
+    A step that needs a number on the host fails, and no Python of the model runs again.
 
     Attributes:
-        recordings: how many were made.
-        replays: how often they ran.
-        fails: whether they fail.
-        may_replay: whether one may run now.
+        recordings: number of recordings so far.
+        replays: number of replays so far.
+        fails: whether recordings fail.
+        may_replay: whether a replay is allowed now.
     """
 
     fails = False
@@ -86,7 +89,7 @@ class OperatorRecorder:
 
 
 class Recorded:
-    """A recording."""
+    """A recorded step that can be replayed."""
 
     def __init__(self, recorder: OperatorRecorder, tape: Tape) -> None:
         self._recorder = recorder
@@ -100,13 +103,13 @@ class Recorded:
 
 
 class Tape(TorchDispatchMode):
-    """The operators that run within it; `undo` has what they wrote to be what it was."""
+    """The operators that run within it; `undo` restores the memory that they wrote."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Sequence[Any], Mapping[str, Any], list[Tensor | None]]] = []
-        self._made: set[int] = set()  # storages of intermediate results
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # those of others that the step wrote to
+        self._own: set[int] = set()  # storages of the step's own intermediate results
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other written storages, and their old contents
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _FORBIDDEN:
@@ -116,7 +119,7 @@ class Tape(TorchDispatchMode):
             output = func.decompose(*args, **kwargs)
         if output is not NotImplemented:
             return output
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        argument_storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         writes = False
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -124,15 +127,15 @@ class Tape(TorchDispatchMode):
                 self._remember(args[place] if place < len(args) else kwargs[argument.name])
         output = func(*args, **kwargs)
         leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
-        fresh = [None if leaf is None or _storage(leaf) in given else leaf for leaf in leaves]
-        self._made.update(_storage(leaf) for leaf in fresh if leaf is not None)
-        if writes or not leaves or any(leaf is not None for leaf in fresh):  # not for a view
+        fresh = [None if leaf is None or _storage(leaf) in argument_storages else leaf for leaf in leaves]
+        self._own.update(_storage(leaf) for leaf in fresh if leaf is not None)
+        if writes or not leaves or any(leaf is not None for leaf in fresh):  # a view needs no entry
             self._calls.append((func, args, kwargs, fresh))
         return output
 
     @property
     def last(self) -> Tensor:
-        """The result of the last operator."""
+        """The tensor made by the last operator."""
         return next(tensor for *_, fresh in reversed(self._calls) for tensor in fresh if tensor is not None)
 
     def run(self) -> None:
@@ -142,12 +145,12 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
     def undo(self) -> None:
-        for memory, held in self._before.values():
-            memory.copy_(held)
+        for memory, contents in self._before.values():
+            memory.copy_(contents)
 
     def _remember(self, written: Tensor) -> None:
         number = _storage(written)
-        if number not in self._made and number not in self._before:
+        if number not in self._own and number not in self._before:
             memory = torch.empty(0, dtype=torch.uint8).set_(_memory(written).untyped_storage())
             self._before[number] = (memory, memory.clone())
 
@@ -157,5 +160,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """A tensor of the host with the same memory: a pretended device's lies there too."""
+    """Return the host tensor with the same memory; a pretended device's memory lies on the host too."""
     return getattr(tensor, "host", tensor)

@@ -1,7 +1,7 @@
-"""How long tests wait for what must happen at once, and how they make sure that it can.
+"""Limits of waiting in tests for events that must come at once, and helpers that cause such events.
 
-Machines that run tests are busy: the limit only tells an answer from a hang. How soon things happen is measured by
-`python -m benchmarks.chaos`.
+Machines that run tests are busy: the limit only tells an answer from a hang. `python -m benchmarks.chaos` measures how
+soon events come.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import psutil
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROMPTLY = 20.0  # seconds; well below the minute that groups in the tests give a request
-RESTART_SECONDS = 90.0  # far above what it takes, for machines that are busy with other tests
+PROMPTLY = 20.0  # seconds; well below the minute that groups in tests allow a request
+RESTART_SECONDS = 90.0  # seconds; far above the usual time, for machines busy with other tests
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -35,8 +35,8 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def await_incarnation(model: PreTrainedModel, number: int) -> None:
-    """Wait until the group of a model was restarted so many times in all, without calling the model."""
-    from parallelformers_ng.model.parallelized import deployment_of  # takes seconds, which ranks of collectives save
+    """Wait until the group of a model has restarted `number` times in all, without calling the model."""
+    from parallelformers_ng.model.parallelized import deployment_of  # slow; collectives do not need it
 
     end = time.monotonic() + RESTART_SECONDS
     while deployment_of(model).incarnation < number:
@@ -45,7 +45,7 @@ def await_incarnation(model: PreTrainedModel, number: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process; one that only waits for its parent to notice has ended."""
+    """Return whether the process runs; a zombie, which only waits for its parent, does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -61,15 +61,15 @@ def await_end(*pids: int) -> None:
 
 
 def workers_of(parent: int) -> list[int]:
-    """Workers that process `parent` started, and the server that forks them, by what they show of themselves; zombies
-    have none."""
-    found = []
+    """Return the workers started by process `parent`, and their fork server, by their command lines; zombies have
+    none."""
+    pids = []
     for pid in psutil.pids():
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 line = file.read()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has just ended
             continue
         if re.match(rb"parallelformers-ng: (rank|worker|fork server).*, for process %d\0*$" % parent, line):
-            found.append(pid)
-    return found
+            pids.append(pid)
+    return pids

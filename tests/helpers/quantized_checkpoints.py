@@ -1,10 +1,10 @@
 """Tiny quantized checkpoints, each made with the library of its format, and their logits in one process.
 
-`python -m tests.helpers.quantized_checkpoints FOLDER` writes them, in a process of its own, as transformers looks for
+`python -m tests.helpers.quantized_checkpoints FOLDER` writes them in an own process, since transformers looks for
 libraries when it is imported.
 
-FOLDER/NAME has the checkpoint, FOLDER/NAME/expected.safetensors the logits, the greedy tokens and the weights in high
-precision.
+FOLDER/NAME is the checkpoint; FOLDER/NAME/expected.safetensors has the logits, the greedy tokens and the dequantized
+weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def llama() -> Any:
 
 
 def gpt2() -> Any:
-    """Its weights are transposed, one of them square."""
+    """Return a GPT-2, whose weights are transposed, one of them square."""
     return build(GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=131, pad_token_id=0))
 
 
@@ -66,7 +66,7 @@ def gpt_oss() -> Any:
 
 
 def qwen3_moe() -> Any:
-    """Its checkpoints hold experts one by one, and transformers stacks them."""
+    """Return a mixture of experts; its checkpoints hold single experts, which transformers stacks."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 32}
     return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **experts, intermediate_size=96))
 
@@ -76,19 +76,19 @@ def loaded(path: Path, **options: Any) -> Any:
 
 
 def rewritten(path: Path, model: Any, quantization: dict[str, Any], encode: Callable[[str, Any], dict | None]) -> None:
-    """Save a model, with the result of `encode` in place of a weight, if it returns one."""
+    """Save a model, with the weights replaced by the results of `encode` other than None."""
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     stored: dict[str, torch.Tensor] = {}
     for name, weight in load_file(path / "model.safetensors").items():
-        made = encode(name, weight)
-        stored |= {name: weight} if made is None else made
+        replacement = encode(name, weight)
+        stored |= {name: weight} if replacement is None else replacement
     save_file({name: part.contiguous() for name, part in stored.items()}, path / "model.safetensors", {"format": "pt"})
 
 
 def fp8(path: Path, block: list[int] | None, make: Callable[[], Any] = llama, **options: Any) -> Any:
-    """By the operation by which transformers quantizes."""
+    """Save a model in 8-bit floats, quantized by transformers' own operation."""
     from types import SimpleNamespace
 
     from transformers import FineGrainedFP8Config
@@ -105,7 +105,7 @@ def fp8(path: Path, block: list[int] | None, make: Callable[[], Any] = llama, **
 
 
 def mxfp4(path: Path) -> Any:
-    """A checkpoint of random codes: its writer needs a GPU."""
+    """Save a model with random codes of mxfp4: the real encoder needs a GPU."""
     from transformers import Mxfp4Config
 
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +124,7 @@ def mxfp4(path: Path) -> Any:
 
 
 def compressed(path: Path, kind: str, **weights: Any) -> Any:
-    """By compressed-tensors itself, but for its choice of scales."""
+    """Save a model quantized by compressed-tensors, except for the choice of scales."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -154,7 +154,7 @@ def compressed(path: Path, kind: str, **weights: Any) -> Any:
         if not symmetric:
             layer.weight_zero_point.data = zero.reshape(layer.weight_scale.shape).to(torch.int8)
     compressor = ModelCompressor(quantization_config=config)
-    if not symmetric:  # transformers reads none, so what they mean is what the library says
+    if not symmetric:  # transformers reads no zero points, so the library decides their meaning
         state = {name: layer.state_dict() for name, layer in model.named_modules() if hasattr(layer, "weight_scale")}
     compressor.compress_model(model)
     model.save_pretrained(path)
@@ -171,7 +171,7 @@ def compressed(path: Path, kind: str, **weights: Any) -> Any:
 
 
 def experts_in_8_bits(path: Path) -> Any:
-    """A checkpoint in the form of compressed-tensors: each expert's matrices have scales of their own."""
+    """Save experts as compressed-tensors writes them: each expert's matrices have own scales."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
     said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
@@ -209,10 +209,9 @@ def bitsandbytes(path: Path, make: Callable[[], PreTrainedModel] = llama, **opti
 
 
 def in_high_precision(layer: Any) -> torch.Tensor:
-    """The weight of a layer of bitsandbytes.
+    """Return the dequantized weight of a layer of bitsandbytes.
 
-    Its kernel for CPU (0.50.2) mistakes blocks of 4-bit codes that end within a row. It has no such where all are in
-    one row.
+    Its CPU kernel (0.50.2) misreads 4-bit blocks that end within a row. With all values in one row there are none.
     """
     import copy
 
@@ -241,7 +240,7 @@ def torchao(path: Path, config: Callable[[Any], Any]) -> Any:
 
 
 def packed(numbers: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Integers in words of 32 bits along a dimension, from the lowest bits on: those of each word in `order`."""
+    """Pack integers into words of 32 bits along a dimension, lowest bits first; `order` permutes those of a word."""
     each = 32 // bits
     parts = numbers.long().unflatten(dim, (-1, each)).movedim(dim + 1, -1)[..., list(order or range(each))]
     words = (parts << torch.arange(each) * bits).sum(-1)
@@ -249,7 +248,8 @@ def packed(numbers: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | 
 
 
 def in_groups(path: Path, model: Any, said: dict[str, Any], order: Callable[[int], torch.Tensor]) -> Any:
-    """GPTQ's or AWQ's, packed here as their documentation has it: what writes them wants another torch, or a GPU."""
+    """Save a model in the format of GPTQ or AWQ, packed by its documentation: the writers need another torch, or a
+    GPU."""
     bits, group, is_awq = said["bits"], said["group_size"], said["quant_method"] == "awq"
     plain, stored = model(), {}
     generator = torch.Generator().manual_seed(0)
@@ -268,8 +268,8 @@ def in_groups(path: Path, model: Any, said: dict[str, Any], order: Callable[[int
             zeros.fill_(1 << bits - 1)
         scales = (torch.rand((count, shape[1]), generator=generator) + 0.5) / (1 << bits) / shape[0] ** 0.5
         scales = scales.half()
-        made = (numbers - zeros[groups]) * scales[groups].float()
-        stored[name] = made if transposed else made.T.contiguous()
+        dequantized = (numbers - zeros[groups]) * scales[groups].float()
+        stored[name] = dequantized if transposed else dequantized.T.contiguous()
         if is_awq:
             turns = (0, 2, 4, 6, 1, 3, 5, 7)
             parts = {"qweight": packed(numbers, bits, 1, turns), "qzeros": packed(zeros, bits, 1, turns)}

@@ -1,4 +1,4 @@
-"""Quantized checkpoints damaged in every way that a disk, a network or a person can, drawn from seeds."""
+"""Quantized checkpoints damaged in every way that a disk, a network or a person can cause, drawn from seeds."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.helpers.quantized_checkpoints import EXPECTED
 
 _LAYER = re.compile(r"(model|transformer)\.(layers|h)\.\d+\.[a-z_.]*(_proj|c_attn|c_proj|c_fc)")
 _HARMLESS = (".weight_format", ".g_idx")
-"""Keys that old files lack, and that mean nothing if inputs are in order."""
+"""Tensors that old files lack, and group indices that are redundant for inputs in order."""
 
 
 class Files:
     """A checkpoint to be damaged.
 
     Attributes:
-        tensors: stored tensors.
-        header: further text in the file.
-        config: the configuration.
-        parts: names of what quantized weights are made of.
+        tensors: stored tensors by name.
+        header: metadata of the file.
+        config: contents of config.json.
+        parts: names of the tensors that make up quantized weights.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,13 +57,13 @@ class Files:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a part belongs to."""
-    found = _LAYER.match(name)
-    assert found is not None
-    return found.group()
+    """Return the layer that a part belongs to."""
+    match = _LAYER.match(name)
+    assert match is not None
+    return match.group()
 
 
-# each returns the words of the refusal besides the directory, or None if it does not apply
+# Each function returns the text that the refusal must name besides the directory, or None if it does not apply.
 
 
 def missing(files: Files, draw: random.Random) -> str | None:
@@ -112,7 +112,7 @@ def truncated(files: Files, draw: random.Random) -> str | None:
 
 
 def other_blocks(files: Files, draw: random.Random) -> str | None:
-    """In the configuration, in the header, or beside the tensor: wherever the format says it."""
+    """Change the block size in the configuration, in the header, or beside the tensor, depending on the format."""
     if files.said.get("weight_block_size"):
         files.said["weight_block_size"] = draw.choice([[8, 16], [7, 7], [0, 16], [16], "16"])
         return "weight"
@@ -157,7 +157,7 @@ def nothing_said(files: Files, draw: random.Random) -> str | None:
 
 
 def other_weight(files: Files, draw: random.Random) -> str | None:
-    """A layer whose weight is of another width than the model's."""
+    """Change the width of a layer's weight."""
     layer = layer_of(draw.choice(files.parts))
     rows = [name for name in files.parts if name.startswith(layer) and files.tensors[name].ndim > 1]
     if not rows or any(".quant_state." in name for name in files.parts):
@@ -177,9 +177,9 @@ class Damaged(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        path: path of the copy, until the next one is made.
-        names: words of the refusal besides the path.
-        what: kind of damage, format and seed.
+        path: path of the checkpoint, valid until the next one is made.
+        names: text that the refusal must name besides the path.
+        what: name of the damage, with format and seed.
     """
 
     path: Path
@@ -188,7 +188,7 @@ class Damaged(NamedTuple):
 
 
 def damaged(intact: Path, folder: Path, seeds: range) -> Iterator[Damaged]:
-    """Copies of a checkpoint, one damage each: the seed says which, as far as it applies."""
+    """Yield copies of a checkpoint, one damage each, chosen by the seed among those that apply."""
     for seed in seeds:
         applied: str | None = None
         draw, turn = random.Random(f"{intact.name}-{seed}"), seed

@@ -1,4 +1,4 @@
-"""Processes that call collectives on one arena, and the numbers that they should give."""
+"""Processes that call collectives on one arena, and the expected results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRELOAD = [
 
 
 def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
-    """A rank: receive a function, call it with a communicator, answer."""
+    """Run a rank: receive a function, call it with a communicator, send the result."""
     torch.set_num_threads(1)
     fd = arena.detach()
 
@@ -46,12 +46,12 @@ def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
             communicator = usual if timeout is None else connect(timeout)
             try:
                 pipe.send((function(communicator, *arguments), None))
-            except BaseException:  # pytest's own failures are none of Exception
+            except BaseException:  # pytest's own failures do not derive from Exception
                 pipe.send((None, traceback.format_exc()))
 
 
 class RankGroup:
-    """Ranks that live for the whole module, on one arena: its counters are the only state."""
+    """Ranks that live for a whole test module on one arena; its counters are the only state."""
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -86,7 +86,7 @@ class RankGroup:
         return self.finish()
 
     def run_with_gloo(self, function: Callable) -> None:
-        """Have the ranks call a function with their communicator, and what `connect_gloo` takes besides."""
+        """Have the ranks call a function with their communicator and the other arguments of `connect_gloo`."""
         rendezvous, arena = create_rendezvous(), Arena.create(self.world_size)
         try:
             self.run(function, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
@@ -112,7 +112,7 @@ def _reset(communicator: Communicator) -> None:
 
 
 def connect_gloo(communicator: Communicator, rendezvous: str, arena: str) -> Communicator:
-    """In a rank: gloo among the same ranks; see `RankGroup.run_with_gloo`."""
+    """Connect the same ranks by gloo, in a rank; see `RankGroup.run_with_gloo`."""
     rank, world_size = communicator.rank, communicator.world_size
     arena_fd = os.open(arena, os.O_RDWR)
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": 20.0, "rendezvous": rendezvous}
@@ -122,15 +122,15 @@ def connect_gloo(communicator: Communicator, rendezvous: str, arena: str) -> Com
 
 
 def reset_gloo(communicator: Communicator, gloo: Any) -> None:
-    """In a rank, after an abort: what the parent and the ranks do."""
+    """Reset after an abort, in a rank, as the parent and the ranks do."""
     meet(communicator)
-    gloo._arena.reset()  # in the parent's place
+    gloo._arena.reset()  # the parent's part
     meet(communicator)
     gloo.reset()
 
 
 def meet(communicator: Communicator) -> None:
-    """Wait until all ranks have come."""
+    """Wait until all ranks have arrived."""
     communicator.all_reduce(torch.zeros(1))
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _ATTEMPTS = 5
 _PATIENT = {
-    "RAY_health_check_timeout_ms": "60000",  # a machine that is busy must not look like one that fails
+    "RAY_health_check_timeout_ms": "60000",  # a busy machine must not look like a failed one
     "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "OMP_NUM_THREADS": "1",
 }
@@ -21,8 +21,13 @@ _PATIENT = {
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int, cpus: int, gpus: int = 0) -> Iterator[Any]:
-    """A running cluster that this process is connected to: a head without room for ranks, and nodes with room for
-    some ranks and pretended devices."""
+    """Yield a running cluster with this process connected: a head without room for ranks, and more nodes.
+
+    Args:
+        nodes: number of nodes besides the head.
+        cpus: number of ranks that fit on each node.
+        gpus: number of devices that each node claims to have.
+    """
     with mock.patch.dict(os.environ, _PATIENT):
         import ray
         from ray.cluster_utils import Cluster
@@ -40,7 +45,7 @@ def ray_cluster(nodes: int, cpus: int, gpus: int = 0) -> Iterator[Any]:
 
 
 def add_node(cluster: Any, cpus: int, **more: Any) -> Any:
-    """A further node, with room for so many ranks. Ray gives one that starts half a minute, which may be too short."""
+    """Add a node with room for `cpus` ranks; try again if it misses Ray's half minute to start."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(Exception):
             return cluster.add_node(num_cpus=cpus, **more)

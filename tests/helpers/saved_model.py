@@ -1,4 +1,4 @@
-"""A tiny language model and its tokenizer on disk, as `from_pretrained` reads them. No downloads."""
+"""A tiny language model and its tokenizer on disk, in the format of `from_pretrained`. No downloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = ["<unk>", *(f"w{number}" for number in range(130))]
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Save a random Llama of 131 words that never ends a text by itself. Returns the folder."""
+    """Save a random Llama of 131 words that never ends a text by itself; return the folder."""
     config = LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=64,
@@ -30,6 +30,6 @@ def save_tiny_model(folder: Path) -> Path:
     build(LlamaForCausalLM, config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # No special tokens, so that decoding drops none: a text has a word for every token.
+    # Without special tokens decoding drops nothing: a text has a word for every token.
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder

@@ -1,7 +1,7 @@
 """Embeddings of sentence-transformers: `python -m tests.helpers.sentence_reference TEXTS OUT FOLDER…`.
 
-Its evaluators import scikit-learn and SciPy, which weigh more than all else that tests need. Nothing that embeds uses
-them, so empty modules stand in their place.
+Its evaluators import scikit-learn and SciPy, larger than all other packages of the tests. Embedding uses neither, so
+empty modules replace them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def main(texts: str, out: str, *folders: str) -> None:
     Args:
         texts: JSON list of the texts.
         out: path of the file, JSON.
-        folders: models of sentence-transformers.
+        folders: paths of models of sentence-transformers.
     """
     find_packages()
-    import transformers  # noqa: F401  (it looks for them, and must not find them)
+    import transformers  # noqa: F401  (it must look for the packages before the stand-ins exist)
 
     sys.modules.update({name: MagicMock(__spec__=ModuleSpec(name, None)) for name in _HEAVY})
     from sentence_transformers import SentenceTransformer

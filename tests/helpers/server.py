@@ -1,4 +1,4 @@
-"""A server within the process of the tests, with a tiny model whose tokenizer knows every byte, and a chat template."""
+"""A server in the tests' own process, with a tiny model, a tokenizer of bytes, and a chat template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEMPLATE = """\
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, four marks, and the end of a text."""
+    """Return a tokenizer with a token for each byte, four marks, and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,21 +73,21 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A random Llama that knows its words, and seldom ends by itself."""
+    """Return a random Llama for the tokenizer's vocabulary, which seldom ends by itself."""
     return build(LlamaForCausalLM, tiny_config(tokenizer))
 
 
 class ScriptedModel:
-    """Says what it was told to, a byte a token, with no ranks behind it.
+    """A model that says a fixed text, one byte per token, without ranks.
 
     Args:
-        tokenizer: whose tokens it says.
-        says: the text, and then the end of it.
-        holds: whether it waits before each token, for `release` to be called.
+        tokenizer: tokenizer of the text.
+        says: text to say before the end token.
+        holds: whether to wait before each token until `release` is called.
 
     Attributes:
-        asked: the arguments of each call.
-        cancelled: how many calls were.
+        calls: keyword arguments of each call.
+        cancelled: number of cancelled calls.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, says: str = "", holds: bool = False) -> None:
@@ -95,7 +95,7 @@ class ScriptedModel:
         self.says = says
         self.config = tiny_config(tokenizer)
         self.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
         self.cancelled = 0
         self._may_go = asyncio.Event()
         if not holds:
@@ -112,11 +112,11 @@ class ScriptedModel:
         return plan(tiny_model(self.tokenizer), 2)
 
     def release(self, running: Running) -> None:
-        """Let all calls go on."""
+        """Let all calls continue."""
         running.server._loop.call_soon_threadsafe(self._may_go.set)
 
     async def agenerate(self, streamer: Any, **kwargs: Any) -> None:
-        self.asked.append(kwargs)
+        self.calls.append(kwargs)
         streamer.put(kwargs["input_ids"])
         tokens = self.tokenizer(self.says)["input_ids"] + [self.tokenizer.eos_token_id]
         try:
@@ -130,7 +130,7 @@ class ScriptedModel:
 
 @dataclass
 class Running:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     server: Server
@@ -139,7 +139,7 @@ class Running:
     said: list[str]
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait for what must come."""
+        """Wait until the condition holds, at most `PROMPTLY` seconds."""
         end = time.monotonic() + PROMPTLY
         while not condition():
             assert time.monotonic() < end
@@ -174,13 +174,13 @@ def serving_on(group: WorkerGroup, tokenizer: PreTrainedTokenizerFast) -> Iterat
     """Serve the tiny model from the workers of a group, until the block ends."""
     with (
         parallelize(tiny_model(tokenizer), workers=group, batching=True) as model,
-        serving(model, tokenizer) as found,
+        serving(model, tokenizer) as server,
     ):
-        yield found
+        yield server
 
 
 def save_served_model(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
-    """The tiny model as `parallelformers-ng serve` takes it. Returns the folder."""
+    """Save the tiny model in the format of `parallelformers-ng serve`; return the folder."""
     tokenizer = tokenizer or tiny_tokenizer()
     tiny_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

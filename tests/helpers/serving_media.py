@@ -1,4 +1,4 @@
-"""Tiny models that read pictures or sound, with their processors, saved as a server takes them."""
+"""Tiny models that read pictures or sound, with their processors, saved as a server loads them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def _text(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def save_llava(folder: Path) -> Path:
-    """Llava: the marks of a picture are counted from its patches. Returns the folder."""
+    """Save a Llava, whose marks of a picture are counted from its patches; return the folder."""
     tokenizer = _tokenizer("<image>", "<s>")
     begin = tokenizer.convert_tokens_to_ids("<s>")
-    tokenizer.bos_token = "<s>"  # the tokenizer puts it first, and the template does not
+    tokenizer.bos_token = "<s>"  # the tokenizer adds it, and the template does not
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     image = tokenizer.convert_tokens_to_ids("<image>")
     config = tf.LlavaConfig(
@@ -69,7 +69,7 @@ def save_llava(folder: Path) -> Path:
 
 
 def save_idefics3(folder: Path) -> Path:
-    """Idefics 3: a picture is cut into tiles, with marks of rows and columns. Returns the folder."""
+    """Save an Idefics 3, which cuts a picture into tiles with marks of rows and columns; return the folder."""
     places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     tokenizer = _tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *places)
     image = tokenizer.convert_tokens_to_ids("<image>")
@@ -81,7 +81,7 @@ def save_idefics3(folder: Path) -> Path:
 
 
 def save_whisper(folder: Path, seconds: int = 2) -> Path:
-    """Whisper, which reads some seconds at a time. Returns the folder."""
+    """Save a Whisper that reads `seconds` of sound at a time; return the folder."""
     marks = ["<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>", "<|startofprev|>"]
     stamps = [f"<|{step / 50:.2f}|>" for step in range(50 * seconds + 1)]
     tokenizer = _tokenizer(*marks, "<|startoflm|>", "<|nospeech|>", "<|notimestamps|>", *stamps)
@@ -120,20 +120,20 @@ def _save(folder: Path, cls: Any, config: Any, processor: Any) -> Path:
 
 
 def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
-    """A random picture."""
+    """Return a random picture."""
     generator = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator).numpy())
 
 
 def data_url(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
-    """A data URL of a picture."""
+    """Return the data URL of a picture."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def tone(seconds: float, rate: int = 16_000) -> np.ndarray:
-    """Some sound."""
+    """Return samples of a sound."""
     time = np.arange(int(seconds * rate)) / rate
     return (0.4 * np.sin(2 * np.pi * (300 + 200 * time) * time) + 0.1 * np.sin(2 * np.pi * 1000 * time)).astype(
         "float32"
@@ -141,7 +141,7 @@ def tone(seconds: float, rate: int = 16_000) -> np.ndarray:
 
 
 def sound_file(samples: np.ndarray, rate: int = 16_000, kind: str = "WAV", subtype: str | None = "FLOAT") -> bytes:
-    """A sound file."""
+    """Return the bytes of a sound file."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=kind, subtype=subtype)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Hosts on this machine: an agent each, as a thread of the tests, reached over loopback."""
+"""Hosts simulated on this machine: one agent per host, a thread of the tests, reached over loopback."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SimulatedHosts:
     """A `Launcher` of hosts.
 
     Args:
-        *counts: ranks of each.
-        apart: whether each host has CPUs of its own, as far as there are some. It then has a fork server, too.
+        *counts: number of ranks of each host.
+        apart: whether each host has own CPUs, as far as enough exist. It then has a fork server, too.
     """
 
     threads = None
@@ -39,9 +39,9 @@ class SimulatedHosts:
     def _serve(self, number: int, deadline: float) -> None:
         if self._apart:
             cpus = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, cpus[number % len(cpus) :: len(self.counts)])  # of this thread
-        made = call(self._listener.address, self.key, b"host %d" % number, deadline)
-        agent.serve(made, self._listener.address, self.key, number, f"host-{number}")
+            os.sched_setaffinity(0, cpus[number % len(cpus) :: len(self.counts)])  # the affinity of this thread alone
+        connection = call(self._listener.address, self.key, b"host %d" % number, deadline)
+        agent.serve(connection, self._listener.address, self.key, number, f"host-{number}")
 
     def check(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Small models with and without the kernels of a decode step, and what they are asked to do."""
+"""Small models with and without the kernels of a decode step, and ways to run them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each half of a layer, and all layers at once, are computed in C from now on."""
+    """Return a counter of the later computations in C: of each half of a layer, and of all layers at once."""
     seen: Counter[str] = Counter()
 
     class Counting:
@@ -48,17 +48,20 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             return getattr(kernel, name)
 
     kernel = decoder_layer._decode
-    install(LlamaForCausalLM(LlamaConfig(**TINY)))  # the first time, the kernels are compared with transformers
+    install(LlamaForCausalLM(LlamaConfig(**TINY)))  # the first installation compares the kernels with transformers
     for module in (decoder_layer, decoder_stack):
         monkeypatch.setattr(module, "_decode", Counting())
     return seen
 
 
 def models(family: str, dtype: torch.dtype = torch.float32, as_one: bool = False, **settings: Any) -> tuple[Any, Any]:
-    """A model with random parameters, norms and biases too, and its copy with the kernels.
+    """Return a model with random parameters, norms and biases included, and its copy with the kernels.
 
     Args:
-        as_one: whether the copy's layers may be computed all at once.
+        family: name of the architecture.
+        dtype: data type of the parameters.
+        as_one: whether the copy may compute all layers in one call.
+        settings: fields of the configuration.
     """
     config, model, special = FAMILIES.get(family, (MixtralConfig, MixtralForCausalLM, {}))
     sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -76,49 +79,49 @@ def models(family: str, dtype: torch.dtype = torch.float32, as_one: bool = False
 
 
 def prompt(rows: int, tokens: int = 7) -> dict[str, Tensor]:
-    """Some sequences, all but the first with padding before them."""
+    """Return `rows` sequences, all but the first padded on the left."""
     numbers = torch.Generator().manual_seed(rows)
     seen = torch.ones(rows, tokens, dtype=torch.long)
     seen[1:, : tokens // 2] = 0
     return {"input_ids": torch.randint(0, VOCABULARY, (rows, tokens), generator=numbers), "attention_mask": seen}
 
 
-def generate(model: Any, tokens: int = 12, rows: int = 3, **how: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, and the scores that led to them."""
-    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": tokens} | how
+def generate(model: Any, tokens: int = 12, rows: int = 3, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return tokens, and the scores of each step."""
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": tokens} | options
     torch.manual_seed(1)
     with torch.inference_mode():
-        made = model.generate(**prompt(rows), output_logits=True, return_dict_in_generate=True, **settings)
-    return made.sequences, torch.stack(made.logits)
+        output = model.generate(**prompt(rows), output_logits=True, return_dict_in_generate=True, **settings)
+    return output.sequences, torch.stack(output.logits)
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def cached_step(model: Any, cache: Any = None, **how: Any) -> Any:
-    """The output for one token behind a prompt."""
+def cached_step(model: Any, cache: Any = None, **options: Any) -> Any:
+    """Return the output for one token after a prompt."""
     with torch.inference_mode():
         cache = cache or DynamicCache(config=model.config)
         model(**prompt(1), past_key_values=cache)
-        return model(torch.tensor([[5]]), past_key_values=cache, **how)
+        return model(torch.tensor([[5]]), past_key_values=cache, **options)
 
 
-def step(model: Any, **how: Any) -> Tensor:
-    """Scores of one token behind a prompt."""
-    scores: Tensor = cached_step(model, **how).logits
+def step(model: Any, **options: Any) -> Tensor:
+    """Return the scores of one token after a prompt."""
+    scores: Tensor = cached_step(model, **options).logits
     return scores
 
 
 def check_generations(family: str, as_one: bool, calls: Counter[str], each_step: dict[str, int]) -> None:
-    """Generate in several ways with the kernels and without: the same tokens, the same scores, and so many calls of C
-    for each token after the first."""
+    """Generate in several ways with and without the kernels; compare tokens, scores, and the calls of C per later
+    token."""
     stock, fused = models(family, as_one=as_one)
-    for how in ({}, {"num_beams": 3}, {"do_sample": True}, {"tokens": 150, "rows": 1}):
+    for options in ({}, {"num_beams": 3}, {"do_sample": True}, {"tokens": 150, "rows": 1}):
         calls.clear()
-        tokens, scores = generate(fused, **how)
-        wanted_tokens, wanted = generate(stock, **how)
+        tokens, scores = generate(fused, **options)
+        wanted_tokens, wanted = generate(stock, **options)
         assert torch.equal(tokens, wanted_tokens)
         assert distance(scores, wanted) < 1e-5
-        steps = how.get("tokens", 12) - 1
+        steps = options.get("tokens", 12) - 1
         assert calls == {name: count * steps for name, count in each_step.items()}

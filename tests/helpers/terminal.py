@@ -1,4 +1,4 @@
-"""A person at a Python REPL."""
+"""A terminal session with a Python REPL."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import TracebackType
 
 
 class Terminal:
-    """A Python REPL on a pseudo-terminal of its own.
+    """A Python REPL on an own pseudo-terminal.
 
     Args:
-        environment: environment of the interpreter.
+        environment: environment variables of the interpreter.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -26,7 +26,7 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, "-q", "-i"], {**environment, **basic})
 
     def read_until(self, pattern: str, seconds: float) -> str:
-        """Return the text of the terminal until `pattern`, which must come in time."""
+        """Return the terminal's output up to `pattern`, which must come in time."""
         seen, end = "", time.monotonic() + seconds
         while not re.search(pattern, seen):
             assert select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0], f"no {pattern!r} in {seen!r}"

@@ -27,7 +27,7 @@ def clamped(states: torch.Tensor) -> torch.Tensor:
 
 
 def centred(states: torch.Tensor) -> torch.Tensor:
-    """Its result for some columns differs from its result for all."""
+    """Subtract the mean; a part of the columns would give other numbers than all."""
     return states - states.mean(-1, keepdim=True)
 
 
@@ -35,7 +35,7 @@ FUNCTIONS = (scaled, clamped, centred)
 
 
 def changed(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """The output of a module, its first tensor passed through `function`."""
+    """Return a module's output with its first tensor passed through `function`."""
     if isinstance(output, torch.Tensor):
         return function(output) if output.is_floating_point() else output
     if isinstance(output, tuple) and type(output) is tuple:
@@ -52,7 +52,7 @@ def followed_by(function: Callable[[torch.Tensor], torch.Tensor], forward: Calla
 
 
 class Wrapper(nn.Module):
-    """Around a layer, as libraries of adapters put theirs."""
+    """A module around a layer, as libraries of adapters use."""
 
     def __init__(self, inner: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class Wrapper(nn.Module):
 
 
 class CodeMoves:
-    """Mixed into a walk.
+    """A mixin of walks.
 
     Attributes:
-        parallelize: makes a parallelized model of a whole one.
+        parallelize: function from a whole model to a parallelized one.
     """
 
     whole: Any
@@ -130,7 +130,7 @@ class CodeMoves:
     def _with_change(
         self, what: str, change: Callable[[nn.Module, str, Any], None], kinds: type | tuple[type, ...]
     ) -> tuple[str, Step]:
-        """Parallelize a model of which up to three modules were changed."""
+        """Parallelize a model with up to three changed modules."""
         places = [
             path
             for path, module in self.whole.named_modules()
@@ -141,7 +141,7 @@ class CodeMoves:
 
         def take(model: Any) -> Any:
             own = copy.deepcopy(self.whole)
-            for path in sorted(paths, reverse=True):  # a child before what is around it
+            for path in sorted(paths, reverse=True):  # a child before its parents
                 change(own, path, function)
             if is_parallelized(model):
                 own = self.parallelize(own)

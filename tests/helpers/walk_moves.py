@@ -1,4 +1,4 @@
-"""Moves of a walk on kept state, drops, and other callers: see tests/helpers/walks.py."""
+"""Moves of a walk about kept state, lost workers and other callers: see tests/helpers/walks.py."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EPSILONS = ("variance_epsilon", "eps", "scaling")
 
 
 def open_and_running() -> tuple[int, int]:
-    """How many memory files this process has open, and how many processes descend from it."""
+    """Return the number of memory files this process has open, and the number of its descendants."""
     links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
     files = sum(os.path.islink(link) and os.readlink(link).startswith("/memfd") for link in links)
     return files, len(psutil.Process().children(recursive=True))
 
 
 def await_as_before(before: tuple[int, int]) -> None:
-    """See that no memory file is open and no process runs that did not before, after a moment for their ends."""
+    """Assert that no additional memory file is open and no additional process runs; wait a moment for ends."""
     gc.collect()
     end = time.monotonic() + 10
     while open_and_running() != before and time.monotonic() < end:
@@ -39,11 +39,11 @@ def await_as_before(before: tuple[int, int]) -> None:
 
 
 class FaultMoves:
-    """Mixed into a walk.
+    """A mixin of walks.
 
     Attributes:
-        parallelize: makes a parallelized model of a whole one.
-        timeouts: calls that did not keep a short deadline.
+        parallelize: function from a whole model to a parallelized one.
+        timeouts: number of calls that missed a short deadline.
     """
 
     whole: Any
@@ -71,14 +71,14 @@ class FaultMoves:
         return "input_ids" in self.inputs and self.whole.can_generate()
 
     def _call(self) -> Step:
-        """A call that is as good as another."""
+        """Return some call of the model."""
         if self._generates() and self._random.random() < 0.5:
             ids = self._random.choice(self._prompts())
             return lambda model: model.generate(ids, max_new_tokens=3, do_sample=False)
         return lambda model: model(**self.inputs)[0]
 
     def _change_in_a_conversation(self) -> tuple[str, Step]:
-        """Set an attribute between two calls that begin alike."""
+        """Set an attribute between two calls with a common beginning."""
         places = [
             (path, name)
             for path, module in self.whole.named_modules()
@@ -91,14 +91,14 @@ class FaultMoves:
         def converse(model: Any) -> list[Any]:
             ids, _, more = self._prompts()
             ids, more = ids.repeat(1, 3), torch.cat([ids.repeat(1, 3), more], 1)
-            found = []
+            outputs = []
             for prompt in (ids, more):
                 call = model.generate if generates else lambda prompt: model(**self.inputs)[0]
                 options = {"max_new_tokens": 3, "do_sample": False} if generates else {}
-                found.append(call(prompt, **options))
+                outputs.append(call(prompt, **options))
                 module = model.get_submodule(path)
                 setattr(module, name, vars(module)[name] * factor)
-            return found
+            return outputs
 
         return f"{path}.{name} *= {factor} between calls", converse
 
@@ -109,10 +109,10 @@ class FaultMoves:
         def take(model: Any) -> list[Any]:
             top = [model, *(child for child in model.children() if any(True for _ in child.parameters()))][:2]
             handles = [module.register_forward_hook(lambda *_: None) for module in top[:1]]
-            found = [call(model)] if calls else []
+            outputs = [call(model)] if calls else []
             for handle in handles:
                 handle.remove()
-            return [*found, call(model)]
+            return [*outputs, call(model)]
 
         return "hooks come and go", take
 
@@ -147,7 +147,7 @@ class FaultMoves:
         return f"a deadline of {seconds} s", take
 
     def _rebind(self) -> tuple[str, Step]:
-        """Drop the parallelized model, and parallelize another in its place."""
+        """Drop the parallelized model, and parallelize another one instead."""
         call = self._call()
 
         def take(model: Any) -> Any:
@@ -159,7 +159,7 @@ class FaultMoves:
         return "rebind", take
 
     def _crowd(self) -> tuple[str, Step]:
-        """Calls of several threads at the same time, and one of this thread meanwhile."""
+        """Call from several threads at once, and from this thread meanwhile."""
         generates = self._generates()
         rows = self._prompts() if generates else [None] * 3
 

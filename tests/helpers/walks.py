@@ -1,7 +1,7 @@
-"""Random walks over what users do with a model: the same steps on a whole model and on a parallelized copy.
+"""Random walks over users' actions: the same steps on a whole model and on a parallelized copy.
 
-After every step both must have given the same, or the parallelized one a typed refusal and nothing changed; at the end
-of a walk `deparallelize()` must give back the very bits of the whole one.
+After every step both must give the same result, or the parallelized model a typed refusal without changes. At the end
+of a walk `deparallelize()` must restore the exact bits of the whole model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Callable[[Any], Any]
 
 
 def without_dropout(model: nn.Module) -> Any:
-    """The model with no dropout, so that modes can be set and the numbers compared all the same."""
+    """Return the model without dropout, so that numbers are comparable in training mode too."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):
@@ -57,16 +57,16 @@ class Walk(FaultMoves, CodeMoves):
     """A walk with one pair of models.
 
     Args:
-        make: makes the model, always the same.
-        inputs: inputs of its forward.
+        make: function that makes the model, always the same.
+        inputs: keyword arguments of its forward.
         seed: seed of the walk.
-        parallelize: makes a parallelized model of a whole one.
+        parallelize: function from a whole model to a parallelized one.
 
     Attributes:
         whole, cut: the model, and a parallelized copy of it.
-        refused: how many steps the parallelized model refused.
-        taken, refusals: how many steps of each kind were taken, and refused.
-        steps: moves so far, for people.
+        refused: number of steps that the parallelized model refused.
+        taken, refusals: numbers of steps of each kind taken, and refused.
+        steps: descriptions of the steps, for readers.
     """
 
     make: Callable[[], Any]
@@ -78,7 +78,7 @@ class Walk(FaultMoves, CodeMoves):
     refusals: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        warm_up()  # the process that forks ranks stays
+        warm_up()  # the fork server stays after the walk
         self._before = open_and_running()
         self.whole, self.cut = self.make(), self.parallelize(self.make())
         self._random = random.Random(self.seed)
@@ -113,7 +113,7 @@ class Walk(FaultMoves, CodeMoves):
         try:
             got: Any = step(self.cut)
         except ParallelError:
-            self.refused += 1  # the next comparison shows whether it changed anything
+            self.refused += 1  # the next comparison shows whether the refusal changed anything
             return
         except NotPortableError:
             self.refused += 1
@@ -127,11 +127,11 @@ class Walk(FaultMoves, CodeMoves):
         except Exception as error:
             want = type(error)
         if isinstance(got, type) and isinstance(want, type):
-            assert issubclass(got, want), (got, want)  # a worker's error is of the original type as well
+            assert issubclass(got, want), (got, want)  # a worker's error has the original type too
         else:
             assert_same(comparable(got), comparable(want))
 
-    # -- what may be done ------------------------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------------------------
 
     def _draw(self) -> tuple[str, Step]:
         makers = (
@@ -188,13 +188,13 @@ class Walk(FaultMoves, CodeMoves):
         path, module = self._module()
         weight = next((w for w in module.parameters(recurse=False) if w.ndim == 2), None)
         if isinstance(module, nn.Embedding):
-            given: Any = torch.tensor([[3, 1, 2]])
+            states: Any = torch.tensor([[3, 1, 2]])
         elif isinstance(module, nn.Linear):
-            given = torch.randn(1, 3, module.in_features, generator=torch.Generator().manual_seed(1))
+            states = torch.randn(1, 3, module.in_features, generator=torch.Generator().manual_seed(1))
         else:
             width = weight.shape[-1] if weight is not None else 48
-            given = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(1))
-        return f"{path}(…)", lambda model: model.get_submodule(path)(given)
+            states = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(1))
+        return f"{path}(…)", lambda model: model.get_submodule(path)(states)
 
     def _read(self) -> tuple[str, Step]:
         path, _ = self._module()
@@ -250,8 +250,10 @@ class Walk(FaultMoves, CodeMoves):
         return what, self._refused_or_harmless(step)
 
     def _refused_or_harmless(self, step: Step) -> Step:
-        """The parallelized model must refuse what changes weights. The whole one never gets to see such a step; it
-        takes the others on a copy first."""
+        """Return a step that the parallelized model must refuse if it changes weights.
+
+        The whole model never runs such a step: it tries each step on a copy first.
+        """
 
         def take(model: Any) -> Any:
             if model is self.whole:
@@ -274,7 +276,7 @@ class Walk(FaultMoves, CodeMoves):
         return f"{path}: {what}", step
 
     def _hook(self) -> tuple[str, Step]:
-        """Put a hook that notes what a module gives, call the model, take the hook off: the notes are compared."""
+        """Register a hook that notes a module's output, call the model, and remove the hook; the notes are compared."""
         path, _ = self._module()
 
         def noted(model: Any) -> list[torch.Tensor]:
@@ -310,15 +312,15 @@ class Walk(FaultMoves, CodeMoves):
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """The first tensor of a module's output."""
+    """Return the first tensor of a module's output."""
     if isinstance(output, torch.Tensor):
         return output.detach().clone()
     items = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+    return next((tensor for item in items if (tensor := first_tensor(item)) is not None), None)
 
 
 def comparable(value: Any) -> Any:
-    """A result without caches, and with gradients left aside."""
+    """Return a result without caches, its tensors detached."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Hooks run on the workers, once, with the values of the whole model, and their notes come back."""
+"""Hooks run once, on the workers, with the inputs of the whole model; their notes return to the caller."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def first_tensor(output: Any) -> Any:
 
 
 def listen(model: Any, paths: tuple[str, ...], notes: list[Any], pre: bool = False) -> list[Any]:
-    """Hooks on several modules that write place and value to one list."""
+    """Register hooks on several modules that append (path, value) to one list."""
 
     def on(path: str) -> Any:
         module = model.get_submodule(path)
@@ -67,9 +67,7 @@ def use(model: Any) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", PLACES)
-def test_what_hooks_note_is_what_they_note_of_the_whole_model(
-    family: str, world_size: int, when: str, groups: Groups
-) -> None:
+def test_hooks_record_what_whole_model_would_show(family: str, world_size: int, when: str, groups: Groups) -> None:
     make, paths = PLACES[family]
     whole, model = make(), make()
     want: list[Any] = []
@@ -91,7 +89,7 @@ def test_what_hooks_note_is_what_they_note_of_the_whole_model(
         assert len(got) == len(want)
 
 
-def test_pre_hooks_prepended_ones_and_those_with_keyword_arguments(groups: Groups) -> None:
+def test_pre_hooks_keep_order_and_keyword_arguments(groups: Groups) -> None:
     def register(model: Any, notes: list[Any]) -> None:
         layer = model.model.layers[1]
         layer.register_forward_pre_hook(lambda *_: notes.append("pre"))
@@ -139,12 +137,15 @@ def test_hooks_that_change_what_goes_in_and_out(groups: Groups) -> None:
 
 
 def test_what_is_recorded_is_what_the_hooks_made(groups: Groups) -> None:
-    asked = {"output_hidden_states": True, "output_attentions": True}
+    outputs_asked = {"output_hidden_states": True, "output_attentions": True}
     whole = decoder("Llama")
     with parallelize(decoder("Llama"), workers=groups(2)) as model, torch.no_grad():
         for order in ("a hook before they are recorded", "a recorder before the hook"):
             handles = [m.model.layers[0].register_forward_hook(lambda *seen: seen[2] * 2) for m in (whole, model)]
-            assert_same(model(**text_inputs(), **asked).hidden_states, whole(**text_inputs(), **asked).hidden_states)
+            assert_same(
+                model(**text_inputs(), **outputs_asked).hidden_states,
+                whole(**text_inputs(), **outputs_asked).hidden_states,
+            )
             for handle in handles:
                 handle.remove()
             assert order
@@ -166,7 +167,7 @@ def _note(number: int) -> None:
 
 
 class Recorder:
-    """An object with a method that is a hook."""
+    """An object whose method is a hook."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -211,8 +212,8 @@ def test_notes_in_objects_globals_and_on_modules(groups: Groups) -> None:
         assert mine.model is model
 
 
-def test_a_hook_that_calls_modules_and_keeps_whole_outputs(groups: Groups) -> None:
-    """A logit lens: what the head makes of each layer's states."""
+def test_hook_may_call_modules_and_keep_outputs(groups: Groups) -> None:
+    """A logit lens: the head applied to each layer's states."""
 
     def register(model: Any, notes: list[Any], outputs: list[Any]) -> None:
         def lens(module: nn.Module, args: Any, output: Any) -> None:
@@ -238,7 +239,7 @@ def test_a_hook_that_calls_modules_and_keeps_whole_outputs(groups: Groups) -> No
             assert_same(again, whole(token_ids()[:, -1:], past_key_values=whole_outputs[0].past_key_values).logits)
 
 
-def test_a_hook_on_attention_that_is_a_block_sees_all_heads(groups: Groups) -> None:
+def test_hook_on_attention_block_sees_all_heads(groups: Groups) -> None:
     whole, model, want, got = t5(), t5(), list[Any](), list[Any]()
     for each, notes in ((whole, want), (model, got)):
         each.set_attn_implementation("eager")
@@ -252,7 +253,7 @@ def test_a_hook_on_attention_that_is_a_block_sees_all_heads(groups: Groups) -> N
 
 
 class Failing:
-    """Raises at one call, on every rank."""
+    """A hook that raises at one call, on every rank."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -288,16 +289,16 @@ def test_threads_take_turns(groups: Groups) -> None:
         assert notes == list(range(15))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def nothing(*_: Any) -> None:
-    """A hook."""
+    """Do nothing, as a hook."""
 
 
 class Listening(nn.Module):
     def forward(self, *_: Any) -> None:
-        """A hook."""
+        """Do nothing, as a hook."""
 
 
 def locked() -> Any:
@@ -365,7 +366,7 @@ def test_a_global_hook_is_refused_in_words(groups: Groups, global_hook: Callable
         parallelize(model, workers=groups(2))
 
 
-def test_an_object_that_a_hook_shares_with_a_processor_is_refused_in_words(groups: Groups) -> None:
+def test_hook_sharing_state_with_processor_is_refused(groups: Groups) -> None:
     class Both(LogitsProcessor):
         calls = 0
 

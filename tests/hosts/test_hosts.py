@@ -1,4 +1,4 @@
-"""Groups over several hosts, here all of them this machine, reached over loopback."""
+"""Groups over several hosts, all simulated on this machine over loopback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def started(target, *counts):
 
 @pytest.fixture(scope="module")
 def group():
-    """A target whose ranks sum and fail."""
+    """Yield a group of three ranks that sum and fail on request."""
     with started(TARGET, 2, 1) as group:
         yield group
 
@@ -48,7 +48,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(path):
-    """A model on three ranks of two hosts, and the same whole."""
+    """Yield a model on three ranks of two hosts, and the same model whole."""
     with started(RUNNER, 1, 2) as group:
         cut = parallelize(path, workers=group, progress=False)
         yield cut, AutoModelForCausalLM.from_pretrained(path).eval()
@@ -64,10 +64,10 @@ def test_all_ranks_take_part_and_rank_zero_answers(group):
 
 
 def test_sums_and_gathers_are_those_of_one_host(group):
-    found = group.call_each("collect", [()])
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
-    total, wide, gathered, of_two, either, nothing = found[0]
+    results = group.call_each("collect", [()])
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+    total, wide, gathered, of_two, either, nothing = results[0]
     assert total.tolist() == [[6.0, 6.0], [6.0, 6.0]]
     assert wide.dtype is torch.bfloat16
     assert torch.allclose(wide.float(), torch.tensor(0.3), rtol=1e-2)
@@ -78,7 +78,7 @@ def test_sums_and_gathers_are_those_of_one_host(group):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_one_rank_raises_ends_the_sums_of_all_and_the_next_request_is_served(group, rank):
+def test_error_ends_all_sums_next_request_works(group, rank):
     with pytest.raises(ValueError, match="a bad value") as raised:
         group.call("raise_value_error", [rank])
     assert raised.value.rank == rank
@@ -103,7 +103,7 @@ def test_a_request_is_cancelled_on_all_hosts(group):
     assert group.call("sum_of_ranks", 1.0) == 6.0
 
 
-def test_a_rank_that_dies_ends_the_group_and_the_error_names_its_host():
+def test_dead_rank_ends_group_naming_its_host():
     group = started(TARGET, 1, 2)
     pids = group.pids
     kill(pids[2])
@@ -114,14 +114,14 @@ def test_a_rank_that_dies_ends_the_group_and_the_error_names_its_host():
     await_end(*pids)
 
 
-def test_a_host_that_is_gone_ends_the_group_and_the_error_names_it(monkeypatch):
-    """Its agent hangs up without a word, in the middle of a request."""
+def test_lost_host_ends_group_and_is_named(monkeypatch):
+    """The agent closes its connection without a message, in the middle of a request."""
     agents = []
-    made = agent._Agent.__init__
+    init = agent._Agent.__init__
 
     def noted(self, *arguments):
         agents.append(self)
-        made(self, *arguments)
+        init(self, *arguments)
 
     monkeypatch.setattr(agent._Agent, "__init__", noted)
     group = started(TARGET, 1, 1)
@@ -134,7 +134,7 @@ def test_a_host_that_is_gone_ends_the_group_and_the_error_names_it(monkeypatch):
     await_end(*pids)
 
 
-def test_what_keeps_ranks_from_starting_is_told_with_the_host():
+def test_failed_start_of_ranks_names_the_host():
     with pytest.raises(StartupError, match=r"host-(\d): rank \1 raised while importing"):
         started("tests.no_such_module:Target", 1, 1)
 
@@ -155,15 +155,15 @@ def test_hosts_with_other_versions_are_refused(monkeypatch):
         started(TARGET, 1, 1)
 
 
-def test_a_model_from_a_path_gives_what_the_whole_one_gives(pair):
+def test_model_from_path_equals_the_whole_one(pair):
     cut, whole = pair
     ids = torch.randint(1, 131, (2, 7))
     assert torch.allclose(cut(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
-    for how in ({}, {"num_beams": 3}, {"do_sample": True}):
+    for options in ({}, {"num_beams": 3}, {"do_sample": True}):
         torch.manual_seed(3)
-        found = cut.generate(ids, max_new_tokens=6, pad_token_id=0, **how)
+        tokens = cut.generate(ids, max_new_tokens=6, pad_token_id=0, **options)
         torch.manual_seed(3)
-        assert torch.equal(found, whole.generate(ids, max_new_tokens=6, pad_token_id=0, **how)), how
+        assert torch.equal(tokens, whole.generate(ids, max_new_tokens=6, pad_token_id=0, **options)), options
 
 
 def test_caches_stay_on_the_hosts(pair):
@@ -186,7 +186,7 @@ def test_saving_over_hosts(pair, path, tmp_path):
     assert all(torch.equal(read_copy(again[name].node, {}), tensor) for name, tensor in whole.state_dict().items())
 
 
-def test_a_loaded_model_is_refused_with_what_to_do_instead(path):
+def test_loaded_model_is_refused_with_advice(path):
     with started(RUNNER, 1, 1) as group:
         model = AutoModelForCausalLM.from_pretrained(path)
         with pytest.raises(
@@ -196,7 +196,7 @@ def test_a_loaded_model_is_refused_with_what_to_do_instead(path):
         assert model.lm_head.weight.device.type == "cpu"
 
 
-def test_a_loaded_model_goes_to_ranks_that_are_all_here(path):
+def test_loaded_model_goes_to_local_ranks(path):
     with started(RUNNER, 2) as group:
         whole = AutoModelForCausalLM.from_pretrained(path).eval()
         ids = torch.randint(1, 131, (2, 7))
@@ -213,12 +213,12 @@ def test_stages_across_hosts_sum_within_each(path):
         whole = AutoModelForCausalLM.from_pretrained(path).eval()
         ids = torch.randint(1, 131, (2, 7))
         assert torch.allclose(cut(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
-        found, due = (model.generate(ids, max_new_tokens=6, pad_token_id=0, do_sample=False) for model in (cut, whole))
-        assert torch.equal(found, due)
+        tokens, due = (model.generate(ids, max_new_tokens=6, pad_token_id=0, do_sample=False) for model in (cut, whole))
+        assert torch.equal(tokens, due)
         cut.deparallelize()
 
 
-def test_stages_that_do_not_lie_within_hosts_are_refused(path):
+def test_stages_across_hosts_are_refused(path):
     with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="stages of 2 ranks do not lie within hosts"):
         parallelize(path, workers=group, fit={"strategy": "tensor+pipeline", "tensor": 2}, progress=False)
 
@@ -233,7 +233,7 @@ def test_stages_that_do_not_lie_within_hosts_are_refused(path):
         ([4], None, "give tensor=, the ranks of each stage"),
     ],
 )
-def test_stages_are_by_default_the_ranks_of_a_host(counts, tensor, message):
+def test_default_stages_are_the_ranks_of_hosts(counts, tensor, message):
     fit = FitOptions("tensor+pipeline")
     if message is None:
         assert fit.over(counts).tensor == tensor
@@ -252,7 +252,7 @@ def test_stages_are_by_default_the_ranks_of_a_host(counts, tensor, message):
         ("cuda", 4, {"CPU": 8, "GPU": 4, "disk": 12}),
     ],
 )
-def test_a_bundle_has_what_the_ranks_of_a_stage_take(device, width, bundle):
+def test_bundle_fits_the_ranks_of_a_stage(device, width, bundle):
     assert bundle_of(RayOptions(cpus=2, resources={"disk": 3}), device, width) == bundle
 
 
@@ -269,13 +269,13 @@ def test_a_bundle_has_what_the_ranks_of_a_stage_take(device, width, bundle):
         ([], 4, 1),
     ],
 )
-def test_stages_on_ray_are_as_large_as_its_nodes_have_room_for(devices, world_size, each):
+def test_stages_on_ray_fit_its_nodes(devices, world_size, each):
     nodes = [{"CPU": 64.0, "GPU": float(count), "memory": 1e9} if count else {"CPU": 64.0} for count in devices]
     assert ranks_of_each(world_size, {"CPU": 2, "GPU": 1}, nodes) == each
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch, path):
-    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(ParallelError, match=r"Ray is not installed; pip install 'parallelformers-ng\[ray\]'"):
         parallelize(path, 2, workers={"launcher": "ray", "device": "cpu"})
 
@@ -299,28 +299,30 @@ def test_what_launchers_do_not_take_is_refused(options, message, monkeypatch):
         start_group(2, **options)
 
 
-def test_how_many_devices_of_other_hosts_to_take_has_to_be_said(path):
+def test_number_of_remote_devices_is_required(path):
     with pytest.raises(PlacementError, match="num_gpus is None, and the ranks are on other hosts; say how many"):
         parallelize(path, workers={"launcher": "ray", "device": "cuda"})
 
 
-def test_a_server_on_ray_passes_devices_and_stages_on(monkeypatch):
-    given = {}
-    monkeypatch.setattr(serving_run, "parallelize", lambda *arguments, **options: given.update(options, all=arguments))
+def test_ray_server_passes_devices_and_stages_on(monkeypatch):
+    received = {}
+    monkeypatch.setattr(
+        serving_run, "parallelize", lambda *arguments, **options: received.update(options, all=arguments)
+    )
     monkeypatch.setattr(serving_run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     serving_run.load(
         ServeOptions("model", num_gpus=8, replicas=2, device="cuda", launcher="ray", strategy="tensor+pipeline")
     )
-    assert given["all"] == ("model", 8)
-    assert {name: given["workers"][name] for name in ("device", "launcher", "replicas")} == {
+    assert received["all"] == ("model", 8)
+    assert {name: received["workers"][name] for name in ("device", "launcher", "replicas")} == {
         "device": "cuda",
         "launcher": "ray",
-        "replicas": 1,  # each replica of Serve's has the model
+        "replicas": 1,  # each replica of Ray Serve holds the model
     }
-    assert given["fit"].over([4, 4]).tensor == 4
+    assert received["fit"].over([4, 4]).tensor == 4
 
 
-def test_a_server_on_ray_without_ray_says_what_to_install(monkeypatch, path):
+def test_ray_server_without_ray_says_what_to_install(monkeypatch, path):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "parallelformers_ng.serving.on_ray", raising=False)
     with pytest.raises(ParallelError, match=r"pip install 'parallelformers-ng\[serve,ray\]'"):
@@ -335,6 +337,6 @@ def test_a_server_on_ray_without_ray_says_what_to_install(monkeypatch, path):
         ({"autoscaling": ["max_replicas=2"]}, "it acts with launcher 'ray' alone"),
     ],
 )
-def test_what_a_server_does_not_take_for_launchers_is_refused(options, message):
+def test_options_not_for_launchers_are_refused(options, message):
     with pytest.raises(ParallelError, match=message):
         ServeOptions("model", **options)

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster, here all of them on this machine."""
+"""Ranks on the nodes of a Ray cluster, all on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def path(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_two_nodes_of_two_ranks_give_what_one_process_gives(cluster, path, tmp_path):
+def test_two_nodes_equal_one_process(cluster, path, tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(path).eval()
     with parallelize(path, 4, workers=WORKERS, progress=False) as model:
         group = deployment_of(model).replicas[0].group
@@ -55,23 +55,23 @@ def test_two_nodes_of_two_ranks_give_what_one_process_gives(cluster, path, tmp_p
     assert not [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
 
 
-def test_ranks_go_to_as_few_nodes_as_have_room_with_the_users_environment(cluster):
+def test_ranks_use_few_nodes_and_the_environment(cluster):
     options = {"runtime_env": {"env_vars": {"TEST_WORD": "said"}}}
     with start_group(2, **WORKERS, ray=options) as group:
         assert len(group.hosts.names) == 1
-        found = [psutil.Process(pid).environ().get("TEST_WORD") for pid in group.pids]
-    assert found == ["said", "said"]
+        words = [psutil.Process(pid).environ().get("TEST_WORD") for pid in group.pids]
+    assert words == ["said", "said"]
 
 
 @pytest.fixture
 def devices(cluster, monkeypatch):
-    """Ray has two on each node, and torch pretended ones."""
+    """Have Ray report two devices per node, and torch pretend them."""
     believe(monkeypatch)
     monkeypatch.setattr("parallelformers_ng.hosts.ray.Agent", PretendedAgent)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the caller's machine has none
 
 
-def test_where_the_cluster_has_devices_ranks_take_those_of_their_bundles(cluster, devices, path):
+def test_ranks_take_devices_of_their_bundles(cluster, devices, path):
     ids = torch.arange(1, 8)[None]
     whole = AutoModelForCausalLM.from_pretrained(path).eval()
     workers = {**WORKERS, "device": "auto"}
@@ -109,13 +109,13 @@ def test_a_device_that_another_has_is_left_alone(cluster, devices):
     ray.kill(other)
 
 
-def test_more_devices_than_there_are_are_refused_with_what_there_is(cluster, devices):
+def test_too_many_devices_are_refused_with_count(cluster, devices):
     due = r"8 times \{'CPU': 1, 'GPU': 1\}, which 8 ranks on cuda take: of .*'GPU': 4"
     with pytest.raises(StartupError, match=due):
         start_group(8, launcher="ray", device="cuda", start_timeout=3)
 
 
-def test_a_node_that_is_killed_in_a_request_is_named_and_the_group_recovers(cluster, path):
+def test_killed_node_is_named_and_group_recovers(cluster, path):
     ids = torch.arange(1, 8)[None]
     whole = AutoModelForCausalLM.from_pretrained(path).eval()
     spare = add_node(cluster, 2)
@@ -149,18 +149,18 @@ def test_a_node_that_is_killed_in_a_request_is_named_and_the_group_recovers(clus
     add_node(cluster, 2)
 
 
-def test_more_ranks_than_have_room_are_refused_with_what_there_is(cluster):
+def test_too_many_ranks_are_refused_with_count(cluster):
     with pytest.raises(StartupError, match=r"no room in time for 64 times \{'CPU': 1\}, which 64 ranks on cpu"):
         start_group(64, launcher="ray", device="cpu", start_timeout=3)
 
 
-def test_a_cluster_that_this_process_is_not_connected_to_is_refused(cluster):
+def test_cluster_without_connection_is_refused(cluster):
     with pytest.raises(ParallelError, match=r"address is '10\.1\.1\.1:6379', and this process is connected to"):
         start_group(2, launcher="ray", device="cpu", ray={"address": "10.1.1.1:6379"})
 
 
 def test_the_server_on_ray_serve(cluster, tmp_path):
-    """Two replicas of a rank each behind one route, healthy as `/ready` says, gone afterwards."""
+    """Two replicas of one rank each behind one route; `/ready` reports them healthy, and they end afterwards."""
     from parallelformers_ng.serving.on_ray import deployed
 
     folder = save_served_model(tmp_path)
@@ -171,8 +171,8 @@ def test_the_server_on_ray_serve(cluster, tmp_path):
     headers = {"Authorization": "Bearer k"}
     with deployed(options) as url, httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False) as client:
         (application,) = serve.status().applications.values()
-        (found,) = application.deployments.values()
-        assert found.replica_states == {"RUNNING": 2}
+        (deployment,) = application.deployments.values()
+        assert deployment.replica_states == {"RUNNING": 2}
         assert client.get("/ready").status_code == 200
         assert client.get("/ready", headers={"Authorization": "Bearer other"}).status_code == 401
         with ThreadPoolExecutor(8) as pool:
@@ -198,7 +198,7 @@ def test_the_server_on_ray_serve(cluster, tmp_path):
         ({"autoscaling": ["min_replicas=3", "max_replicas=2"]}, "which Ray Serve does not take: .*max_replicas"),
     ],
 )
-def test_what_does_not_act_on_ray_serve_is_refused(options, message):
+def test_options_without_effect_on_serve_are_refused(options, message):
     from parallelformers_ng.serving.on_ray import deployed
 
     with (

@@ -40,7 +40,7 @@ print("equal on", model.config.model_type, "as the caller", os.environ["RANK"])
 
 
 def job(monkeypatch, rank=0, nodes=1, each=2, group=0):
-    """Have this process be one that torchrun has started."""
+    """Set the environment of a process that torchrun has started."""
     values = {
         "TORCHELASTIC_RUN_ID": "none",
         "RANK": rank,
@@ -55,7 +55,7 @@ def job(monkeypatch, rank=0, nodes=1, each=2, group=0):
     monkeypatch.setattr(torchrun.Torchrun, "_meeting", None)
 
 
-def test_on_one_node_the_same_line_takes_a_rank_for_each_process_and_restarts_them(monkeypatch, tmp_path):
+def test_one_node_takes_and_restarts_its_ranks(monkeypatch, tmp_path):
     job(monkeypatch)
     path = save_tiny_model(tmp_path)
     ids = torch.arange(1, 8)[None]
@@ -71,7 +71,7 @@ def test_on_one_node_the_same_line_takes_a_rank_for_each_process_and_restarts_th
     await_end(pid, *running)
 
 
-def test_other_processes_of_the_callers_node_end_at_the_line(monkeypatch):
+def test_other_processes_end_at_the_call(monkeypatch):
     job(monkeypatch, rank=1)
     with pytest.raises(SystemExit) as raised:
         start_group()
@@ -79,18 +79,18 @@ def test_other_processes_of_the_callers_node_end_at_the_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("arguments", "message"),
     [
         ({"num_gpus": 3}, r"num_gpus is 3, and torchrun has started 2 processes"),
         ({"device": "cuda", "device_ids": [1, 0]}, r"device_ids \[1, 0\] name devices of this machine"),
         ({"launcher": "slurm"}, r"launcher is 'slurm'; it takes one of 'auto', 'local', 'torchrun'"),
     ],
 )
-def test_what_a_job_cannot_do_is_refused(monkeypatch, asked, message):
+def test_what_a_job_cannot_do_is_refused(monkeypatch, arguments, message):
     job(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ParallelError, match=message):
-        start_group(**asked)
+        start_group(**arguments)
 
 
 def test_each_process_of_a_job_has_one_device(monkeypatch, tmp_path):
@@ -100,7 +100,7 @@ def test_each_process_of_a_job_has_one_device(monkeypatch, tmp_path):
         parallelize(save_tiny_model(tmp_path), workers={"replicas": 2})
 
 
-def test_a_job_is_asked_for_where_there_is_none():
+def test_missing_job_is_reported():
     with pytest.raises(PlacementError, match="torchrun has not started this process"):
         start_group(2, launcher="torchrun")
 
@@ -113,7 +113,7 @@ def test_nodes_without_a_key_are_refused(monkeypatch):
             start_group(device="cpu")
 
 
-def test_workers_of_a_process_of_its_own_can_be_had_in_a_job(monkeypatch):
+def test_own_workers_are_possible_within_a_job(monkeypatch):
     job(monkeypatch)
     with start_group(1, device="cpu", launcher="local") as group:
         assert group.hosts is None
@@ -121,16 +121,16 @@ def test_workers_of_a_process_of_its_own_can_be_had_in_a_job(monkeypatch):
 
 @pytest.mark.slow
 def test_two_nodes_of_two_processes_run_one_script(tmp_path):
-    """Two jobs of torchrun on this machine, as on two nodes: four ranks, and nothing is left."""
+    """Two jobs of torchrun on this machine act as two nodes: four ranks, and no process remains."""
     path, script = save_tiny_model(tmp_path / "model"), tmp_path / "script.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", torchrun.KEY: "k" * 32}
-    how = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    options = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", f"--node-rank={node}", *how, script, path],
+            [sys.executable, "-m", "torch.distributed.run", f"--node-rank={node}", *options, script, path],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -142,6 +142,6 @@ def test_two_nodes_of_two_processes_run_one_script(tmp_path):
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
     assert "equal on llama as the caller 0" in said[0]
     assert "equal" not in said[1]
-    found = [line.split() for line in said[0].splitlines() if line.startswith("of ")]
-    assert [len(words) for words in found] == [7, 7]
-    await_end(*(int(pid) for words in found for pid in words[3:]))
+    ranks = [line.split() for line in said[0].splitlines() if line.startswith("of ")]
+    assert [len(words) for words in ranks] == [7, 7]
+    await_end(*(int(pid) for words in ranks for pid in words[3:]))

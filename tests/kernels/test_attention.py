@@ -1,4 +1,4 @@
-"""Attention in C against transformers' own, and where it stands back."""
+"""Attention in C compared with transformers' own, and the cases that it leaves to torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.kernels.operators import with_kernel
 pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SIZES = [  # batch, query heads, those that share a key/value head, tokens, widths of keys and values
+SIZES = [  # batch, query heads, query heads per key/value head, tokens, widths of keys and values
     (1, 1, 1, 1, 16, 16),
     (1, 8, 2, 7, 128, 128),
     (3, 6, 1, 33, 64, 64),
@@ -27,7 +27,7 @@ SIZES = [  # batch, query heads, those that share a key/value head, tokens, widt
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each call of the kernel."""
+    """Return the list of token counts of the kernel's calls."""
     seen: list[int] = []
 
     class Counting:
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The module, the query, and a key and a value with room behind them, as caches that grow in place have it."""
+    """Return the module, the query, and a key and a value with room behind them, like caches that grow in place."""
     batch, heads, shared, tokens, width, value_width = sizes
     torch.manual_seed(sum(sizes))
     query = torch.randn(batch, heads, 1, width, dtype=dtype) * 3
@@ -71,21 +71,19 @@ def test_results_are_as_exact_as_those_of_torch(sizes: tuple[int, ...], dtype: t
     for name, mask in _masks(sizes, dtype).items():
         for scaling in (None, 0.3):
             with torch.inference_mode():
-                found, weights = with_kernel(sdpa_attention_forward)(module, *states, mask, scaling=scaling)
+                got, weights = with_kernel(sdpa_attention_forward)(module, *states, mask, scaling=scaling)
             wide = None if mask is None or mask.dtype is torch.bool else mask.double()
             wanted, _ = sdpa_attention_forward(
                 module, *(state.double() for state in states), mask if wide is None else wide, scaling=scaling
             )
             assert weights is None
-            assert found.is_contiguous()
-            torch.testing.assert_close(found, wanted.to(dtype), msg=lambda text, name=name: f"{name}: {text}")
+            assert got.is_contiguous()
+            torch.testing.assert_close(got, wanted.to(dtype), msg=lambda text, name=name: f"{name}: {text}")
     assert calls == [sizes[3]] * 10
 
 
 @FLOATS
-def test_a_row_that_sees_nothing_gives_zeros_and_what_is_no_number_stays_so(
-    dtype: torch.dtype, calls: list[int]
-) -> None:
+def test_masked_row_gives_zeros_and_nan_stays_nan(dtype: torch.dtype, calls: list[int]) -> None:
     module, query, key, value = _inputs(SIZES[2], dtype)
     unseen = torch.zeros(3, 1, 1, 33, dtype=torch.bool)
     query[0, 1] = torch.nan
@@ -98,7 +96,7 @@ def test_a_row_that_sees_nothing_gives_zeros_and_what_is_no_number_stays_so(
     assert len(calls) == 2
 
 
-def test_it_stands_back_for_torch_where_torch_must_do_the_work(calls: list[int]) -> None:
+def test_attention_is_left_to_torch_when_needed(calls: list[int]) -> None:
     module, query, key, value = _inputs(SIZES[1], torch.float32)
     attend = with_kernel(sdpa_attention_forward)
     attend(module, query, key, value, None)  # outside of inference mode

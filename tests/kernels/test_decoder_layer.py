@@ -1,4 +1,4 @@
-"""A decoder layer's halves in C against transformers' own, and where they stand back."""
+"""The halves of a decoder layer in C compared with transformers' own, and the cases left to the modelling code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_exact_as_the_modelling_code(family: str, calls: Counter[str]) -> None:
-    """Both differ from the same model in fp64; the kernel by no more than the operators do."""
+    """Both are compared with the same model in fp64; the kernel's error is at most that of the operators."""
     stock, fused = models(family, torch.bfloat16)
     exact = copy.deepcopy(stock).double()
     tokens = torch.randint(0, VOCABULARY, (2, 9))
@@ -53,30 +53,30 @@ def test_bf16_is_as_exact_as_the_modelling_code(family: str, calls: Counter[str]
             steps = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(2, tokens.shape[1])]
         return torch.cat(steps, 1)
 
-    found, usual, wanted = scores(fused), scores(stock), scores(exact)
+    got, usual, wanted = scores(fused), scores(stock), scores(exact)
     assert calls["attention_half"] == calls["feed_half"] == LAYERS * (tokens.shape[1] - 2)
-    assert distance(found, wanted) < 1.2 * distance(usual, wanted) + 1e-3
+    assert distance(got, wanted) < 1.2 * distance(usual, wanted) + 1e-3
 
 
-def test_a_layer_with_experts_has_its_attention_computed_in_c(calls: Counter[str]) -> None:
+def test_layer_with_experts_computes_attention_in_c(calls: Counter[str]) -> None:
     stock, fused = models("mixtral", num_local_experts=4, sliding_window=None)
-    found, wanted = generate(fused), generate(stock)
-    assert torch.equal(found[0], wanted[0])
-    assert distance(found[1], wanted[1]) < 1e-5
+    got, wanted = generate(fused), generate(stock)
+    assert torch.equal(got[0], wanted[0])
+    assert distance(got[1], wanted[1]) < 1e-5
     assert calls == {"attention_half": LAYERS * 11}
 
 
-def test_a_layer_with_a_sliding_window_has_its_feed_forward_computed_in_c(calls: Counter[str]) -> None:
+def test_sliding_window_layer_computes_feed_forward_in_c(calls: Counter[str]) -> None:
     stock, fused = models("mistral", sliding_window=5)
-    found, wanted = generate(fused), generate(stock)
-    assert torch.equal(found[0], wanted[0])
+    got, wanted = generate(fused), generate(stock)
+    assert torch.equal(got[0], wanted[0])
     assert calls == {"feed_half": LAYERS * 11}
 
 
 def test_other_activations_are_left_to_torch(calls: Counter[str]) -> None:
     stock, fused = models("llama", hidden_act="gelu")
-    found, wanted = generate(fused), generate(stock)
-    assert torch.equal(found[0], wanted[0])
+    got, wanted = generate(fused), generate(stock)
+    assert torch.equal(got[0], wanted[0])
     assert calls == {"attention_half": LAYERS * 11}
 
 
@@ -110,20 +110,20 @@ def test_modules_with_a_hook_are_called(name: str, when: str, calls: Counter[str
     assert set(calls) == left
 
 
-def test_hidden_states_that_were_asked_for_once_cost_nothing_later(calls: Counter[str]) -> None:
+def test_requested_hidden_states_cost_nothing_later(calls: Counter[str]) -> None:
     stock, fused = models("llama")
     calls.clear()
-    asked = {"output_hidden_states": True, "output_attentions": True}
-    found, wanted = (cached_step(model, **asked) for model in (fused, stock))
-    assert len(found.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
-    assert all(distance(mine, its) < 1e-5 for mine, its in zip(found.hidden_states, wanted.hidden_states, strict=True))
+    outputs_asked = {"output_hidden_states": True, "output_attentions": True}
+    got, wanted = (cached_step(model, **outputs_asked) for model in (fused, stock))
+    assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
+    assert all(distance(mine, its) < 1e-5 for mine, its in zip(got.hidden_states, wanted.hidden_states, strict=True))
     assert set(calls) == {"feed_half"}
     calls.clear()
     assert distance(step(fused), step(stock)) < 1e-5
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
 
 
-def test_stands_back_where_its_results_are_not_what_is_asked_for(calls: Counter[str]) -> None:
+def test_kernels_are_left_out_when_results_would_differ(calls: Counter[str]) -> None:
     stock, fused = models("llama")
     eager = copy.deepcopy(fused)
     eager.set_attn_implementation("eager")
@@ -165,7 +165,7 @@ def test_replaced_and_moved_weights_are_seen(calls: Counter[str]) -> None:
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS - 1}
 
 
-def test_weights_that_were_cast_are_read_where_they_are_now(calls: Counter[str]) -> None:
+def test_cast_weights_are_read_at_their_new_place(calls: Counter[str]) -> None:
     stock, fused = models("llama")
     step(fused)
     stock.to(torch.bfloat16), fused.to(torch.bfloat16)
@@ -174,7 +174,7 @@ def test_weights_that_were_cast_are_read_where_they_are_now(calls: Counter[str])
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
 
 
-def test_states_of_another_width_are_an_error_as_ever(calls: Counter[str]) -> None:
+def test_states_of_another_width_raise_as_before(calls: Counter[str]) -> None:
     stock, fused = models("llama")
     calls.clear()
     for model in (stock, fused):
@@ -196,17 +196,19 @@ def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str])
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
 
 
-def test_a_user_of_another_attention_function_gets_it(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
+def test_other_attention_functions_are_called(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
     stock, fused = models("llama")
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *inputs, **how: sdpa_attention_forward(*inputs, **how))
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs)
+    )
     assert distance(step(fused), step(stock)) < 1e-5
     assert calls == {"feed_half": LAYERS}
 
 
-def test_layers_that_mean_something_new_are_left_to_transformers(
+def test_layers_with_new_meaning_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: Counter[str]
 ) -> None:
-    """A later release may keep the names and the code: here, one that rotates the other way."""
+    """A later release could change a layer under the same name and code: here, it rotates the other way."""
     models("llama")
     assert installation.layers_agree.__wrapped__()
     monkeypatch.setattr(installation, "layers_agree", functools.cache(installation.layers_agree.__wrapped__))

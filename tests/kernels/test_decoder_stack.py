@@ -1,4 +1,4 @@
-"""All decoder layers in one call of C against transformers' own, and where they are called one by one."""
+"""All decoder layers in one call of C compared with transformers' own, and the cases of one call per layer."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_has_the_bits_of_one_layer_after_another(family: str, calls: Counter[str]) -> None:
+def test_bf16_stack_equals_single_layers_bitwise(family: str, calls: Counter[str]) -> None:
     _, fused = models(family, torch.bfloat16, as_one=True)
     _, layered = models(family, torch.bfloat16)
-    found, wanted = generate(fused), generate(layered)
-    assert torch.equal(found[1], wanted[1])
+    got, wanted = generate(fused), generate(layered)
+    assert torch.equal(got[1], wanted[1])
     assert calls == {"decoder_layers": 11, "attention_half": LAYERS * 11, "feed_half": LAYERS * 11}
 
 
@@ -72,7 +72,7 @@ def test_what_comes_in_stays_as_it_is() -> None:
     assert torch.equal(embedded, kept)
 
 
-def test_outside_of_the_model_the_layers_are_a_list(calls: Counter[str]) -> None:
+def test_stack_is_a_list_outside_the_model(calls: Counter[str]) -> None:
     _, fused = models("llama", as_one=True)
     layers = fused.model.layers
     assert type(layers) is DecoderStack
@@ -84,7 +84,7 @@ def test_outside_of_the_model_the_layers_are_a_list(calls: Counter[str]) -> None
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
 
 
-def test_fewer_layers_than_there_are(calls: Counter[str]) -> None:
+def test_stack_runs_the_configured_number_of_layers(calls: Counter[str]) -> None:
     stock, fused = models("llama", as_one=True)
     for model in (stock, fused):
         model.config.num_hidden_layers = LAYERS - 1
@@ -107,13 +107,13 @@ def test_layers_with_a_hook_are_called(name: str, calls: Counter[str]) -> None:
         for layer in model.model.layers[1:2]:
             WATCHED[name](layer).register_forward_hook(lambda module, *_: heard.append(module))
     assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
-    assert len(heard) == 4  # for the prompt and the step
+    assert len(heard) == 4  # two models, each for the prompt and the step
     assert calls["decoder_layers"] == 0
     assert calls["feed_half"] >= LAYERS - 1
 
 
 @pytest.mark.parametrize(("name", "left"), [("layer", 2 * LAYERS), ("mlp", 2 * LAYERS - 1), ("k_norm", 2 * LAYERS - 1)])
-def test_a_module_with_a_forward_of_its_own_keeps_it(name: str, left: int, calls: Counter[str]) -> None:
+def test_module_with_own_forward_keeps_it(name: str, left: int, calls: Counter[str]) -> None:
     stock, fused = models("qwen3", as_one=True)
     for model in (stock, fused):
         module: Any = WATCHED[name](model.model.layers[1])
@@ -122,28 +122,28 @@ def test_a_module_with_a_forward_of_its_own_keeps_it(name: str, left: int, calls
     assert calls.total() == calls["attention_half"] + calls["feed_half"] == left
 
 
-def test_hidden_states_that_were_asked_for_once_cost_nothing_later(calls: Counter[str]) -> None:
+def test_requested_hidden_states_cost_nothing_later(calls: Counter[str]) -> None:
     stock, fused = models("qwen2", as_one=True)
-    asked = {"output_hidden_states": True, "output_attentions": True}
-    found, wanted = (cached_step(model, **asked) for model in (fused, stock))
-    assert len(found.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
-    assert all(distance(mine, its) < 1e-5 for mine, its in zip(found.hidden_states, wanted.hidden_states, strict=True))
+    outputs_asked = {"output_hidden_states": True, "output_attentions": True}
+    got, wanted = (cached_step(model, **outputs_asked) for model in (fused, stock))
+    assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
+    assert all(distance(mine, its) < 1e-5 for mine, its in zip(got.hidden_states, wanted.hidden_states, strict=True))
     assert "decoder_layers" not in calls
     calls.clear()
     assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
     assert calls == {"decoder_layers": 1}
 
 
-def test_layers_of_several_types_are_called_one_by_one(calls: Counter[str]) -> None:
+def test_layers_of_several_types_are_called_singly(calls: Counter[str]) -> None:
     types = ["full_attention", "sliding_attention", "full_attention"]
     stock, fused = models("qwen3", as_one=True, layer_types=types, use_sliding_window=True, sliding_window=5)
-    found, wanted = generate(fused), generate(stock)
-    assert torch.equal(found[0], wanted[0])
-    assert distance(found[1], wanted[1]) < 1e-5
+    got, wanted = generate(fused), generate(stock)
+    assert torch.equal(got[0], wanted[0])
+    assert distance(got[1], wanted[1]) < 1e-5
     assert "decoder_layers" not in calls
 
 
-def test_one_layer_that_differs_has_all_called(calls: Counter[str]) -> None:
+def test_one_differing_layer_splits_the_stack(calls: Counter[str]) -> None:
     stock, fused = models("llama", as_one=True)
     for model in (stock, fused):
         model.model.layers[2].mlp.act_fn = nn.GELU()
@@ -151,7 +151,7 @@ def test_one_layer_that_differs_has_all_called(calls: Counter[str]) -> None:
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS - 1}
 
 
-def test_caches_of_unequal_length_are_left_to_the_layers(calls: Counter[str]) -> None:
+def test_unequal_caches_are_left_to_the_layers(calls: Counter[str]) -> None:
     _, fused = models("llama", as_one=True)
     with torch.inference_mode():
         cache = DynamicCache(config=fused.config)
@@ -176,7 +176,7 @@ def test_replaced_and_moved_weights_are_seen(calls: Counter[str]) -> None:
 
 
 def _share(communicator: Communicator, stock: Any, fused: Any) -> Any:
-    """This rank's part of a model, with the kernels."""
+    """Return this rank's part of a model, with the kernels."""
     return cut(fused, build_plan(stock, communicator.world_size, select(stock)), communicator.rank, communicator)
 
 
@@ -190,10 +190,10 @@ def _scores_of_a_rank(communicator: Any) -> tuple[Tensor, Counter[str]]:
 @pytest.mark.slow
 def test_sums_over_the_ranks(two_ranks: RankGroup) -> None:
     wanted = generate(models("qwen3")[0])[1]
-    found = two_ranks.run(_scores_of_a_rank)
-    for scores, calls in found:
+    results = two_ranks.run(_scores_of_a_rank)
+    for scores, calls in results:
         assert distance(scores, wanted) < 1e-5
-        assert torch.equal(scores, found[0][0])
+        assert torch.equal(scores, results[0][0])
         assert calls == {"decoder_layers": 11}
 
 
@@ -201,32 +201,32 @@ def test_ranks_that_meet_otherwise_sum_after_each_half(calls: Counter[str]) -> N
     stock, fused = models("qwen3", as_one=True)
     wanted = cached_step(stock).logits
     calls.clear()
-    for found in run_ranks(2, lambda communicator: cached_step(_share(communicator, stock, fused)).logits):
-        assert distance(found, wanted) < 1e-5
+    for got in run_ranks(2, lambda communicator: cached_step(_share(communicator, stock, fused)).logits):
+        assert distance(got, wanted) < 1e-5
     assert calls == {"attention_half": 2 * LAYERS, "feed_half": 2 * LAYERS}
 
 
 def test_each_stage_of_a_pipeline_is_one_call(calls: Counter[str]) -> None:
     stock, fused = models("qwen3", as_one=True)
     wanted = cached_step(stock).logits
-    made = in_stages(build_plan(stock, 1, UNCUT), stock, [0.5, 0.5])
-    assert len({stop.holders for stop in _stops(made)}) == 2, "both ranks have layers"
+    shard_plan = in_stages(build_plan(stock, 1, UNCUT), stock, [0.5, 0.5])
+    assert len({stop.holders for stop in _stops(shard_plan)}) == 2, "both ranks have layers"
     calls.clear()
-    for found in run_ranks(2, lambda rank: cached_step(cut(fused, made, rank.rank, rank)).logits):
-        assert distance(found, wanted) < 1e-5
+    for got in run_ranks(2, lambda rank: cached_step(cut(fused, shard_plan, rank.rank, rank)).logits):
+        assert distance(got, wanted) < 1e-5
     assert calls == {"decoder_layers": 2}
 
 
-def _stops(made: ShardPlan) -> list[Stop]:
-    layers = [layer for layer in made.layers if layer.cls is Placed and ".layers." in layer.path]
+def _stops(shard_plan: ShardPlan) -> list[Stop]:
+    layers = [layer for layer in shard_plan.layers if layer.cls is Placed and ".layers." in layer.path]
     return [layer.attributes[0]["stop"] for layer in layers]
 
 
 def test_a_single_rank_has_nothing_to_sum(calls: Counter[str]) -> None:
     stock, fused = models("qwen3", as_one=True)
     calls.clear()
-    found = cached_step(_share(SingleCommunicator(Arena.create(1)), stock, fused)).logits
-    assert distance(found, cached_step(stock).logits) < 1e-5
+    got = cached_step(_share(SingleCommunicator(Arena.create(1)), stock, fused)).logits
+    assert distance(got, cached_step(stock).logits) < 1e-5
     assert calls == {"decoder_layers": 1}
 
 
@@ -254,7 +254,7 @@ def test_an_abort_ends_the_step(two_ranks: RankGroup) -> None:
 
 
 class Counts(LogitsProcessor):
-    """Notes how often a worker's kernels were called, token by token."""
+    """A processor that notes, token by token, how often a worker's kernels were called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -271,10 +271,10 @@ def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
     wanted = stock.generate(**prompt(1), max_new_tokens=6, do_sample=False)
     model = parallelize(stock, num_gpus=2, workers={"device": "cpu"})
     try:
-        made = model.generate(
+        shard_plan = model.generate(
             **prompt(1), max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([Counts(tmp_path)])
         )
-        assert torch.equal(made, wanted)
+        assert torch.equal(shard_plan, wanted)
     finally:
         model.deparallelize()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["{'decoder_layers': 5}"] * 2
@@ -283,11 +283,9 @@ def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group", [None, 32, 64])
 @pytest.mark.parametrize("family", ["llama with every bias", "llama with odd sizes", "qwen3"])
-def test_weights_that_are_integers_run_in_the_same_call(
-    family: str, dtype: torch.dtype, group: int | None, calls
-) -> None:
-    """All layers, some matrices left in high precision, others of 4 bits where their inputs are whole groups, against
-    the numbers that the integers stand for."""
+def test_integer_weights_run_in_the_same_call(family: str, dtype: torch.dtype, group: int | None, calls) -> None:
+    """All layers are compared with the dequantized weights; some matrices stay unquantized, others have 4 bits if
+    whole groups fit."""
     stock, fused = models(family, dtype, as_one=True)
     for path, layer in fused.model.named_modules():
         if type(layer) is StreamingLinear and not path.endswith("1.mlp.up_proj"):
@@ -307,6 +305,6 @@ def test_weights_that_are_integers_run_in_the_same_call(
         assert torch.equal(tokens, wanted_tokens)
         assert distance(scores, wanted) < 1e-5
     else:
-        alike = tokens[:, -12] == wanted_tokens[:, -12]  # rounded to 16 bits two scores may change places
+        alike = tokens[:, -12] == wanted_tokens[:, -12]  # scores rounded to 16 bits may change places
         assert alike.any()
         assert distance(scores[1][alike], wanted[1][alike]) < 6e-2

@@ -1,4 +1,4 @@
-"""Products that threads share out are, to the bit, those of one thread."""
+"""Products shared by several threads equal those of one thread, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,25 +34,23 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @DTYPES
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
-def test_a_linear_layer_is_the_same_whoever_computes_it(
+def test_linear_layer_is_equal_with_any_threads(
     kind: str | None, dtype: torch.dtype, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(MOST_ROWS, dtype, 32)  # whatever this processor is best at
+    monkeypatch.setitem(MOST_ROWS, dtype, 32)  # independent of this processor's limit
     layer = _layer(kind, dtype)
     for rows in (1, 2, 7, 23):
         x = torch.randn(1, rows, INPUTS).to(dtype)
-        _is_the_same_in_any_company(threads, lambda x=x: layer(x))
+        _is_equal_with_any_threads(threads, lambda x=x: layer(x))
 
 
 @DTYPES
 @pytest.mark.parametrize("tokens", [600, 1111])
-def test_attention_is_the_same_whoever_computes_it(
-    tokens: int, dtype: torch.dtype, threads: Callable[[int], None]
-) -> None:
+def test_attention_is_equal_with_any_threads(tokens: int, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
     attend, module = with_kernel(sdpa_attention_forward), SimpleNamespace(num_key_value_groups=3)
     query = torch.randn(2, 15, 1, 48).to(dtype)
     key, value = torch.randn(2, 2, 5, tokens, 48).to(dtype)
-    _is_the_same_in_any_company(threads, lambda: attend(module, query, key, value, None)[0])
+    _is_equal_with_any_threads(threads, lambda: attend(module, query, key, value, None)[0])
     with torch.inference_mode():
         torch.testing.assert_close(
             attend(module, query, key, value, None)[0], sdpa_attention_forward(module, query, key, value, None)[0],
@@ -61,14 +59,12 @@ def test_attention_is_the_same_whoever_computes_it(
 
 
 @DTYPES
-def test_a_step_through_all_layers_is_the_same_whoever_computes_it(
-    dtype: torch.dtype, threads: Callable[[int], None]
-) -> None:
+def test_step_through_all_layers_equals_single_thread(dtype: torch.dtype, threads: Callable[[int], None]) -> None:
     fused = step_models.models("llama", dtype, as_one=True)[1]
-    _is_the_same_in_any_company(threads, lambda: step_models.step(fused))
+    _is_equal_with_any_threads(threads, lambda: step_models.step(fused))
 
 
-def test_callers_that_meet_get_each_its_own_product(threads: Callable[[int], None]) -> None:
+def test_concurrent_callers_get_their_own_products(threads: Callable[[int], None]) -> None:
     threads(3)
     layer, failed = _layer(None, torch.float32), []
 
@@ -94,7 +90,7 @@ def test_a_forked_process_has_threads_of_its_own(threads: Callable[[int], None])
     with torch.inference_mode():
         wanted = layer(x)
         child = os.fork()
-        if not child:  # nothing but an exit code comes back from it
+        if not child:  # the child returns nothing but an exit code
             os._exit(0 if torch.equal(layer(x), wanted) and len(os.listdir("/proc/self/task")) == 3 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -111,7 +107,7 @@ def _layer(kind: str | None, dtype: torch.dtype) -> nn.Module:
     return layer
 
 
-def _is_the_same_in_any_company(threads: Callable[[int], None], compute: Callable[[], Tensor]) -> None:
+def _is_equal_with_any_threads(threads: Callable[[int], None], compute: Callable[[], Tensor]) -> None:
     with torch.inference_mode():
         threads(1)
         alone: Any = compute()

@@ -1,4 +1,4 @@
-"""The layers in C against torch, and where they stand back."""
+"""Linear layers and norms in C compared with torch, and the cases left to torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each call of the kernel."""
+    """Return the list of row counts of the kernel's calls."""
     seen: list[int] = []
 
     class Counting:
@@ -48,36 +48,36 @@ def _layer(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> Streami
 def test_results_are_as_exact_as_those_of_torch(
     inputs: int, dtype: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(MOST_ROWS, dtype, 32)  # whatever this processor is best at
+    monkeypatch.setitem(MOST_ROWS, dtype, 32)  # independent of this processor's limit
     for outputs in (1, 2, 7, 33):
         for bias in (False, True):
             layer = _layer(inputs, outputs, dtype, bias)
             for shape in ((inputs,), (1, 1, inputs), (1, 2, inputs), (1, 3, inputs), (2, 2, inputs), (1, 23, inputs)):
                 x = torch.randn(shape).to(dtype)
                 with torch.inference_mode():
-                    found = layer(x)
+                    got = layer(x)
                 wide = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-                assert found.shape == wide.shape
-                assert found.dtype is dtype
-                torch.testing.assert_close(found, wide.to(dtype))
+                assert got.shape == wide.shape
+                assert got.dtype is dtype
+                torch.testing.assert_close(got, wide.to(dtype))
     assert set(calls) == {1, 2, 3, 4, 23}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "group"), [("int8", 160), ("int4", 32)])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
-def test_a_number_that_is_not_finite_does_to_integers_what_it_does_in_torch(
+def test_non_finite_inputs_act_as_in_torch(
     kind: str, group: int, value: float, dtype: torch.dtype, calls: list[int]
 ) -> None:
     torch.manual_seed(1)
     layer = nn.Linear(160, 24, bias=False, dtype=dtype).requires_grad_(False)
     encoding = Encoding(kind, -1, group)
     numbers, scales = encoding.encode(layer.weight)
-    numbers[3] = 0  # times infinity, which is no number
+    numbers[3] = 0  # zero times infinity is NaN
     weight = encoding.decode(numbers, scales, dtype)
     hold(layer, "weight", encoding, numbers, scales, dtype)
     layer.__class__ = StreamingQuantizedLinear
-    for rows in (1, 3, 7):  # one in a time, or more in tiles
+    for rows in (1, 3, 7):  # one row at a time, or several in tiles
         x = torch.randn(1, rows, 160).to(dtype)
         x[0, rows // 2, 7] = value
         with torch.inference_mode():
@@ -90,9 +90,9 @@ def test_bfloat16_rounds_once_to_nearest_even() -> None:
     layer.weight.copy_(torch.tensor([[1.0, 1.0]]))
     x = torch.tensor([[1.0, 2**-8], [1.0, 3 * 2**-8], [float("inf"), 1.0], [float("nan"), 1.0]], dtype=torch.bfloat16)
     with torch.inference_mode():
-        found = layer(x).flatten().tolist()
-    assert found[:3] == [1.0, 1.0 + 2**-6, float("inf")]
-    assert found[3] != found[3]
+        got = layer(x).flatten().tolist()
+    assert got[:3] == [1.0, 1.0 + 2**-6, float("inf")]
+    assert got[3] != got[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -110,7 +110,7 @@ def test_neither_rows_nor_outputs_depend_on_their_neighbours(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_slice_of_a_wider_matrix_is_read_where_it_lies(dtype: torch.dtype, calls: list[int]) -> None:
+def test_slice_of_a_wider_matrix_is_read_directly(dtype: torch.dtype, calls: list[int]) -> None:
     layer, wide = _layer(70, 9, dtype, bias=True), torch.full((9, 200), torch.nan).to(dtype)
     wide[:, 101:171] = layer.weight
     x = torch.randn(3, 70).to(dtype)
@@ -119,11 +119,11 @@ def test_a_slice_of_a_wider_matrix_is_read_where_it_lies(dtype: torch.dtype, cal
         layer.weight = nn.Parameter(wide[:, 101:171], requires_grad=False)
         assert torch.equal(layer(x), want)
         layer.weight = nn.Parameter(want.new_empty(70, 9).t(), requires_grad=False)
-        layer(x)  # its columns are contiguous, not its rows
+        layer(x)  # the columns are contiguous, the rows are not
     assert calls == [3, 3]
 
 
-def test_stands_back_where_torch_must_do_it(calls: list[int]) -> None:
+def test_layer_is_left_to_torch_when_needed(calls: list[int]) -> None:
     layer = _layer(8, 4, torch.float32, bias=True)
     x = torch.randn(1, 8)
     layer(x.requires_grad_()).sum().backward()
@@ -166,7 +166,7 @@ def test_norms_are_those_of_the_model(width: int, dtype: torch.dtype) -> None:
         assert torch.equal(fused(wide), plain(wide)), "strided: torch's own"
 
 
-def test_only_norms_with_the_very_same_code_are_changed() -> None:
+def test_only_norms_with_identical_code_are_changed() -> None:
     for norm in (GemmaRMSNorm(4), nn.RMSNorm(4)):
         install(norm)
         assert not isinstance(norm, FusedRMSNorm)

@@ -1,4 +1,4 @@
-"""Linear layers computed as one where they read the same tensor."""
+"""Linear layers that read the same tensor are computed as one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HOW: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": Fa
 
 
 def widths_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled from now on with the outputs of each linear layer, or of several as one, in order. A model that is cut
-    later is one whose code the program changed."""
+    """Return a list that gets the output width of each later product, in order. A model cut later counts as one
+    whose code changed."""
     widths: list[int] = []
     linear = functional.linear
 
@@ -40,16 +40,16 @@ def widths_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def joined(whole: Any) -> Any:
-    """The one rank's share of a model, with layers side by side."""
+    """Return a single rank's share of a model, with layers side by side."""
     share = cut(whole, build_plan(whole, 1, select(whole)), 0, ThreadCommunicator(0, 1, _Meeting(1, timeout=60)))
     lay_side_by_side(share)
     return share
 
 
 def as_one(model: Any) -> set[str]:
-    """The layers that are computed with others, without what tells blocks apart."""
-    found = [name for name, module in model.named_modules() if isinstance(module, PartOfProduct)]
-    return {name.rpartition(".")[2] for name in found}
+    """Return the last names of the layers that are computed with others."""
+    joined_layers = [name for name, module in model.named_modules() if isinstance(module, PartOfProduct)]
+    return {name.rpartition(".")[2] for name in joined_layers}
 
 
 def test_a_step_launches_fewer_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_same_numbers(family: str) -> None:
 
 
 def test_layers_that_read_different_tensors_are_left() -> None:
-    """Queries of the decoder, keys and values of the encoder."""
+    """Example: queries of the decoder, keys and values of the encoder."""
     model = joined(t5())
     with torch.inference_mode():
         model(**seq2seq_inputs())
@@ -124,41 +124,41 @@ def pair(between: Callable[[Tensor], Tensor] = lambda input: input) -> tuple[Pai
     return whole, model
 
 
-def test_an_input_that_changes_in_between_is_another() -> None:
+def test_changed_input_counts_as_another() -> None:
     whole, model = pair(lambda input: input.mul_(2))
     with torch.inference_mode():
         for _ in range(3):
-            given = torch.randn(2, 8)
-            torch.testing.assert_close(model(given.clone()), whole(given.clone()))
+            states = torch.randn(2, 8)
+            torch.testing.assert_close(model(states.clone()), whole(states.clone()))
     assert type(model.first) is nn.Linear
 
 
-def test_a_product_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_joint_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     product = SideBySide._product
     monkeypatch.setattr(SideBySide, "_product", lambda self, input: product(self, input) * 1.1)
     whole, model = pair()
     with torch.inference_mode():
         for _ in range(3):
-            given = torch.randn(2, 8)
-            torch.testing.assert_close(model(given), whole(given))
+            states = torch.randn(2, 8)
+            torch.testing.assert_close(model(states), whole(states))
 
 
-def test_each_layer_is_what_it_was_to_its_hooks() -> None:
+def test_hooks_see_each_layer_as_before() -> None:
     whole, model = pair()
     seen: dict[Any, list[Any]] = {whole: [], model: []}
     with torch.inference_mode():
         model(torch.randn(2, 8))
         for each, notes in seen.items():
             each.second.register_forward_hook(lambda module, args, output, notes=notes: notes.append((args[0], output)))
-        given = torch.randn(2, 8)
-        torch.testing.assert_close(model(given), whole(given))
+        states = torch.randn(2, 8)
+        torch.testing.assert_close(model(states), whole(states))
         torch.testing.assert_close(seen[model], seen[whole])
-        assert seen[model][0][0] is given
+        assert seen[model][0][0] is states
         for each in (whole, model):
             each.second.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
         for _ in range(2):
-            given = torch.randn(2, 8)
-            torch.testing.assert_close(model(given), whole(given))
+            states = torch.randn(2, 8)
+            torch.testing.assert_close(model(states), whole(states))
     torch.testing.assert_close(seen[model], seen[whole])
 
 
@@ -168,12 +168,12 @@ def test_a_weight_may_be_replaced() -> None:
         model(torch.randn(2, 8))
         for each in (whole, model):
             each.second.weight = nn.Parameter(torch.ones(3, 8))
-        given = torch.randn(2, 8)
-        torch.testing.assert_close(model(given), whole(given))
+        states = torch.randn(2, 8)
+        torch.testing.assert_close(model(states), whole(states))
 
 
-def test_who_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that two layers share, layers of another kind, and batches that gain nothing."""
+def test_layers_without_gain_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights shared by two layers, layers of different kinds, and batches that gain nothing stay separate."""
     products = widths_of_products(monkeypatch)
     tied = Pair(lambda input: input)
     tied.second = nn.Linear(8, 5)

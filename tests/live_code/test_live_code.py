@@ -1,4 +1,4 @@
-"""Digests of code, by which the caller's and a rank's are compared."""
+"""Digests of code, used to compare the caller's code with a rank's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(found)
 
 
 def digests(*names: str) -> str:
-    """Digests of the last module, in a process that has digested the others first."""
+    """Return the digests of the last module, from a process that has digested the others first."""
     run = [sys.executable, "-c", _DIGESTS.format(names=names)]
     return subprocess.run(run, capture_output=True, text=True, check=True).stdout
 
@@ -37,7 +37,7 @@ def test_digests_are_the_same_whatever_was_digested_before(names: tuple[str, str
 
 
 @pytest.mark.parametrize("name", ["rotate_half", "repeat_kv"])
-def test_equal_code_that_names_other_globals_has_another_digest(name: str) -> None:
+def test_equal_code_with_other_globals_differs(name: str) -> None:
     function = getattr(modeling_llama, name)
     copied = types.FunctionType(function.__code__, {**vars(modeling_llama), "__name__": "copied"}, name)
     assert digest(copied) != digest(function)

@@ -1,4 +1,4 @@
-"""Beyond generate: forward's options, threads, sub-modules, methods, saving."""
+"""Forward's options, threads, submodules, methods and saving: everything but `generate`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_inputs_embeds(llama: Pair) -> None:
     assert largest_difference(llama.parallel(inputs_embeds=embeds).logits, want) <= 1e-4
 
 
-def test_ids_outside_the_vocabulary_are_refused_as_by_the_whole_model(llama: Pair) -> None:
+def test_ids_outside_vocabulary_raise_as_in_whole_model(llama: Pair) -> None:
     for wrong in (-1, 131):
         with pytest.raises(IndexError, match="out of range"):
             llama.whole(input_ids=torch.tensor([[5, wrong]]))
@@ -97,11 +97,11 @@ def test_autocast_of_the_caller(llama: Pair) -> None:
 # -- threads -----------------------------------------------------------------------------------------------------
 
 
-def test_32_threads_get_what_they_would_have_got_alone(llama: Pair) -> None:
+def test_threads_get_the_results_of_calls_alone(llama: Pair) -> None:
     def ask(number: int) -> torch.Tensor:
         ids = torch.tensor([[5, 9, 3 + number]])
-        how = {"do_sample": True, "seed": number} if number % 2 else {}
-        return llama.parallel.generate(input_ids=ids, max_new_tokens=4, **how)
+        sampling = {"do_sample": True, "seed": number} if number % 2 else {}
+        return llama.parallel.generate(input_ids=ids, max_new_tokens=4, **sampling)
 
     alone = [ask(number) for number in range(32)]
     together: list[Any] = [None] * 32
@@ -141,7 +141,7 @@ def test_sub_modules_run_or_refuse_in_words(llama: Pair) -> None:
         llama.parallel.model.layers[0].mlp.down_proj(hidden)
 
 
-def test_methods_of_the_modelling_class_run_on_the_workers(groups) -> None:
+def test_methods_of_the_class_run_on_workers(groups) -> None:
     clip = next(case for case in VISION_AUDIO if case.name == "clip")
     whole, inputs = clip.make(), clip.inputs()
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_names_types_and_device(llama: Pair) -> None:
     assert llama.parallel.num_parameters() == llama.whole.num_parameters()
 
 
-def test_it_can_be_neither_pickled_nor_copied_nor_cast(llama: Pair) -> None:
+def test_parallelized_model_cannot_be_pickled_copied_or_cast(llama: Pair) -> None:
     for action in (pickle.dumps, copy.deepcopy, lambda model: model.half()):
         with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
             action(llama.parallel)
@@ -183,7 +183,7 @@ def test_config_edits_are_honoured(groups) -> None:
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_edits_of_a_configuration_that_the_model_copied_are_honoured(groups, part) -> None:
+def test_edits_of_a_copied_configuration_take_effect(groups, part) -> None:
     whole, inputs = FAMILIES["t5"](), seq2seq_inputs()
     with parallelize(FAMILIES["t5"](), workers=groups(2)) as model:
         assert model.get_submodule(part).config is not model.config
@@ -196,7 +196,7 @@ def test_edits_of_a_configuration_that_the_model_copied_are_honoured(groups, par
         assert_same(got[f"{part}_hidden_states"], want[f"{part}_hidden_states"])
 
 
-def test_edits_of_a_configuration_that_a_part_was_given_later_are_honoured(groups) -> None:
+def test_edits_of_a_later_configuration_take_effect(groups) -> None:
     whole = decoder("Llama")
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
@@ -209,7 +209,7 @@ def test_edits_of_a_configuration_that_a_part_was_given_later_are_honoured(group
         assert_same(model(**text_inputs()).hidden_states, want)
 
 
-def test_edits_of_how_a_model_within_the_model_generates_are_honoured(groups) -> None:
+def test_edits_of_an_inner_generation_config_take_effect(groups) -> None:
     whole, inputs = blip(), {**image_inputs(), "input_ids": token_ids()}
     with parallelize(blip(), workers=groups(2)) as model:
         lengths = []
@@ -223,7 +223,7 @@ def test_edits_of_how_a_model_within_the_model_generates_are_honoured(groups) ->
         assert lengths[0] != lengths[1]
 
 
-def test_a_configuration_that_is_replaced_leaves_those_of_the_parts_as_they_are(groups) -> None:
+def test_replaced_configuration_leaves_those_of_parts(groups) -> None:
     whole = decoder("Llama")
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         for each in (whole, model):
@@ -232,7 +232,7 @@ def test_a_configuration_that_is_replaced_leaves_those_of_the_parts_as_they_are(
         assert_same(model(**text_inputs()), whole(**text_inputs()))
 
 
-def test_the_end_of_it(groups) -> None:
+def test_deparallelized_model_is_plain_again(groups) -> None:
     model = decoder("Llama", tied=True)
     with torch.no_grad():
         want = model(**text_inputs()).logits
@@ -255,16 +255,16 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
-def test_a_pipeline_runs_on_the_workers_and_leaves_the_model_parallelized(llama: Pair) -> None:
+def test_pipeline_runs_on_the_workers(llama: Pair) -> None:
     options = {"task": "text-generation", "tokenizer": word_tokenizer()}
-    prompt, how = "w9 w17 w30", {"max_new_tokens": 6, "do_sample": False}
-    want = pipeline(model=llama.whole, **options)(prompt, **how)
-    assert pipeline(model=llama.parallel, **options)(prompt, **how) == want
+    prompt, settings = "w9 w17 w30", {"max_new_tokens": 6, "do_sample": False}
+    want = pipeline(model=llama.whole, **options)(prompt, **settings)
+    assert pipeline(model=llama.parallel, **options)(prompt, **settings) == want
     assert is_parallelized(llama.parallel)
 
 
 class Adapter(torch.nn.Module):
-    """A layer of an adapter library."""
+    """A module that an adapter library puts around a layer."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Adapter(torch.nn.Module):
 def test_a_layer_in_an_adapter_stays_uncut() -> None:
     model = decoder("Llama")
     model.model.layers[1].mlp.up_proj = Adapter(model.model.layers[1].mlp.up_proj)
-    made = plan(model)
-    assert [*made.uncut] == ["model.layers.1.mlp"]
-    assert "Adapter" in made.why_uncut
-    assert not made.tensors["model.layers.0.mlp.up_proj.weight"].is_replicated
+    shard_plan = plan(model)
+    assert [*shard_plan.uncut] == ["model.layers.1.mlp"]
+    assert "Adapter" in shard_plan.why_uncut
+    assert not shard_plan.tensors["model.layers.0.mlp.up_proj.weight"].is_replicated

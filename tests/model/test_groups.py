@@ -1,4 +1,4 @@
-"""Groups that serve one model after another, and what is refused before one is started."""
+"""Groups that serve one model after another, and refusals before a group starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_group_whose_model_was_dropped_serves_another(groups, kept):
         ({"device": "cpu", "backend": "mpi"}, "it takes one of"),
     ],
 )
-def test_a_backend_that_cannot_serve_is_refused_before_anything_starts(options, text, monkeypatch):
+def test_impossible_backend_is_refused_before_a_start(options, text, monkeypatch):
     started = []
     monkeypatch.setattr(WorkerProcess, "__init__", lambda *args: started.append(args))
     with pytest.raises(PlacementError, match=text):
@@ -58,19 +58,19 @@ def test_a_backend_that_cannot_serve_is_refused_before_anything_starts(options, 
     assert not started
 
 
-def test_who_takes_too_long_to_start_says_where_it_is():
+def test_slow_start_names_the_place_reached():
     WorkerGroup(1, target="tests.helpers.runtime_target:Target", threads=1).close()  # imports once
     with pytest.raises(StartupError) as caught:
         WorkerGroup(2, target="tests.helpers.runtime_target:NeverReady", threads=1, start_timeout=3)
     text = str(caught.value)
-    # On a slow machine it is not even there.
+    # On a slow machine the worker is still importing.
     place = r"(building NeverReady \(\S+runtime_target\.py|importing \S+ \(\S+\.py), line \d+\)"
     assert re.search(
         rf"rank \d was not ready within 3 s; it was {place}\. Allow more time with start_timeout=", text
     ), text
 
 
-def test_what_every_rank_would_warn_of_is_printed_once(capfd):
+def test_warnings_of_all_ranks_are_printed_once(capfd):
     def warn_twice(input_ids, scores):
         logging.getLogger("somebody").warning("logged: %s", "take care")
         warnings.warn("warned: take care", stacklevel=1)
@@ -79,7 +79,9 @@ def test_what_every_rank_would_warn_of_is_printed_once(capfd):
     def fail(input_ids, scores):
         raise LookupError("no way")
 
-    model = parallelize(gpt2(), 2, workers={"device": "cpu"})  # of its own: their standard error is of their start
+    model = parallelize(
+        gpt2(), 2, workers={"device": "cpu"}
+    )  # own workers: a worker keeps the standard error of its start
     options = {**text_inputs(), "do_sample": False}
     model.generate(**options, max_new_tokens=1, logits_processor=[warn_twice])
     model.generate(**options, max_new_tokens=2, max_length=9)

@@ -1,4 +1,4 @@
-"""Every public method and attribute of a parallelized model, and of a part of it, does what the table says."""
+"""Every public method and attribute of a parallelized model, and of its parts, acts as the table says."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def public(cls: type) -> set[str]:
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
 TABLE = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", DOCUMENT.read_text("utf-8"), re.MULTILINE)
-"""Name, place, note."""
+"""Rows of the table: name, place, note."""
 WORDS = {
     "local": "answered here",
     "saved": "answered here",
@@ -53,13 +53,13 @@ WORDS = {
 ANSWERED_HERE = [name for name, place, _ in TABLE if place == "answered here"]
 
 
-def test_the_table_has_every_name_once_and_in_order() -> None:
+def test_table_is_sorted_and_complete() -> None:
     names = [name for name, *_ in TABLE]
     assert names == sorted(set(names), key=str.lower)
     assert set().union(*map(public, CLASSES)) <= set(names)
 
 
-def test_the_table_is_what_the_code_does() -> None:
+def test_table_agrees_with_the_code() -> None:
     cls = type(decoder("Llama"))
     for name, place, note in TABLE:
         assert place == WORDS[place_of(cls, name)], name
@@ -68,19 +68,19 @@ def test_the_table_is_what_the_code_does() -> None:
 
 
 def parts(model: Any) -> list[Any]:
-    """The model, a model within it, and a layer."""
+    """Return the model, a model within it, and a layer."""
     return [model, model.model, model.model.embed_tokens]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(llama: Pair, name: str) -> None:
-    asked = 0
+    count = 0
     for part in parts(llama.parallel):
         if hasattr(part, name):
-            asked += 1
+            count += 1
             with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
                 getattr(part, name)()
-    assert asked or not hasattr(llama.whole, name)
+    assert count or not hasattr(llama.whole, name)
     assert largest_difference(llama.parallel(**llama.inputs).logits, llama.whole(**llama.inputs).logits) <= 1e-4
 
 
@@ -91,7 +91,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "compute_transition_scores": lambda m: m.compute_transition_scores(
         torch.tensor([[1, 2, 3]]), (torch.arange(131.0)[None],), normalize_logits=True
     ),
-    "extra_repr": lambda m: None,  # says more: see below
+    "extra_repr": lambda m: None,  # a longer text: see below
     "get_buffer": lambda m: m.get_buffer("nothing"),
     "get_parameter": lambda m: m.get_parameter(next(name for name, _ in m.named_parameters())).sum(),
     "get_parameter_or_buffer": lambda m: m.get_parameter_or_buffer(next(n for n, _ in m.named_parameters())).sum(),
@@ -101,10 +101,10 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "get_compiled_call": lambda m: callable(m.get_compiled_call),
     "loss_function": lambda m: m.loss_function.__name__,
     "prepare_inputs_for_generation": lambda m: sorted(m.prepare_inputs_for_generation(torch.tensor([[1, 2]]))),
-    "register_forward_hook": lambda m: callable(m.register_forward_hook),  # a file of their own: test_hooks.py
+    "register_forward_hook": lambda m: callable(m.register_forward_hook),  # see test_hooks.py
     "register_forward_pre_hook": lambda m: callable(m.register_forward_pre_hook),
     "register_backward_hook": lambda m: None,
-    "register_for_auto_class": lambda m: callable(m.register_for_auto_class),  # would mark the class for good
+    "register_for_auto_class": lambda m: callable(m.register_for_auto_class),  # would mark the class permanently
     "register_full_backward_hook": lambda m: None,
     "register_full_backward_pre_hook": lambda m: None,
     "requires_grad_": lambda m: [p.requires_grad for p in m.requires_grad_(False).parameters()],
@@ -138,7 +138,7 @@ def names_met(model: nn.Module) -> list[str]:
 
 
 def ask(name: str, model: Any) -> Any:
-    """Return the value of a model's attribute, or the kind of error that it raises."""
+    """Return the value of a model's attribute or method, or the kind of error that it raises."""
     try:
         if name in ARGUMENTS:
             return seen(ARGUMENTS[name](model))
@@ -149,7 +149,7 @@ def ask(name: str, model: Any) -> Any:
 
 
 def seen(value: Any) -> Any:
-    """A result in a form that can be compared between two models."""
+    """Return a result in a form that can be compared between two models."""
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, torch.Tensor):
@@ -197,7 +197,7 @@ def test_a_repl_shows_one_line(llama: Pair) -> None:
     assert "\n" in repr(llama.whole), "an ordinary model shows its modules"
 
 
-# -- what would change weights ---------------------------------------------------------------------------------------
+# -- changes of weights ----------------------------------------------------------------------------------------------
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -241,7 +241,7 @@ def step(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, groups, name: str) -> None:
+def test_changes_of_weights_are_refused_without_effect(llama: Pair, groups, name: str) -> None:
     shown = str(llama.parallel)
     with pytest.raises((ParallelError, AlreadyParallelizedError)):
         CHANGES[name](llama.parallel)
@@ -250,7 +250,7 @@ def test_changes_of_weights_are_refused_and_nothing_is_changed(llama: Pair, grou
     model = llama.parallel.deparallelize()
     assert same(seen(model.state_dict()), seen(llama.whole.state_dict()))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    parallelize(model, workers=groups(2))  # for the fixture to end
+    parallelize(model, workers=groups(2))  # the fixture ends it again
 
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -279,12 +279,12 @@ def test_weights_can_be_read(llama: Pair, name: str) -> None:
     assert same(got, want), (got, want)
 
 
-def test_tied_entries_of_a_state_dict_share_their_memory(llama: Pair) -> None:
+def test_tied_entries_of_state_dict_share_memory(llama: Pair) -> None:
     state = llama.parallel.state_dict()
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
 
 
-def test_a_weight_can_be_read_after_the_parallelization_has_ended(groups) -> None:
+def test_weights_are_readable_after_deparallelize(groups) -> None:
     model = parallelize(decoder("Llama"), workers=groups(2))
     weight = model.model.norm.weight
     model.deparallelize()
@@ -299,11 +299,11 @@ def test_a_weight_can_be_read_after_the_parallelization_has_ended(groups) -> Non
 def test_the_class_makes_ordinary_models(llama: Pair, tmp_path: Path) -> None:
     cls = type(llama.parallel)
     llama.whole.save_pretrained(tmp_path)
-    for made in (cls(llama.whole.config), cls._from_config(llama.whole.config), cls.from_pretrained(tmp_path)):
-        assert type(made) is type(llama.whole)
-        assert isinstance(made, cls)
-        made.half()
-    cls.double(llama.whole)  # of an instance that is not parallelized
+    for instance in (cls(llama.whole.config), cls._from_config(llama.whole.config), cls.from_pretrained(tmp_path)):
+        assert type(instance) is type(llama.whole)
+        assert isinstance(instance, cls)
+        instance.half()
+    cls.double(llama.whole)  # on an instance that is not parallelized
     assert llama.whole.dtype == torch.float64
     assert pickle.loads(pickle.dumps(cls)) is type(llama.whole)
 
@@ -344,7 +344,7 @@ def test_a_loss_function_that_is_set_is_used(groups) -> None:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_is_refused_only_where_its_output_is_part_of_a_result(llama: Pair) -> None:
+def test_part_is_refused_if_its_output_is_partial(llama: Pair) -> None:
     hidden = torch.randn(1, 3, 48)
     layer, whole = llama.parallel.model.layers[0], llama.whole.model.layers[0]
     for name in ("mlp", "input_layernorm", "mlp.act_fn"):

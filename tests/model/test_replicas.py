@@ -31,7 +31,7 @@ def replicated(ranks: int = 1, replicas: int = 2, **options: Any) -> Any:
 
 
 class Slow:
-    """A streamer that keeps its call where it is."""
+    """A streamer that keeps its call at the first token until released."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -46,9 +46,9 @@ class Slow:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Two replicas of one rank."""
-    with replicated() as made:
-        yield made
+    """Yield a model with two replicas of one rank each."""
+    with replicated() as parallel:
+        yield parallel
 
 
 def generate(model: Any, **more: Any) -> torch.Tensor:
@@ -72,13 +72,13 @@ def test_each_replica_gives_what_the_whole_model_gives(ranks: int) -> None:
         assert torch.equal(model(**text_inputs()).logits, want)
 
 
-def test_a_call_goes_to_the_replica_that_has_less_to_do(model: Any) -> None:
+def test_call_goes_to_the_less_busy_replica(model: Any) -> None:
     want, first = generate(model), Slow()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(generate, model, streamer=first)
         assert first.begun.wait(60)
         try:
-            assert torch.equal(generate(model), want)  # or it would wait for ever
+            assert torch.equal(generate(model), want)  # on the busy replica it would wait forever
         finally:
             first.may_end.set()
         assert torch.equal(waiting.result(60), want)
@@ -89,7 +89,7 @@ def test_a_call_follows_its_cache(model: Any) -> None:
     for _ in range(2):
         slow = Slow()
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(generate, model, streamer=slow)  # so that the caches are with both
+            waiting = pool.submit(generate, model, streamer=slow)  # now both replicas have caches
             assert slow.begun.wait(60)
             caches.append(model(IDS, use_cache=True).past_key_values)
             slow.may_end.set()
@@ -151,15 +151,15 @@ def test_where_one_dies_the_other_goes_on(ranks: int, strategy: str) -> None:
         assert torch.equal(generate(model), want)
 
 
-def test_while_one_replica_is_at_a_stage_another_may_have_its_cores() -> None:
+def test_pipeline_replicas_may_use_all_cores() -> None:
     options = WorkerOptions(device="cpu", replicas=2)
     own = {maker.keywords["threads"] for maker in group_makers(2, options, FitOptions())[0]}
-    assert own == {None}  # which shares the cores out over the ranks of all
+    assert own == {None}  # None divides the cores among all ranks
     makers, _ = group_makers(2, options, FitOptions("pipeline"))
     assert {maker.keywords["threads"] for maker in makers} == {max(1, usable_cpus() // 2)}
 
 
-def test_many_threads_while_one_dies() -> None:
+def test_threads_survive_the_death_of_a_replica() -> None:
     with replicated() as model:
         want, errors, done = generate(model), [], []
 
@@ -172,17 +172,17 @@ def test_many_threads_while_one_dies() -> None:
                     errors.append(error)
 
         with ThreadPoolExecutor(6) as pool:
-            asked = pool.map(ask, range(6))
+            runs = pool.map(ask, range(6))
             while len(done) < 6:
                 time.sleep(0.001)
             kill(deployment_of(model).replicas[1].group.pids[0])
-            list(asked)
+            list(runs)
         assert len(done) + len(errors) == 36
-        assert len(errors) <= 6  # a call of each thread, at the most
+        assert len(errors) <= 6  # at most one call per thread
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "two"])
-def test_a_number_of_replicas_that_is_none_is_refused(number: Any) -> None:
+def test_invalid_number_of_replicas_is_refused(number: Any) -> None:
     with pytest.raises(ParallelError, match="replicas is"):
         replicated(replicas=number)
 
@@ -192,6 +192,6 @@ def test_devices_are_named_for_all_replicas() -> None:
         parallelize(gpt2(), 1, workers={"device": "cuda", "device_ids": [0], "replicas": 2})
 
 
-def test_a_group_is_one() -> None:
+def test_start_group_takes_no_replicas() -> None:
     with pytest.raises(ParallelError, match="start_group takes no replicas"):
         start_group(1, replicas=2)

@@ -1,4 +1,4 @@
-"""Saved weights come back bit for bit, damage is refused by the file's name, and an interruption harms nothing."""
+"""Saved checkpoints load bit for bit, damage is refused with the file's name, and an interruption harms nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same_weights(got: Any, want: Any) -> bool:
 
 
 def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
-    """Load as the workers would, each rank its shards, and put them together again."""
+    """Load each rank's shards as workers would, and gather them into whole tensors."""
     model = load_skeleton(str(directory))
     plan = build_plan(model, world_size, select(model))
     checkpoint = Checkpoint.take(model, plan)
@@ -55,7 +55,7 @@ def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -> None:
-    """3 ranks save, 3 load, 2 load and save over what they were loaded from, 2 load again."""
+    """3 ranks save, 3 load, 2 load and save over the loaded checkpoint, 2 load again."""
     want, model = BY_NAME[name].make(), BY_NAME[name].make()
     with parallelize(model, workers=groups(3)):
         save_sharded(model, tmp_path, max_shard_size="20KB")
@@ -68,8 +68,8 @@ def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_the_first_version_saved_is_read(world_size: int) -> None:
-    """`saved/version_1` is a tied Llama on two ranks; what users have saved must go on to load."""
+def test_checkpoint_of_first_version_loads(world_size: int) -> None:
+    """`saved/version_1` is a tied Llama on two ranks; checkpoints of users must stay readable."""
     directory = Path(__file__).parent / "saved" / "version_1"
     whole = load_whole(directory, world_size)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(directory))
@@ -95,7 +95,7 @@ def test_a_rank_reads_no_other_ranks_file(tmp_path: Path, groups) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_save_pretrained_writes_an_ordinary_checkpoint(name: str, tmp_path: Path, groups) -> None:
-    """The names and values are those that the whole model writes, from memory and from files."""
+    """Names and values equal those of the whole model, for sources in memory and in files."""
     want = BY_NAME[name].make()
     want.save_pretrained(tmp_path / "whole")
     ordinary = load_file(tmp_path / "whole" / "model.safetensors")
@@ -139,10 +139,10 @@ def test_a_checkpoint_is_cut_from_the_shell(world_size: int, tmp_path: Path) -> 
     assert all(torch.equal(tensor, state[name]) for name, tensor in load_whole(tmp_path / "cut", 2).items())
 
 
-def test_weights_are_gathered_from_the_ranks_where_nothing_else_holds_them(tmp_path: Path, groups) -> None:
+def test_weights_are_gathered_from_ranks_without_host_copy(tmp_path: Path, groups) -> None:
     want, model = BY_NAME["t5"].make(), BY_NAME["t5"].make()
     parallelize(model, workers=groups(3))
-    deployment_of(model)._release_store()  # as on CUDA without host_copy
+    deployment_of(model)._release_store()  # the state on CUDA without host_copy
     model.save_pretrained(tmp_path)
     assert same_weights(type(want).from_pretrained(tmp_path), want)
     model.deparallelize()
@@ -174,7 +174,7 @@ def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, groups, mon
     assert [file.name for file in tmp_path.iterdir()] == ["saved"], "leftovers"
 
 
-def test_a_directory_is_replaced_where_it_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_is_replaced_if_swapping_is_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoSwap:
         @staticmethod
         def renameat2(*_: Any) -> int:
@@ -202,8 +202,8 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_refused_by_the_files_name_or_harmless(kind: str, intact: dict[str, Path], tmp_path: Path) -> None:
-    """A slice; `python -m benchmarks.loading --only damage` does two hundred, with workers."""
+def test_damage_is_refused_by_file_or_harmless(kind: str, intact: dict[str, Path], tmp_path: Path) -> None:
+    """A sample; `python -m benchmarks.loading --only damage` tries two hundred, with workers."""
     state = BY_NAME["llama"].make().state_dict()
     for broken in damaged(kind, intact[kind], tmp_path, rounds=4):
         refusal = ""
@@ -222,7 +222,7 @@ def test_damage_is_refused_by_the_files_name_or_harmless(kind: str, intact: dict
 # -- the parts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_checksum_notices_a_bit_and_two_blocks_that_changed_places() -> None:
+def test_checksum_detects_flipped_bits_and_swapped_blocks() -> None:
     data = torch.randint(0, 255, ((3 << 20) + 5,), dtype=torch.uint8)
     before = checksum(data)
     for place in (0, 2 << 20, len(data) - 1):
@@ -254,7 +254,7 @@ def test_sizes() -> None:
             parse_size(wrong)
 
 
-def test_a_line_is_logged_every_few_seconds_without_a_terminal(
+def test_progress_lines_are_logged_without_a_terminal(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "parallelformers_ng")
@@ -278,9 +278,9 @@ class Terminal(io.StringIO):
 
 
 def test_one_bar_each_shows_bytes_and_rate(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading, saving both ways and gathering both ways, to the end; and nothing of it where it is not wanted."""
+    """Loading, both ways of saving and both ways of gathering reach the end; without a bar nothing is drawn."""
     BY_NAME["llama"].make().save_pretrained(tmp_path / "whole")
-    # A model this small is done before the bar would be drawn a second time.
+    # A model this small ends before the bar would be drawn a second time.
     eager = functools.partial(tqdm, mininterval=0, miniters=1)
     monkeypatch.setattr("parallelformers_ng.checkpoint.progress.tqdm", eager)
 

@@ -1,4 +1,4 @@
-"""Modules that several models share go on serving those that are not parallelized."""
+"""Modules shared by several models keep working for models that are not parallelized."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SMALL = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_position
 
 
 def openai_gpt() -> tf.PreTrainedModel:
-    """Takes its activation out of a table of the modelling file."""
+    """Return a model that takes its activation from a table in the modelling file."""
     return build(tf.OpenAIGPTLMHeadModel, tf.OpenAIGPTConfig(**SMALL), attention="eager")
 
 
 def xlm() -> tf.PreTrainedModel:
-    """Has an activation of its modelling file."""
+    """Return a model with an activation object of its modelling file."""
     config = tf.XLMConfig(
         vocab_size=131, emb_dim=32, n_layers=2, n_heads=4, max_position_embeddings=32, gelu_activation=True
     )
@@ -44,13 +44,13 @@ def test_plain_models_of_a_family_go_on(
         parallelize(model, workers=groups(2))
         assert torch.equal(plain(IDS).logits, want)
         assert largest_difference(model(IDS).logits, want) <= 1e-4
-        assert torch.equal(make()(IDS).logits, want)  # one made meanwhile
+        assert torch.equal(make()(IDS).logits, want)  # a model made in the meantime
         model.deparallelize()
         assert torch.equal(plain(IDS).logits, want)
         assert torch.equal(model(IDS).logits, want)
 
 
-def test_two_parallelized_models_may_share_what_has_no_weights(groups: Callable[[int], WorkerGroup]) -> None:
+def test_parallelized_models_may_share_weightless_modules(groups: Callable[[int], WorkerGroup]) -> None:
     shared = nn.Sequential(nn.GELU(), nn.Identity())
     models = [build(tf.GPT2LMHeadModel, tf.GPT2Config(**SMALL)) for _ in range(2)]
     for model in models:
@@ -60,7 +60,7 @@ def test_two_parallelized_models_may_share_what_has_no_weights(groups: Callable[
         want = models[0](IDS).logits
     for model in models:
         parallelize(model, workers=groups(2))
-    for model in models:  # the first to come is the first to go
+    for model in models:  # in the order of their start
         assert largest_difference(model(IDS).logits, want) <= 1e-4
         assert torch.equal(model.transformer.h[0].mlp.act(torch.ones(3)), nn.functional.gelu(torch.ones(3)))
         model.deparallelize()

@@ -1,4 +1,4 @@
-"""`fit={"max_memory": …}`: layers for which devices have no room lie in RAM or on disk, and come before they run."""
+"""`fit={"max_memory": …}`: layers without room on their device are in RAM or on disk, and arrive before they run."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def llama() -> Any:
 
 
 def a_third(model: Any, ranks: int, cpu: int | str = 0, **options: Any) -> dict[str, Any]:
-    """Return the budget for a third of each rank's weights, and everything outside of layers."""
-    made = plan(model, ranks)
-    rooms = {rank: size // 3 + 30_000 for rank, size in enumerate(made.bytes_per_rank)}
+    """Return a `fit` that leaves each rank room for a third of its weights, and for parameters outside layers."""
+    shard_plan = plan(model, ranks)
+    rooms = {rank: size // 3 + 30_000 for rank, size in enumerate(shard_plan.bytes_per_rank)}
     return {"max_memory": {**rooms, "cpu": cpu}, **options}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("cpu", [0, 200_000, "1GiB"], ids=["disk", "both", "RAM"])
-def test_it_gives_what_it_gives_whole(groups: Any, tmp_path: Path, cpu: int | str, ranks: int) -> None:
+def test_offloaded_model_equals_the_whole_one(groups: Any, tmp_path: Path, cpu: int | str, ranks: int) -> None:
     whole = llama()
     whole.save_pretrained(tmp_path / "model")
     fit = a_third(whole, ranks, cpu, offload_folder=str(tmp_path / "folder"))
@@ -51,7 +51,9 @@ def test_it_gives_what_it_gives_whole(groups: Any, tmp_path: Path, cpu: int | st
         assert torch.equal(model.generate(**text_inputs(), **HOW), want)
         assert largest_difference(model(**text_inputs()).logits, logits) <= 1e-4
         allowed = [size for key, size in fit["max_memory"].items() if key != "cpu"]
-        assert all(held <= room for held, room in zip(model.memory_allocated().values(), allowed, strict=True))
+        assert all(
+            allocated <= room for allocated, room in zip(model.memory_allocated().values(), allowed, strict=True)
+        )
         model.save_pretrained(tmp_path / "saved")
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
         model.deparallelize()
@@ -65,11 +67,11 @@ def test_it_gives_what_it_gives_whole(groups: Any, tmp_path: Path, cpu: int | st
 def test_other_models_from_the_disk(groups: Any, tmp_path: Path, make: Any) -> None:
     inputs = seq2seq_inputs() if make is t5 else text_inputs()
     inputs.pop("decoder_input_ids", None)
-    rooms = [size - 20_000 for size in plan(make(), 2).bytes_per_rank]  # a layer or two are too much
+    rooms = [size - 20_000 for size in plan(make(), 2).bytes_per_rank]  # room is short by one or two layers
     fit = {"max_memory": {**dict(enumerate(rooms)), "cpu": 0}, "offload_folder": str(tmp_path)}
-    made = plan(make(), 2, fit=fit)
-    assert made.tiers is not None
-    assert "disk" in made.tiers.places[0].values()
+    shard_plan = plan(make(), 2, fit=fit)
+    assert shard_plan.tiers is not None
+    assert "disk" in shard_plan.tiers.places[0].values()
     with parallelize(make(), workers=groups(2), fit=fit) as model:
         assert torch.equal(model.generate(**inputs, **HOW), make().generate(**inputs, **HOW))
 
@@ -78,20 +80,20 @@ BOTH = {"strategy": "tensor+pipeline", "tensor": 2}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how", "bits"),
+    ("ranks", "layout", "bits"),
     [(2, {"strategy": "pipeline"}, None), (4, BOTH, None), (2, {}, "int8"), (2, {}, "int4"), (4, BOTH, "int8")],
     ids=["stages", "both", "int8", "int4", "both in int8"],
 )
 def test_in_stages_and_in_few_bits(
-    groups: Any, tmp_path: Path, ranks: int, how: dict[str, Any], bits: str | None
+    groups: Any, tmp_path: Path, ranks: int, layout: dict[str, Any], bits: str | None
 ) -> None:
     with parallelize(llama(), workers=groups(2), quantize=bits) as model:
         want, logits = model.generate(**text_inputs(), **HOW), model(**text_inputs()).logits
         save_sharded(model, tmp_path / "cut")
     llama().save_pretrained(tmp_path / "whole")
-    half = plan(llama(), ranks, fit=how, quantize=bits).bytes_per_rank
+    half = plan(llama(), ranks, fit=layout, quantize=bits).bytes_per_rank
     rooms = {rank: size // 2 + 30_000 for rank, size in enumerate(half)}
-    fit = {**how, "max_memory": {**rooms, "cpu": 20_000}, "offload_folder": str(tmp_path / "folder")}
+    fit = {**layout, "max_memory": {**rooms, "cpu": 20_000}, "offload_folder": str(tmp_path / "folder")}
     for source, to in ((llama(), bits), (tmp_path / "whole", bits), (tmp_path / "cut", None)):
         with parallelize(source, workers=groups(ranks), fit=fit, quantize=to) as model:
             tiers = deployment_of(model).plan.tiers
@@ -99,20 +101,20 @@ def test_in_stages_and_in_few_bits(
             assert any("disk" in places.values() for places in tiers.places)
             assert torch.equal(model.generate(**text_inputs(), **HOW), want)
             assert largest_difference(model(**text_inputs()).logits, logits) <= 1e-4
-            for held, room in zip(model.memory_allocated().values(), rooms.values(), strict=True):
-                assert held <= room
+            for allocated, room in zip(model.memory_allocated().values(), rooms.values(), strict=True):
+                assert allocated <= room
 
 
-def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: Path) -> None:
+def test_at_most_two_layers_are_in_memory(groups: Any, tmp_path: Path) -> None:
     config = llama().config
     config.hidden_size, config.intermediate_size = 256, 1024
     fit = a_third(build(LlamaForCausalLM, config), 2, offload_folder=str(tmp_path))
-    made = plan(build(LlamaForCausalLM, config), 2, fit=fit)
+    shard_plan = plan(build(LlamaForCausalLM, config), 2, fit=fit)
     resident: list[int] = []
     folder = str(tmp_path)
 
     def resident_now() -> int:
-        """Return the memory at the addresses of a mapped file, copies included."""
+        """Return the bytes of memory at the addresses of the mapped file, private copies included."""
         files = [file for file in mapping._FILES.values() if folder in os.readlink(f"/proc/self/fd/{file.descriptor}")]
         size, ours = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -124,8 +126,7 @@ def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: 
         return size
 
     def note(*_: Any) -> None:
-        """A layer may go while the table is read, and the next one come further down in it: only what two readings
-        agree on was there at a time."""
+        """Record the resident bytes once two readings agree, since layers may move while the table is read."""
         before, now = -1, resident_now()
         while before != now:
             before, now = now, resident_now()
@@ -135,12 +136,12 @@ def test_no_more_than_two_layers_are_in_memory_at_a_time(groups: Any, tmp_path: 
         for layer in (*model.model.layers, model.model.norm):
             layer.register_forward_hook(note)
         model.generate(**text_inputs(), **HOW)
-    assert made.tiers is not None
-    moved = dict(made.tiers.moved(0))
-    layer = made.bytes_moved(0) // len(moved)
+    assert shard_plan.tiers is not None
+    moved = dict(shard_plan.tiers.moved(0))
+    layer = shard_plan.bytes_moved(0) // len(moved)
     assert len(moved) > 4
     assert max(resident) >= layer
-    neighbours = 2 * len(moved) * (64 << 10)  # which the system maps along, at each end of a layer
+    neighbours = 2 * len(moved) * (64 << 10)  # pages that the system maps beside each end of a layer
     assert max(resident) <= 2 * layer + neighbours < 3 * layer
 
 
@@ -158,14 +159,14 @@ def test_a_killed_worker_comes_back_with_its_files(tmp_path: Path) -> None:
 
 
 def test_the_table_says_it_beforehand(tmp_path: Path) -> None:
-    made: ShardPlan = plan(llama(), 2, fit=a_third(llama(), 2, 100_000, offload_folder=str(tmp_path)))
+    shard_plan: ShardPlan = plan(llama(), 2, fit=a_third(llama(), 2, 100_000, offload_folder=str(tmp_path)))
     for rank in range(2):
-        parts = [made.bytes_in(place, rank) for place in ("device", "cpu", "disk")]
-        assert sum(parts) == made.bytes_per_rank[rank]
+        parts = [shard_plan.bytes_in(place, rank) for place in ("device", "cpu", "disk")]
+        assert sum(parts) == shard_plan.bytes_per_rank[rank]
         assert 0 < parts[1] <= 50_000
-        assert made.bytes_moved(rank) == parts[2]
-    assert "on disk" in str(made)
-    assert "moved for each token" in str(made)
+        assert shard_plan.bytes_moved(rank) == parts[2]
+    assert "on disk" in str(shard_plan)
+    assert "moved for each token" in str(shard_plan)
     assert plan(llama(), 2, fit={"max_memory": {0: "1GiB", 1: "1GB"}}).tiers is None
 
 
@@ -200,7 +201,7 @@ def test_what_is_refused(fit: dict[str, Any], why: str) -> None:
         ([1, 1], 1, [50], [("device 1, for each of its 2 ranks,", 25)] * 2),
     ],
 )
-def test_replicas_are_laid_out_by_the_least_of_their_devices(
+def test_replicas_use_their_smallest_device(
     ids: list[int] | None, replicas: int, sizes: list[int], rooms: list[tuple[str, int]]
 ) -> None:
     keys = sorted(set(ids)) if ids else range(len(sizes))
@@ -218,7 +219,7 @@ def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    group = groups(2)  # whose start allocates as well
+    group = groups(2)  # started first, since its start allocates too
     monkeypatch.setattr(os, "posix_fallocate", full)
     model, fit = llama(), a_third(llama(), 2, offload_folder=str(tmp_path))
     want = model.generate(**text_inputs(), **HOW)
@@ -240,7 +241,8 @@ def test_on_pretended_devices(pretended_groups: Any, tmp_path: Path, cpu: int | 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", [0, "1GiB"], ids=["disk", "RAM"])
 def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
-    """Three times a rank's limit. Beyond idling the limit is a third, a layer, and everything but weights."""
+    """The weights are three times the room. Beyond an idle rank, it takes the room, one layer, and data that is not
+    weights."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=18, num_attention_heads=8,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -253,9 +255,9 @@ def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     prompt = token_ids(1, 6)
     want = whole.generate(prompt, **HOW)
-    made = plan(whole, 2)
-    room = made.bytes_per_rank[0] // 3
-    layer = made.bytes_per_rank[0] // 18
+    shard_plan = plan(whole, 2)
+    room = shard_plan.bytes_per_rank[0] // 3
+    layer = shard_plan.bytes_per_rank[0] // 18
     others = 16 << 20
     group = start_group(2, device="cpu", timeout=60)
     with (

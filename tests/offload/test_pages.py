@@ -1,4 +1,4 @@
-"""Pages that show files: whatever memory holds them, whoever reads them reads the file."""
+"""Pages that show a file have its contents, whichever memory backs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTS = (3 << 20, 9000, 1 << 20, 5000)
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> list[torch.Tensor]:
-    """Views of a mapped file, of which the second is no one's."""
+    """Return views of a mapped file; the second view belongs to no layer."""
     path = tmp_path / "file"
     path.write_bytes(torch.arange(sum(_COUNTS)).to(torch.uint8).numpy().tobytes())
     with open(path, "rb") as file:
@@ -32,7 +32,7 @@ def tensors(tmp_path: Path) -> list[torch.Tensor]:
 
 
 def copied(tensor: torch.Tensor) -> int:
-    """Bytes of memory of this process, not of the file, in the pages of a tensor."""
+    """Return the bytes of a tensor's pages that are memory of this process, not of the file."""
     size, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
@@ -72,7 +72,7 @@ def test_pages_that_two_layers_share(tensors: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("fails", ["read", "end", "move"])
-def test_what_cannot_be_read_leaves_all_as_it_was(
+def test_failed_reads_leave_everything_unchanged(
     tensors: list[torch.Tensor], fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> int:
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_leaves_all_as_it_was(
     want, layer = [tensor.clone() for tensor in tensors], MappedLayer(nn.Module(), tensors)
     with monkeypatch.context() as patch:
         if fails == "move":
-            taken = iter(range(2))  # two stretches of memory are there, and cannot be moved
+            taken = iter(range(2))  # two memory ranges are mapped, and cannot be moved
             patch.setattr(pages, "_checked", lambda address: address if next(taken, None) is not None else fail())
         else:
             patch.setattr(os, "preadv", fail if fails == "read" else lambda *_: 0)
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_leaves_all_as_it_was(
     assert all(map(torch.equal, tensors, want))
 
 
-def test_a_file_is_known_for_as_long_as_it_is_mapped(tensors: list[torch.Tensor]) -> None:
+def test_file_is_known_while_it_is_mapped(tensors: list[torch.Tensor]) -> None:
     address = tensors[0].data_ptr()
     file = file_at(address)
     assert file is not None

@@ -1,4 +1,4 @@
-"""Forecasts against figures that others published, and observations against models that run."""
+"""Forecasts compared with published figures, and observations compared with models that run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMALL = {
     "num_attention_heads": 4,
     "vocab_size": 96,
 }
-LLAMA_2_7B: dict[str, Any] = {}  # the defaults of transformers
+LLAMA_2_7B: dict[str, Any] = {}  # transformers' defaults
 LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 LLAMA_2_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -74,38 +74,38 @@ def seen(config: PreTrainedConfig, ranks: int = 1, batch: int = 2, length: int =
 def test_decoding_is_as_fast_as_gpt_fast_measured(name: str) -> None:
     sizes, figures = PUBLISHED[name]
     model = on_meta(LlamaConfig(**sizes))
-    found = forecast(model, device="a100", gpus_per_host=8, length=205, decode="compile")
-    speeds = {each.tensor: each.tokens_per_second for each in found.arrangements if each.pipeline == 1}
+    prediction = forecast(model, device="a100", gpus_per_host=8, length=205, decode="compile")
+    speeds = {each.tensor: each.tokens_per_second for each in prediction.arrangements if each.pipeline == 1}
     assert {count: speeds[count] for count in figures} == pytest.approx(figures, rel=0.1)
 
 
-def test_weights_and_caches_are_those_of_llama_2_7b() -> None:
-    """6,738,415,616 parameters, by its model card; of a token 32 layers × 2 × 4096 numbers."""
-    found = forecast(on_meta(LlamaConfig()), device="h100", gpus_per_host=1, batch=2, length=128)
-    memory = found.arrangements[0].memory
+def test_weights_and_caches_equal_those_of_llama2() -> None:
+    """6,738,415,616 parameters, by the model card; a cached token takes 32 layers × 2 × 4096 numbers."""
+    prediction = forecast(on_meta(LlamaConfig()), device="h100", gpus_per_host=1, batch=2, length=128)
+    memory = prediction.arrangements[0].memory
     assert memory.weights == pytest.approx(2 * 6_738_415_616, rel=1e-6)
     assert memory.caches == 2 * 128 * 32 * 2 * 4096 * 2
 
 
-def test_a_step_of_megatron_sums_twice_a_layer() -> None:
-    """And once for the embedding, and gathers the logits."""
+def test_megatron_step_sums_twice_per_layer() -> None:
+    """One more sum for the embedding, and one gather of the logits."""
     assert seen(LlamaConfig(**SMALL), ranks=2).step.exchanges == 2 * 2 + 2
 
 
-def test_heads_beyond_their_count_are_cached_more_than_once() -> None:
+def test_surplus_ranks_cache_heads_repeatedly() -> None:
     config = LlamaConfig(**SMALL, num_key_value_heads=2)
     whole, two, four = (sum(seen(config, ranks).caches.values()) for ranks in (1, 2, 4))
     assert (two, four) == (whole / 2, whole / 2)
 
 
-def test_caches_are_as_long_as_a_window_is_wide() -> None:
+def test_caches_have_the_length_of_a_window() -> None:
     short, long = (
         seen(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=16), length=length) for length in (64, 128)
     )
     assert sum(short.caches.values()) == sum(long.caches.values()) > 0
 
 
-def test_latent_attention_caches_576_numbers_a_token_and_layer() -> None:
+def test_latent_attention_caches_576_numbers_per_token() -> None:
     """512 of the latent and 64 of the rotary key: DeepSeek-V3, arXiv:2412.19437, section 4.2."""
     config = DeepseekV3Config(num_hidden_layers=2, n_routed_experts=8, n_group=2, topk_group=1, vocab_size=512)
     assert sum(seen(config, batch=1, length=32).caches.values()) == 2 * 32 * 576 * 2
@@ -127,19 +127,19 @@ def test_what_is_observed_is_what_a_model_does(config: PreTrainedConfig) -> None
         first = counter.get_total_flops()
         caches = model(ids[:, :1], past_key_values=caches).past_key_values
     assert sum(work.flops for work in observed.step.work) == counter.get_total_flops() - first
-    causal = 0.5 * 2 * 2 * 2 * (2 * 4 * 31 * 31 * 16)  # half of the scores of a prompt are not asked for
+    causal = 0.5 * 2 * 2 * 2 * (2 * 4 * 31 * 31 * 16)  # half of a prompt's scores are masked
     assert sum(work.flops for work in observed.prompt.work) == first - causal
     assert sum(observed.caches.values()) == sum(tensor.nbytes for tensor in tensors_in(caches))
 
 
-def test_of_experts_a_step_reads_those_that_it_meets() -> None:
-    """One token meets as many as it chooses, and a thousand meet all."""
+def test_step_reads_the_experts_that_it_uses() -> None:
+    """One token reads the experts that it chooses, and a thousand tokens read all."""
 
     def read(chosen: int, batch: int) -> float:
         sizes = SMALL | {"num_local_experts": 8, "num_experts_per_tok": chosen, "num_key_value_heads": 2}
         return sum(work.moved for work in seen(MixtralConfig(**sizes), batch=batch).step.work)
 
-    experts = 2 * 3 * 64 * 128 * 2  # one in each layer
+    experts = 2 * 3 * 64 * 128 * 2  # one expert in each layer
     assert read(2, 1) - read(1, 1) == pytest.approx(experts, rel=0.02)
     assert read(4, 1) - read(1, 1) == pytest.approx(3 * experts, rel=0.02)
     assert read(1, 1000) > 8 * experts
@@ -149,11 +149,12 @@ def test_an_encoder_and_a_decoder_are_observed() -> None:
     model = T5ForConditionalGeneration(
         T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=96)
     )
-    found = observe(model, plan(model, 2), 1, 2, 16)
-    assert sum(found.caches.values()) == 2 * 2 * (16 + 15) * 2 * 2 * 16 * 4  # 2 layers: own and crossed, half the heads
+    observation = observe(model, plan(model, 2), 1, 2, 16)
+    # 2 layers: self-attention and cross-attention, half of the heads.
+    assert sum(observation.caches.values()) == 2 * 2 * (16 + 15) * 2 * 2 * 16 * 4
 
 
-def test_a_model_that_is_loaded_stays_as_it_is() -> None:
+def test_loaded_model_is_unchanged_by_a_forecast() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     forecast(model, gpus_per_host=2, length=16)
@@ -163,13 +164,13 @@ def test_a_model_that_is_loaded_stays_as_it_is() -> None:
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with room for little more than half of a small model."""
+    """Define a device with room for little more than half of a small model."""
     monkeypatch.setitem(
         DEVICES, "small", Device(5e5, 1e9, {torch.bfloat16: 1e12, torch.float32: 1e12}, "pcie4", "none")
     )
 
 
-def test_what_is_missing_is_enough_where_it_is_there(small_device: None) -> None:
+def test_number_of_missing_devices_is_enough(small_device: None) -> None:
     model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
     tight = forecast(model, device="small", gpus_per_host=1, batch=1, length=16)
     assert tight.best is None
@@ -180,10 +181,12 @@ def test_what_is_missing_is_enough_where_it_is_there(small_device: None) -> None
     assert not next(each for each in fewer if each.tensor == 1).memory.fits
 
 
-def test_stages_are_taken_where_a_layer_has_no_room_whole(small_device: None) -> None:
+def test_stages_are_chosen_for_large_layers(small_device: None) -> None:
     model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
-    found = forecast(model, device="small", hosts=8, gpus_per_host=1, length=16, network="ethernet-10g").arrangements
-    staged = next(each for each in found if each.tensor == 1)
+    arrangements = forecast(
+        model, device="small", hosts=8, gpus_per_host=1, length=16, network="ethernet-10g"
+    ).arrangements
+    staged = next(each for each in arrangements if each.tensor == 1)
     assert staged.memory.fits
     assert staged.pipeline > 1
     assert staged.memory.weights < sum(plan(model, 1).bytes_per_rank)
@@ -192,7 +195,7 @@ def test_stages_are_taken_where_a_layer_has_no_room_whole(small_device: None) ->
     assert one.exchanges == 0
 
 
-def test_a_batch_that_has_no_room_says_how_many_would(small_device: None) -> None:
+def test_too_large_batch_names_one_that_fits(small_device: None) -> None:
     model = on_meta(LlamaConfig(**SMALL))
     full = forecast(model, device="small", gpus_per_host=1, batch=500, length=64)
     (line,) = [note for note in full.notes if "sequences at a time" in note]
@@ -202,25 +205,25 @@ def test_a_batch_that_has_no_room_says_how_many_would(small_device: None) -> Non
 
 
 def test_replicas_are_no_more_than_sequences() -> None:
-    found = forecast(on_meta(LlamaConfig(**SMALL)), gpus_per_host=4, batch=3, length=16)
-    assert {(each.tensor, each.replicas) for each in found.arrangements} == {(1, 3), (2, 2), (4, 1)}
-    assert found.best is not None
-    assert found.best.tokens_per_second == pytest.approx(3 / found.best.step_seconds)
-    if found.best.replicas == 3:
-        assert any("1 of 4 devices are left over" in note for note in found.notes)
+    prediction = forecast(on_meta(LlamaConfig(**SMALL)), gpus_per_host=4, batch=3, length=16)
+    assert {(each.tensor, each.replicas) for each in prediction.arrangements} == {(1, 3), (2, 2), (4, 1)}
+    assert prediction.best is not None
+    assert prediction.best.tokens_per_second == pytest.approx(3 / prediction.best.step_seconds)
+    if prediction.best.replicas == 3:
+        assert any("1 of 4 devices are left over" in note for note in prediction.notes)
 
 
-def test_a_slower_network_makes_the_same_sums_dearer() -> None:
+def test_slower_network_raises_exchange_share() -> None:
     model = on_meta(LlamaConfig(**SMALL))
     fast, slow = (
         forecast(model, hosts=4, gpus_per_host=1, length=16, network=network).arrangements
         for network in ("infiniband-ndr", "ethernet-10g")
     )
-    shares = [next(each.exchange_share for each in found if each.tensor == 4) for found in (fast, slow)]
+    shares = [next(each.exchange_share for each in arrangements if each.tensor == 4) for arrangements in (fast, slow)]
     assert shares[0] < shares[1] < 1
 
 
-def test_a_sum_takes_what_its_link_takes() -> None:
+def test_sum_takes_the_time_of_its_link() -> None:
     one = Cluster(DEVICES["h100"], 4, 8, LINKS["nvlink4"], LINKS["infiniband-ndr"])
     assert one.exchange_seconds(1, 1e9, gathers=False) == 0
     assert one.exchange_seconds(8, 0, gathers=False) == pytest.approx(6.8e-6 + 2 * 7 * 0.6e-6)
@@ -237,37 +240,37 @@ def test_int8_shrinks_the_weights_and_takes_fewer_stages(small_device: None) -> 
             model, device="small", hosts=hosts, gpus_per_host=1, length=16, quantize=quantize, network="ethernet-10g"
         ).arrangements
 
-    plain, small = (next(each for each in ways(8, how) if each.tensor == 1) for how in (None, "int8"))
+    plain, small = (next(each for each in ways(8, precision) if each.tensor == 1) for precision in (None, "int8"))
     assert plain.memory.fits
     assert small.memory.fits
     assert plain.pipeline > small.pipeline > 1
     assert small.memory.weights < plain.memory.room
 
 
-def test_int8_is_advised_where_it_would_fit(small_device: None) -> None:
+def test_int8_is_advised_if_it_would_fit(small_device: None) -> None:
     model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
 
-    def found(hosts: int, quantize: str | None = None) -> Forecast:
+    def predicted(hosts: int, quantize: str | None = None) -> Forecast:
         return forecast(
             model, device="small", hosts=hosts, gpus_per_host=1, length=16, quantize=quantize, network="ethernet-10g"
         )
 
-    fits = next(hosts for hosts in range(1, 9) if found(hosts, "int8").best is not None)
-    assert found(fits).best is None
-    assert any("with quantize='int8'" in note for note in found(fits).notes)
-    assert not any("with quantize='int8'" in note for note in found(fits - 1).notes)
+    fits = next(hosts for hosts in range(1, 9) if predicted(hosts, "int8").best is not None)
+    assert predicted(fits).best is None
+    assert any("with quantize='int8'" in note for note in predicted(fits).notes)
+    assert not any("with quantize='int8'" in note for note in predicted(fits - 1).notes)
 
 
 PROBE = here.Probe(step=1e-3, layer=5e-3, operator=2e-3, layer_bandwidth=1e9, bandwidth=2e9, flops=1e10)
 
 
-def test_a_step_here_takes_its_layers_its_operators_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_step_time_adds_layers_operators_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     probes = {1: PROBE, 2: replace(PROBE, layer=7e-3)}
     monkeypatch.setattr(forecasting, "probe_here", lambda ranks, dtype: probes[ranks])
 
     def steps(config: PreTrainedConfig) -> dict[int, float]:
-        found = forecast(on_meta(config), device="here", gpus_per_host=2, length=8).arrangements
-        return {each.tensor: each.step_seconds for each in found}
+        arrangements = forecast(on_meta(config), device="here", gpus_per_host=2, length=8).arrangements
+        return {each.tensor: each.step_seconds for each in arrangements}
 
     wide = SMALL | {"hidden_size": 2048, "intermediate_size": 4096}
     few, many = (steps(LlamaConfig(**wide | {"num_hidden_layers": count})) for count in (2, 4))
@@ -287,8 +290,8 @@ def test_ranks_of_this_machine_are_probed(
 ) -> None:
     for name, value in (("_WIDE_BYTES", 68e6), ("_ROUNDS", 1), ("_TOKENS", 1)):
         monkeypatch.setattr(here, name, value)
-    found = here.probe(groups(2), torch.float32)
-    assert all(0 < value < float("inf") for value in vars(found).values())
+    probe = here.probe(groups(2), torch.float32)
+    assert all(0 < value < float("inf") for value in vars(probe).values())
 
 
 @pytest.mark.parametrize(
@@ -305,7 +308,7 @@ def test_ranks_of_this_machine_are_probed(
         ({"device": "v100"}, "of a v100 the figures of float16, float32 are known"),
     ],
 )
-def test_what_is_not_known_is_refused_in_words(options: dict[str, Any], message: str) -> None:
+def test_unknown_options_are_refused_in_words(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelError, match=message):
         forecast(on_meta(LlamaConfig(**SMALL)), **options)
 
@@ -327,9 +330,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Any, capsys: pytest.Captu
     assert "LlamaForCausalLM in bfloat16 on 2 hosts with 2 h100 each: 4 sequences of 16 tokens" in text
     assert "Take 1 × 1 × 4" in text
     assert cli.main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"]
-    assert found["arrangements"][0]["replicas"] == 4
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["fits"]
+    assert printed["arrangements"][0]["replicas"] == 4
 
 
 @pytest.mark.parametrize(

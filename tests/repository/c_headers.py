@@ -12,17 +12,17 @@ _INCLUDE = re.compile(r'#\s*include\s*"([^"]+)"')
 
 
 def mistakes(folder: Path) -> list[str]:
-    """Return a line for each mistake in the C files beneath a folder. Includes of system headers are ignored."""
+    """Return a line for each mistake in the C files beneath a folder; includes of system headers are skipped."""
     lines: list[str] = []
     graph: dict[Path, list[Path]] = {}
     for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.c")]):
         included = graph[path.resolve()] = []
         code_before = ""
         for line in filter(None, map(str.strip, _COMMENTS.sub("", path.read_text()).splitlines())):
-            if found := _INCLUDE.match(line):
-                included.append((path.parent / found[1]).resolve())
-                if code_before:  # the header may depend on it, though it does not include it
-                    lines.append(f'{path.relative_to(folder)}: #include "{found[1]}" stands below {code_before!r}')
+            if include := _INCLUDE.match(line):
+                included.append((path.parent / include[1]).resolve())
+                if code_before:  # the header may depend on this code without including it
+                    lines.append(f'{path.relative_to(folder)}: #include "{include[1]}" stands below {code_before!r}')
             elif not line.startswith("#"):
                 code_before = code_before or line
     try:

@@ -1,4 +1,4 @@
-"""The walk of docs/architecture.md from `generate` to a token is the walk that the code takes."""
+"""The walk of docs/architecture.md from `generate` to a token is the path of the code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASIDE = ("errors.py", "progress.py", "interrupts.py")
 
 
 class FileTrace:
-    """Notes which files of the package the functions that this thread enters are in, request by request."""
+    """A profiler that notes, request by request, the package's files whose functions this thread enters."""
 
     def __init__(self) -> None:
         self.requests: list[list[str]] = [[]]
@@ -44,7 +44,7 @@ TRACE = FileTrace()
 
 
 class TraceSwitch(LogitsProcessor):
-    """Crosses to the workers with a call of `generate`, and begins a trace there, or ends it and writes it down."""
+    """A processor that crosses to the workers with `generate`; there it starts a trace, or ends and saves it."""
 
     def __init__(self, directory: Path, on: bool) -> None:
         self.directory, self.on = str(directory), on
@@ -59,32 +59,30 @@ class TraceSwitch(LogitsProcessor):
 
 
 def walk() -> set[str]:
-    """The files that the map names on the way from `generate` to a token."""
+    """Return the files that the map names on the way from `generate` to a token."""
     section = MAP.read_text().split("## From `model.generate(ids)`", 1)[1].split("\nWhere a call has more", 1)[0]
     return set(re.findall(r"`(\w+/\w+\.py)`", section))
 
 
-def test_generate_enters_the_files_of_the_map_and_no_others(
-    groups: Callable[[int], WorkerGroup], tmp_path: Path
-) -> None:
+def test_generate_enters_only_files_of_the_map(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=96, eos_token_id=None, **sizes)
     prompt = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "max_new_tokens": 4, "do_sample": False}
-    here = FileTrace()
+    own_trace = FileTrace()
     with parallelize(LlamaForCausalLM(config).eval(), workers=groups(2)) as model:
 
         def switch(on: bool) -> None:
             model.generate(**prompt, logits_processor=LogitsProcessorList([TraceSwitch(tmp_path, on)]))
 
         switch(on=True)
-        sys.setprofile(here)
+        sys.setprofile(own_trace)
         model.generate(**prompt)
         sys.setprofile(None)
         switch(on=False)
     ranks = [path.read_text().splitlines() for path in tmp_path.iterdir()]
     assert len(ranks) == 2
-    for there in ranks:
-        files = {*here.requests[0], *there}
-        built = ("kernels/", "collectives/")  # need a C compiler
+    for names in ranks:
+        files = {*own_trace.requests[0], *names}
+        built = ("kernels/", "collectives/")  # present if built with a C compiler
         assert {name for name in walk() if not name.startswith(built)} <= files <= walk()
     assert len(walk()) <= 23

@@ -1,4 +1,4 @@
-"""The check of `make quality` for C headers finds what it is for, and nothing in the package."""
+"""The check of C headers in `make quality` finds the mistakes it is for, and none in the package."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     write(tmp_path / "far", two='#include "../three.h"\n')
     assert mistakes(tmp_path) == []
     write(tmp_path, three='#  include "one.h"\n')
-    (found,) = mistakes(tmp_path)
-    assert found.startswith("a circle: ")
-    assert {"one.h", "two.h", "three.h"} == set(found.removeprefix("a circle: ").split(" <- "))
+    (mistake,) = mistakes(tmp_path)
+    assert mistake.startswith("a circle: ")
+    assert {"one.h", "two.h", "three.h"} == set(mistake.removeprefix("a circle: ").split(" <- "))
 
 
 def test_an_include_below_code_is_found(tmp_path: Path) -> None:

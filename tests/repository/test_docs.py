@@ -1,4 +1,4 @@
-"""The documents are true: their Python runs, their commands, their links, and the files of containers."""
+"""Everything in the documents is run or checked: Python, commands, links, and the files that containers name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDERS = ("*.md", "docs/*.md", "docker/*.md", "examples/**/*.md", "benchmarks/r
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?^( *)```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 NOT_RUN = {"README.md": 2, "docs/planning.md": 1, "CONTRIBUTING.md": 2, "docker/README.md": 1}
-"""How many blocks of a document are marked as not to be run. Let there be few."""
+"""Number of blocks marked as not to be run, by document. Keep it small."""
 
 
 def named(document: Path) -> str:
@@ -39,9 +39,9 @@ def named(document: Path) -> str:
 
 
 def blocks(document: Path, language: str, marked: bool = False) -> list[str]:
-    """Code of a document in one language: what is run, or what is marked as not to be run."""
-    found = BLOCK.findall(document.read_text())
-    return [textwrap.dedent(code) for mark, _, kind, code in found if kind == language and bool(mark) == marked]
+    """Return a document's code in one language: the blocks to run, or the blocks marked as not to be run."""
+    matches = BLOCK.findall(document.read_text())
+    return [textwrap.dedent(code) for mark, _, kind, code in matches if kind == language and bool(mark) == marked]
 
 
 def documents_with(language: str) -> list[Path]:
@@ -50,19 +50,17 @@ def documents_with(language: str) -> list[Path]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Folder in which documents run: it has the examples, and takes new files."""
+    """Return the folder in which documents run; it has the examples, and receives output files."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
 @pytest.mark.parametrize("document", documents_with("python"), ids=named)
-def test_the_python_of_a_document_runs_from_top_to_bottom(
-    document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run as a script, in this process, which has imported everything and has a fork server."""
+def test_python_of_documents_runs_in_order(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document runs as a script in this process, which has all imports and a fork server."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    find_packages()  # LoRA's has peft
+    find_packages()  # the document on LoRA imports peft
     script = folder / "document.py"
     script.write_text("\n".join(blocks(document, "python")))
     runpy.run_path(str(script), run_name="__main__")
@@ -77,15 +75,15 @@ def test_the_commands_of_a_document_run(document: Path, folder: Path, monkeypatc
         assert cli.main(arguments) == 0, line
 
 
-def test_all_code_is_run_but_for_few_blocks_that_say_why() -> None:
+def test_code_blocks_run_except_marked_ones() -> None:
     marks: Counter[str] = Counter()
     for document in DOCUMENTS:
-        found = BLOCK.findall(document.read_text())
-        assert len(found) * 2 == len(re.findall(r"^ *```", document.read_text(), flags=re.MULTILINE)), document
-        assert {kind for _, _, kind, _ in found} <= {"python", "sh", "text"}, (
+        matches = BLOCK.findall(document.read_text())
+        assert len(matches) * 2 == len(re.findall(r"^ *```", document.read_text(), flags=re.MULTILINE)), document
+        assert {kind for _, _, kind, _ in matches} <= {"python", "sh", "text"}, (
             f"{document}: a language that no test runs"
         )
-        marks[named(document)] = sum(bool(mark) for mark, *_ in found)
+        marks[named(document)] = sum(bool(mark) for mark, *_ in matches)
         written = re.findall(r"^<!-- not run", document.read_text(), flags=re.MULTILINE)
         assert len(written) == marks[named(document)], f"{document}: a mark of no block"
     assert +marks == NOT_RUN
@@ -136,7 +134,7 @@ def test_subcommands_that_are_named_exist() -> None:
             cli.main([name, "--help"])
 
 
-def test_the_error_that_policy_md_shows_is_the_real_one() -> None:
+def test_error_in_policy_md_is_real() -> None:
     import transformers as tf
 
     from parallelformers_ng import Column, Policy, plan
@@ -169,7 +167,7 @@ def test_the_dockerfile_names_what_exists(capsys: pytest.CaptureFixture[str]) ->
 
 
 def served(arguments: list[str]) -> argparse.Namespace:
-    """Return the options that `parallelformers-ng` reads from a command that serves."""
+    """Return the options that `parallelformers-ng` reads from a command line that serves."""
     return cli._parser().parse_args(arguments)
 
 
@@ -191,25 +189,23 @@ def test_the_compose_files_name_what_exists() -> None:
     assert service["restart"] == "unless-stopped"
 
 
-def test_the_health_check_finds_port_and_key_where_the_server_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_check_finds_the_servers_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server.toml").write_text('port = 9001\napi_key = "of the file"\nmodel = "x"\n')
     monkeypatch.delenv("PARALLELFORMERS_API_KEY", raising=False)
     start = ["/sbin/docker-init", "--", "/usr/bin/python", "/usr/bin/parallelformers-ng", "serve"]
-    found = health.options_of([*start, "--config", str(tmp_path / "server.toml")])
-    assert (found.port, found.api_key) == (9001, "of the file")
+    options = health.options_of([*start, "--config", str(tmp_path / "server.toml")])
+    assert (options.port, options.api_key) == (9001, "of the file")
     monkeypatch.setenv("PARALLELFORMERS_API_KEY", "of the environment")
-    found = health.options_of([*start, "x", "--host", "0.0.0.0", "--port", "9002"])
-    assert (found.port, found.api_key) == (9002, "of the environment")
+    options = health.options_of([*start, "x", "--host", "0.0.0.0", "--port", "9002"])
+    assert (options.port, options.api_key) == (9002, "of the environment")
 
 
-def test_the_compose_file_for_gpus_has_what_nccl_and_triton_need() -> None:
+def test_compose_file_for_gpus_suits_nccl_and_triton() -> None:
     yaml = pytest.importorskip("yaml")
     service = yaml.safe_load((ROOT / "docker/compose.gpu.yml").read_text())["services"]["server"]
     (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert devices["capabilities"] == ["gpu"]
-    assert "--num-gpus" not in service["command"]  # as many ranks as there are GPUs
+    assert "--num-gpus" not in service["command"]  # by default, one rank per GPU
     assert (ROOT / served(["serve", *service["command"]]).model).exists()
     assert service["shm_size"] == "2gb"
     (mount,) = service["tmpfs"]
@@ -224,7 +220,7 @@ def test_the_compose_file_for_gpus_has_what_nccl_and_triton_need() -> None:
     assert [fnmatch.fnmatch(url, kept[1]) for url in (index, "https://download.pytorch.org/whl/cpu")] == [False, True]
 
 
-def test_the_tables_of_the_server_are_those_of_its_code() -> None:
+def test_tables_of_serving_are_generated_from_code() -> None:
     tables = runpy.run_path(str(ROOT / "docs/serving_tables.py"))
     page = (ROOT / "docs/serving.md").read_text()
     assert page == tables["written"](page), "run python docs/serving_tables.py"
@@ -233,7 +229,7 @@ def test_the_tables_of_the_server_are_those_of_its_code() -> None:
         assert tables["written"](page.replace(changed, "| other |")) == page
 
 
-def test_the_map_has_the_rooms_in_the_order_of_imports_and_names_files_that_exist() -> None:
+def test_map_agrees_with_imports_and_files() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     rooms = [
         room.removesuffix("/").removesuffix(".py") for room in re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE)
@@ -247,19 +243,19 @@ def test_the_map_has_the_rooms_in_the_order_of_imports_and_names_files_that_exis
         assert (package / file).exists() or list(package.glob(f"*/{file}")), f"the map names {file}"
 
 
-def test_the_picture_of_the_readme_is_drawn_from_the_results() -> None:
+def test_picture_in_readme_is_drawn_from_results() -> None:
     results = plots.RESULTS.read_text()
     assert plots.PICTURE.read_text() == plots.draw(results), "run python -m benchmarks.plots"
     assert ">47.3<" in plots.draw(results)
     assert ">48.3<" in plots.draw(results.replace("62.4 / 47.3", "62.4 / 48.3"))
 
 
-def test_the_readme_is_read_in_five_minutes() -> None:
+def test_readme_is_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def pages(nav: object) -> Iterator[str]:
-    """The files of a `nav` of mkdocs."""
+    """Return the files named by a `nav` of mkdocs."""
     if isinstance(nav, str):
         yield nav
     else:

@@ -1,4 +1,4 @@
-"""Automatic parts: workflows, hooks, forms, the choice of versions. Each is valid and names existing things."""
+"""Automation: workflows, hooks, forms, the choice of versions. Each is valid and names existing things."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_a_workflow_runs_exists(workflow: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_continuous_integration_takes_both_ends_of_what_is_supported() -> None:
+def test_ci_uses_oldest_and_newest_supported_versions() -> None:
     matrix = _yaml(GITHUB / "workflows/ci.yml")["jobs"]["test"]["strategy"]["matrix"]
     versions = {*matrix["versions"], *(entry["versions"] for entry in matrix["include"])}
     assert versions == {path.stem for path in (ROOT / "constraints").glob("*.txt")}
@@ -58,7 +58,7 @@ def test_continuous_integration_takes_both_ends_of_what_is_supported() -> None:
     assert set(oldest) == {"torch", "transformers"}
 
 
-def test_make_setup_holds_to_the_versions_it_is_given(tmp_path: Path) -> None:
+def test_make_setup_uses_the_constrained_versions(tmp_path: Path) -> None:
     def commands(*arguments: str) -> str:
         command = ["make", "--no-print-directory", "-n", "setup", f"VENV={tmp_path}", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -72,7 +72,7 @@ def test_make_setup_holds_to_the_versions_it_is_given(tmp_path: Path) -> None:
     assert "requirements-dev.txt" in commands("CONSTRAINTS=constraints/oldest.txt"), "another choice installs anew"
 
 
-def test_the_hooks_before_a_commit_are_those_of_make_quality() -> None:
+def test_pre_commit_hooks_equal_make_quality() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pre_commit", "validate-config"], cwd=ROOT, capture_output=True, text=True
     )
@@ -129,7 +129,7 @@ def test_changes_of_the_zoo_are_told(
     assert bool(said) == bool(printed), "nothing changed, nothing said"
 
 
-def test_the_committed_table_can_be_compared_and_one_that_was_cut_short_cannot() -> None:
+def test_coverage_table_is_compared_unless_cut_short() -> None:
     assert len(zoo_changes.rows((ROOT / "COVERAGE.md").read_text())) > 600
     with pytest.raises(ValueError, match="2 of 3 model types"):
         zoo_changes.rows(TABLE.replace("- 3 of 3", "- 2 of 3"))
@@ -137,7 +137,7 @@ def test_the_committed_table_can_be_compared_and_one_that_was_cut_short_cannot()
         zoo_changes.rows("| name |\n| --- |\n")
 
 
-@pytest.mark.slow  # it compiles them anew; as they are installed, other tests compare them with torch
+@pytest.mark.slow  # compiles the kernels anew; other tests compare the installed ones with torch
 @pytest.mark.parametrize("machine", ["native", "arm64"])
 def test_the_c_kernels_agree_with_plain_loops(machine: str) -> None:
     compiler, *runner = ["cc"]
@@ -148,7 +148,7 @@ def test_the_c_kernels_agree_with_plain_loops(machine: str) -> None:
             pytest.skip(f"needs {program}")
     environment = {**os.environ, "CC": compiler, "PYTHON": sys.executable}
     if machine == "native":
-        environment["CFLAGS"] = "-O1"  # in a third of the time; what is installed is compiled and tested as it is
+        environment["CFLAGS"] = "-O1"  # takes a third of the time; other tests cover the installed build
     done = subprocess.run(["bash", SELF_CHECK, *runner], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [

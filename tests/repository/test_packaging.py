@@ -1,4 +1,4 @@
-"""From a clone's folder the library is whole, whatever is installed; and a wheel has the policies once."""
+"""The library is complete in a clone's folder, whatever is installed; a wheel has the policies once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source, without kernels."""
+    """Copy the source, without kernels, and return its folder."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("parallelformers_ng", "policies"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -42,7 +42,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install a wheel of a copy of the clone, built without a compiler; return the folder."""
+    """Return the folder of an installed wheel, built from a copy of the clone without a compiler."""
     source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")
     wheels = tmp_path_factory.mktemp("wheels")
     command = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(wheels), str(source)]
@@ -57,7 +57,7 @@ def installed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(folder: Path, *path: Path) -> list[str]:
-    """Return the output of a Python that is started in a folder."""
+    """Return the output of a Python started in a folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", NO_EDITABLE_INSTALL + USE],
@@ -71,7 +71,7 @@ def use(folder: Path, *path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_wheel_has_all_modules_and_the_policies_once(installed: Path) -> None:
+def test_wheel_has_all_modules_and_policies_once(installed: Path) -> None:
     modules = {path.relative_to(ROOT) for path in (ROOT / "parallelformers_ng").rglob("*.py")}
     assert {module for module in modules if not (installed / module).exists()} == set()
     names = sorted(path.relative_to(installed).parts[0] for path in installed.glob("*/"))
@@ -83,7 +83,7 @@ def test_a_wheel_has_all_modules_and_the_policies_once(installed: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["in the clone, a wheel installed", "in the clone, nothing installed", "elsewhere"])
 def test_from_a_clone_the_library_is_whole(clone: Path, installed: Path, tmp_path: Path, place: str) -> None:
-    if place == "elsewhere":  # with the clone on PYTHONPATH
+    if place == "elsewhere":  # then the clone is on PYTHONPATH
         package, policy, count, caches = use(tmp_path, clone)
     else:
         package, policy, count, caches = use(clone, *([installed] if "wheel" in place else []))
@@ -102,7 +102,7 @@ def test_what_is_installed_is_whole_elsewhere(installed: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def with_kernels(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install a wheel that was built with a compiler; return the folder."""
+    """Return the folder into which pip has installed a wheel built with a compiler."""
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
     source = shutil.copytree(clone, tmp_path_factory.mktemp("source") / "copy")

@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md: closed doors, nothing on disk, no code from bytes that nobody signed."""
+"""The promises of SECURITY.md: closed doors, nothing on disk, no code from unsigned bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "parallelformers_ng"
 
 @pytest.fixture(scope="module", params=["shared_memory", "gloo"])
 def group(request, groups) -> Iterator[WorkerGroup]:
-    """Workers in the middle of their work: they have a model and have answered."""
+    """Yield workers in normal use: they have a model and have answered."""
     if request.param == "gloo":
         with start_group(2, device="cpu", backend="gloo") as group:
             yield from _with_model(group)
@@ -50,7 +50,7 @@ def processes(group: WorkerGroup) -> list[psutil.Process]:
     return [psutil.Process(), *(psutil.Process(pid) for pid in group.pids)]
 
 
-def test_nothing_listens_beyond_loopback_and_with_shared_memory_nothing_at_all(group):
+def test_nothing_listens_beyond_loopback(group):
     listening = [
         connection.laddr.ip
         for process in processes(group)
@@ -71,14 +71,14 @@ def test_control_sockets_have_no_name(group):
 
 
 def test_no_file_has_a_name(group):
-    """Neither an open file nor a mapping: what has no name cannot be left behind, nor opened by others."""
+    """Open files and mappings have no names, so none can be left behind or opened by others."""
     folders = (tempfile.gettempdir() + "/", "/dev/shm/", "/run/", "/var/tmp/")
     for process in processes(group)[1:]:
         links = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]
         names = [os.readlink(link) for link in links]
         with open(f"/proc/{process.pid}/maps") as maps:
             names += [line.split(maxsplit=5)[5].strip() for line in maps if line.count(" /") == 1]
-        # Standard output may be a file of whoever runs the tests; the code and its environment may lie anywhere.
+        # Standard output may be a file of the tests' user; the code and its environment may lie anywhere.
         code = (str(PACKAGE.parent), sys.prefix)
         ours = [name for name in names if name.startswith(folders) and not name.startswith(code)]
         assert [name for name in ours if name not in _standard_streams()] == []
@@ -88,7 +88,7 @@ def _standard_streams() -> set[str]:
     return {os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)}
 
 
-def test_methods_that_are_no_public_ones_cannot_be_called(group):
+def test_methods_that_are_not_public_are_refused(group):
     for name in ("_prepare", "__class__", "model", "no_such_method"):
         with pytest.raises((GroupError, TypeError, AttributeError)):
             group.call(name)
@@ -96,7 +96,7 @@ def test_methods_that_are_no_public_ones_cannot_be_called(group):
 
 
 def read(data: bytes, fds: list[int]) -> None:
-    """Receive the bytes of a frame, as the parent would, and read its message."""
+    """Receive the bytes of a frame, as the parent would, and decode its message."""
     ours, theirs = socket.socketpair()
     channel = Channel(theirs)
     try:
@@ -144,7 +144,7 @@ def test_sizes_within_a_message_are_checked(place, value):
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_every_test_that_the_promises_name_exists():
+def test_tests_named_in_security_md_exist():
     """`…` in a name stands for any letters."""
     words = re.findall(r"`([^`\n]+)`", (PACKAGE.parent / "SECURITY.md").read_text())
     tests = "\n".join(path.read_text() for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
@@ -156,13 +156,13 @@ def test_every_test_that_the_promises_name_exists():
                 assert re.search(rf"def {re.escape(name).replace('…', '.*')}\(", tests), word
 
 
-# Places that turn bytes into code, and why that is safe. One more place needs a reason here and in SECURITY.md.
+# The files in which bytes may become code, and why that is safe. A new one needs a reason here and in SECURITY.md.
 PICKLES = {
     "wire/message.py",  # from a process and its own fork; between hosts, after its signature was checked
     "checkpoint/skeleton.py",  # inside such a message
     "hooks/pickling.py",  # inside such a message
     "live_code/changes.py",  # inside such a message
-    "collectives/shared_result.py",  # from another rank, through memory that the group alone has
+    "collectives/shared_result.py",  # from another rank, through memory of this group alone
 }
 
 
@@ -183,16 +183,16 @@ def test_bytes_become_code_in_known_places_only():
             assert place in PICKLES, (place, name)
 
 
-def test_remote_code_is_never_trusted_by_this_library():
-    """A caller's own choice may be passed on; a constant True would be ours."""
+def test_library_never_trusts_remote_code():
+    """The caller's own choice may be passed on; a constant True would be the library's choice."""
     for place, name, call in _calls():
         for keyword in call.keywords:
             if keyword.arg == "trust_remote_code":
                 assert not (isinstance(keyword.value, ast.Constant) and keyword.value.value), (place, name)
 
 
-def test_workers_import_no_code_that_a_configuration_names(groups, tmp_path, monkeypatch):
-    """`auto_map` is how a checkpoint brings code. The parent has not imported it, so no worker does."""
+def test_workers_import_no_code_of_a_configuration(groups, tmp_path, monkeypatch):
+    """`auto_map` lets a checkpoint bring code. The parent has not imported it, so no worker does."""
     (tmp_path / "modeling_trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     model = gpt2()

@@ -1,4 +1,4 @@
-"""The check of `make quality` for names finds every name that stands in two places, and none in the package."""
+"""The check of names in `make quality` finds every name defined in two places, and none in the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPUs of the ranks, on machines made of files."""
+"""The CPUs of ranks, on machines described by files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallelformers_ng.runtime import cores
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Eight CPUs, even ones on node 0, odd ones on node 1, no quota."""
+    """Make a machine with eight CPUs, even ones on node 0, odd ones on node 1, without a quota."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cores, "_NODES", tmp_path / "node")
     monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "cgroup")
@@ -25,14 +25,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ranks_share_out_all_cpus_and_keep_to_a_node(machine: Path) -> None:
+def test_ranks_divide_all_cpus_within_nodes(machine: Path) -> None:
     assert cores.usable_cpus() == 8
     assert cores.cpus_of_ranks(2, 4) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
     assert cores.cpus_of_ranks(4, 2) == [{0, 2}, {4, 6}, {1, 3}, {5, 7}]
     assert cores.cpus_of_ranks(3, 2) == [{0, 2}, {4, 6}, {1, 3}]
 
 
-def test_no_pins_where_ranks_leave_cpus_to_others_or_outnumber_them(machine: Path) -> None:
+def test_ranks_are_pinned_only_when_using_all_cpus(machine: Path) -> None:
     assert cores.cpus_of_ranks(2, 1) is None
     assert cores.cpus_of_ranks(2, 5) is None
     assert cores.cpus_of_ranks(9, 1) is None

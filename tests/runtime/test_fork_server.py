@@ -1,4 +1,4 @@
-"""Ranks are forks of one warm process, and no worse for it: each is what a fresh process would have been."""
+"""Ranks forked from one warm process equal fresh processes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.zoo.decoders import gpt2
 
 
 class Imports(Target):
-    """A target whose fresh process has imported what forks have."""
+    """A target whose fresh process has the imports of forks."""
 
 
 def server() -> forks.ForkServer:
-    found = forks.running(preload.IMPORTS)
-    assert found is not None
-    return found
+    running_server = forks.running(preload.IMPORTS)
+    assert running_server is not None
+    return running_server
 
 
 def parents(group: WorkerGroup) -> set[int]:
@@ -47,7 +47,7 @@ def parents(group: WorkerGroup) -> set[int]:
 
 
 def state_of_process(rank: int) -> dict[str, Any]:
-    """Facts that may tell one process from another."""
+    """Return properties in which two processes may differ."""
     import gc
     import locale
     import threading
@@ -88,9 +88,9 @@ def _is_open(fd: int) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
-def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
+def test_fork_equals_a_fresh_process(monkeypatch, tmp_path):
     server()
-    monkeypatch.chdir(tmp_path)  # after the server has started
+    monkeypatch.chdir(tmp_path)  # the server has started before
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("A_VARIABLE", "as of now")
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
@@ -108,13 +108,13 @@ def test_a_fork_is_like_a_fresh_process(monkeypatch, tmp_path):
     fresh["environment"].pop(forks.SWITCH)
     fresh["environment of C"] = re.sub(rf"{forks.SWITCH}=0\n", "", fresh["environment of C"])
     for state in forked:
-        state["descriptors"].remove("anon_inode:[pidfd]")  # of the server, which it watches, too
+        state["descriptors"].remove("anon_inode:[pidfd]")  # a fork also watches its server
         assert state == fresh
     assert forked[0]["environment"]["A_VARIABLE"] == "as of now"
     assert forked[0]["folder"] == str(tmp_path)
 
 
-def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
+def test_ranks_share_one_server_and_leave_nothing():
     WorkerGroup(2, target=TARGET, threads=1).close()
     process = psutil.Process(server().pid)
     before, others = process.num_fds(), set(process.children())
@@ -125,20 +125,20 @@ def test_ranks_share_one_server_and_leave_nothing_behind_in_it():
             assert process.num_threads() == 1
     assert set(process.children()) <= others
     end = time.monotonic() + PROMPTLY
-    while process.num_fds() > before:  # it closes what it reports through after the report
+    while process.num_fds() > before:  # the server closes its pipe after the report
         assert time.monotonic() < end, (process.num_fds(), before)
         time.sleep(0.02)
 
 
 @pytest.fixture
 def another_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test may take the place of the server that all others use, by one that is there sooner."""
+    """Let a test replace the server of all other tests by one that starts sooner."""
     monkeypatch.setattr(forks, "_newest", forks._newest)
     monkeypatch.setattr(preload, "IMPORTS", "torch")
 
 
 @pytest.mark.parametrize("forked", [True, False])
-def test_ps_shows_what_a_process_is(forked, monkeypatch):
+def test_ps_shows_the_role_of_a_process(forked, monkeypatch):
     if not forked:
         monkeypatch.setenv(forks.SWITCH, "0")
 
@@ -155,18 +155,18 @@ def test_ps_shows_what_a_process_is(forked, monkeypatch):
         assert f"parallelformers-ng: fork server, for process {os.getpid()}" in map(shown, workers_of(os.getpid()))
 
 
-def test_a_server_starts_ahead_of_need_and_only_once(another_server, monkeypatch):
+def test_server_starts_early_and_only_once(another_server, monkeypatch):
     monkeypatch.setattr(forks, "_newest", None)
     begun = time.monotonic()
     warm_up()
     warm_up()
-    assert time.monotonic() - begun < 1.0  # it imports meanwhile
+    assert time.monotonic() - begun < 1.0  # its imports continue in the background
     pid = server().pid
     with WorkerGroup(1, target=TARGET, threads=1) as group:
         assert parents(group) == {pid}
 
 
-def test_a_group_gets_a_server_that_has_imported_what_the_group_asks_for(another_server, monkeypatch):
+def test_group_gets_server_with_its_imports(another_server, monkeypatch):
     monkeypatch.setattr(forks, "_newest", None)
 
     def start(**imports: str) -> tuple[set[int], bool]:
@@ -179,21 +179,21 @@ def test_a_group_gets_a_server_that_has_imported_what_the_group_asks_for(another
     second, has = start(imports="tabnanny")
     assert has
     assert second != first
-    assert start() == (second, True)  # any will do
+    assert start() == (second, True)  # without a wish any server will do
     third, has = start(imports="torch")
     assert not has
     assert third != second
 
 
-def test_groups_of_a_model_ask_for_all_that_ranks_import():
+def test_groups_of_models_ask_for_all_imports():
     with start_group(1, device="cpu") as group:
         assert parents(group) == {server().pid}
         assert server().imports == "parallelformers_ng.worker.imports"
         assert group.call("ping") == [0]
 
 
-def test_what_a_process_reads_at_its_start_takes_a_fresh_server(another_server, monkeypatch, tmp_path):
-    """And what it reads later does not."""
+def test_changed_inheritance_takes_a_fresh_server(another_server, monkeypatch, tmp_path):
+    """Changes read only later take no fresh server."""
     first, before = server().pid, forks._inheritance()
     monkeypatch.setenv("NO_LIBRARY_READS_THIS", "1")
     assert server().pid == first
@@ -221,7 +221,7 @@ def test_what_a_process_reads_at_its_start_takes_a_fresh_server(another_server, 
         assert group.call("call_it", state_of_process)["environment"]["HF_ANYTHING"] == "1"
 
 
-def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(another_server, monkeypatch):
+def test_replaced_server_lives_as_long_as_its_ranks(another_server, monkeypatch):
     monkeypatch.setenv("HF_ANYTHING", "1")
     with WorkerGroup(1, target=TARGET, threads=1) as group:
         (old,) = parents(group)
@@ -232,8 +232,8 @@ def test_a_server_whose_place_was_taken_lives_as_long_as_its_ranks(another_serve
     assert not psutil.pid_exists(old)
 
 
-def test_ranks_still_share_what_was_imported_when_a_model_has_gone():
-    """A collection of garbage that walked it would write to every page of it: 90 MB a rank."""
+def test_ranks_share_imports_after_a_model_has_gone():
+    """A garbage collection that walks the imports would write to all their pages: 90 MB per rank."""
     with start_group(2, device="cpu") as group:
         with parallelize(gpt2(), workers=group) as model:
             model(**text_inputs())
@@ -242,7 +242,7 @@ def test_ranks_still_share_what_was_imported_when_a_model_has_gone():
     assert max(after) < min(before) + 30e6
 
 
-def test_ranks_end_with_their_server_and_the_model_starts_again():
+def test_ranks_end_with_their_server_and_restart():
     model = gpt2()
     parallelize(model, 2, workers={"device": "cpu"})
     want = model(**text_inputs()).logits
@@ -254,7 +254,7 @@ def test_ranks_end_with_their_server_and_the_model_starts_again():
     model.deparallelize()
 
 
-def test_who_dies_with_the_server_is_told_so(another_server, monkeypatch):
+def test_death_with_the_server_is_reported(another_server, monkeypatch):
     monkeypatch.setenv("HF_ANYTHING", "1")
     with WorkerGroup(1, target=TARGET, threads=1) as group:
         kill(server().pid)
@@ -279,7 +279,7 @@ def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_where_an_import_starts_a_thread_ranks_are_fresh_processes(tmp_path):
+def test_import_with_threads_makes_ranks_fresh_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading\n"
         "if any('fork_server' in argument for argument in sys.orig_argv):\n"
@@ -292,7 +292,7 @@ def test_where_an_import_starts_a_thread_ranks_are_fresh_processes(tmp_path):
     assert f"rank 0 is started as a fresh process; the fork server has ended: {why}" in done.stderr
 
 
-def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked():
+def test_server_ends_with_its_caller_despite_children():
     script = """
     child = os.fork()
     if child == 0:
@@ -311,7 +311,7 @@ def test_a_server_ends_with_its_caller_whatever_children_the_caller_has_forked()
     os.kill(child, signal.SIGKILL)
 
 
-def test_an_interpreter_that_ends_takes_its_server_along_without_a_word():
+def test_ending_interpreter_ends_its_server_silently():
     done = run("print(os.getpid(), forks.running().pid)", PYTHONWARNINGS="always::ResourceWarning")
     caller, pid = map(int, done.stdout.split())
     assert done.returncode == 0
@@ -320,7 +320,7 @@ def test_an_interpreter_that_ends_takes_its_server_along_without_a_word():
     assert workers_of(caller) == []
 
 
-def test_importing_what_ranks_need_asks_for_no_device_and_runs_no_kernel():
+def test_imports_of_ranks_use_no_device():
     code = """
     import os, torch
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""Ctrl-C, and other signals whose handlers raise, at any moment of a request: the next answer is right."""
+"""After Ctrl-C or another raising signal handler at any moment of a request, the next answer is right."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
 
-def test_no_step_of_a_request_loses_the_group(groups):
-    """Struck between two bytecodes of the package, as a signal strikes; of all there are, a sample."""
+def test_interrupt_at_any_step_keeps_the_group(groups):
+    """An interrupt between two bytecodes of the package, as signals come; a sample of all bytecodes."""
     group, missed = groups(2), []
-    # A call looks out for its answer: the later that comes, the more steps it has.
+    # A call polls for its answer: the later the answer comes, the more steps the call has.
     steps = min(10**6 - _strike_at(10**6, lambda: group.call("held_caches")) for _ in range(9))
     for step in sorted(random.Random(0).sample(range(1, steps), 60)):
         try:
@@ -33,7 +33,7 @@ def test_no_step_of_a_request_loses_the_group(groups):
 
 
 def _strike_at(step: int, call: Callable[[], Any]) -> int:
-    """Raise SIGINT in this thread before one of the bytecodes of a call. Returns how many there were too few."""
+    """Raise SIGINT in this thread before one bytecode of a call; return how many bytecodes were missing."""
     left, mine = step, f"{os.sep}parallelformers_ng{os.sep}"
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -56,13 +56,13 @@ def _strike_at(step: int, call: Callable[[], Any]) -> int:
 
 
 def test_a_short_storm_of_interrupts(groups):
-    found = interrupts_at_random(40, seed=1, group=groups(2))
-    assert (found.lost, found.wrong, found.errors) == (0, 0, [])
-    assert found.interrupted == 40
+    report = interrupts_at_random(40, seed=1, group=groups(2))
+    assert (report.lost, report.wrong, report.errors) == (0, 0, [])
+    assert report.interrupted == 40
 
 
-def test_a_handle_that_goes_takes_no_step_in_which_an_interrupt_is_lost(groups):
-    """Python prints and drops an exception in a finalizer."""
+def test_finalizer_of_a_handle_loses_no_interrupt(groups):
+    """An exception in a finalizer is printed and dropped."""
     model = parallelize(gpt2(), workers=groups(2))
     steps = []
 

@@ -1,4 +1,4 @@
-"""The worker group when something goes wrong: each fault becomes its typed error, in time, and nothing is left over."""
+"""Faults of the worker group: each becomes its typed error, in time, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_killed_worker_is_named_to_every_caller(group, method, rank):
     assert fault_of(group.call, "echo", 1).rank == rank
 
 
-def test_a_worker_that_dies_between_requests_is_found_by_the_next(group):
+def test_worker_death_is_found_by_the_next_request(group):
     kill(group.pids[1], signal.SIGTERM)
     assert not group.alive
     error = fault_of(group.call, "echo", 1)
@@ -85,13 +85,13 @@ def test_a_worker_that_dies_between_requests_is_found_by_the_next(group):
 
 
 def test_exit_codes_and_crashes_are_told_apart(group):
-    assert "SystemExit: 7" in str(fault_of(group.call, "leave", 7))  # of a callback, not of the worker
+    assert "SystemExit: 7" in str(fault_of(group.call, "leave", 7))  # the exit of a callback, not of the worker
     error = fault_of(group.call, "exit", 1, 5)
     assert (error.rank, error.signal, error.exit_code) == (1, None, 5)
 
 
 @pytest.mark.parametrize(("method", "signal"), [("crash", signal.SIGSEGV), ("touch_lost_memory", signal.SIGBUS)])
-def test_a_crash_in_native_code_is_a_death_by_its_signal_and_leaves_a_traceback(method, signal, capfd):
+def test_native_crash_is_reported_with_signal_and_traceback(method, signal, capfd):
     with WorkerGroup(2, target=TARGET, threads=1) as group:
         error = fault_of(group.call, method, 0)
     assert (error.rank, error.signal) == (0, signal)
@@ -107,7 +107,7 @@ def test_a_stopped_worker_runs_into_the_deadline(group):
     assert "ran past its deadline" in str(later)
 
 
-def test_mangled_frames_from_a_worker_end_the_group_and_nothing_else():
+def test_mangled_frames_end_the_group_alone():
     source = random.Random(1)
     data = bytearray(pack(FrameKind.RESULT, 1, encode({"result": 1})).data)
     mangled = bytearray(data)
@@ -145,13 +145,13 @@ def test_a_worker_that_cannot_start_says_why(target, pattern):
 
 
 @pytest.mark.parametrize("forked", [True, False])
-def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(forked, monkeypatch):
-    if forked:  # by the server that runs, whatever the limit of this process is
+def test_no_worker_starts_without_file_descriptors(forked, monkeypatch):
+    if forked:  # the running server forks, whatever this process's limit
         monkeypatch.setattr(forks, "_inheritance", lambda: None)
         WorkerGroup(1, target=TARGET, threads=1).close()
     else:
         monkeypatch.setenv(forks.SWITCH, "0")
-    gc.collect()  # what earlier tests left must not go in between and free numbers
+    gc.collect()  # garbage of earlier tests must not free descriptors meanwhile
     me = psutil.Process()
     children, limits = set(me.children()), resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
@@ -172,7 +172,7 @@ def test_where_no_more_files_may_be_opened_no_worker_starts_and_none_is_left(for
     assert set(me.children()) <= children
 
 
-def test_a_worker_that_is_never_ready_runs_into_the_deadline():
+def test_worker_never_ready_runs_into_the_deadline():
     forks.running()
     children = set(psutil.Process().children())
     with pytest.raises(StartupError, match=r"rank . was not ready within 0.5 s; it was (importing|building)"):
@@ -180,7 +180,7 @@ def test_a_worker_that_is_never_ready_runs_into_the_deadline():
     assert set(psutil.Process().children()) <= children
 
 
-def test_a_forked_child_is_told_so_and_does_not_keep_the_workers_alive(group):
+def test_forked_child_is_refused_and_keeps_no_worker(group):
     assert group.call("echo", 1) == 1
     read, write = os.pipe()
     child = os.fork()
@@ -242,7 +242,7 @@ time.sleep(60)
 """
 
 
-def test_workers_end_with_a_killed_parent_whatever_they_are_busy_with():
+def test_workers_end_with_a_killed_parent():
     parent = subprocess.Popen([sys.executable, "-c", ORPHANING], env=environment(), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     workers = {}

@@ -1,4 +1,4 @@
-"""The worker group as callers use it, when nothing dies."""
+"""The worker group in normal use, without deaths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": str(root)}
 
 
-def test_call_answers_with_rank_zero_and_all_ranks_take_part(group):
+def test_call_runs_on_all_ranks_rank_zero_answers(group):
     assert group.call("echo", 1, b=[torch.float16]) == (1, {"b": [torch.float16]})
     assert group.call("sum_of_ranks", 2.0) == 5.0
     assert group.call("own", "x") == (0, "x")
@@ -61,7 +61,7 @@ def test_large_tensors_and_dataclasses_make_the_round_trip(group):
     assert torch.equal(group.call("echo", Reading("r", tensor)).values, tensor)
 
 
-def test_a_rank_that_writes_into_its_arguments_disturbs_nobody(group):
+def test_changed_arguments_on_a_rank_disturb_nobody(group):
     tensor = torch.ones(1 << 16)
     sums = group.call_each("scale_in_place", [(tensor,), (tensor,)])
     assert sums == [2 << 16, 3 << 16]
@@ -76,7 +76,7 @@ def test_received_results_do_not_use_up_descriptors(group):
     del results
 
 
-def test_an_exception_on_all_ranks_has_its_own_type_and_the_group_goes_on(group):
+def test_error_on_all_ranks_has_its_own_type(group):
     with pytest.raises(ValueError, match="a bad value") as caught:
         group.call("raise_value_error", [0, 1])
     assert isinstance(caught.value, WorkerError)
@@ -88,7 +88,7 @@ def test_an_exception_on_all_ranks_has_its_own_type_and_the_group_goes_on(group)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_on_one_rank_frees_its_peers_from_the_collective(group, rank):
+def test_error_on_one_rank_frees_its_peers(group, rank):
     resets = group.call("reset_count")
     start = time.monotonic()
     with pytest.raises(ValueError, match="a bad value") as caught:
@@ -100,7 +100,7 @@ def test_an_exception_on_one_rank_frees_its_peers_from_the_collective(group, ran
     assert group.call_each("reset_count", [(), ()]) == [resets + 1] * 2
 
 
-def test_exceptions_that_cannot_be_named_or_built_stay_readable(group):
+def test_unpicklable_exceptions_stay_readable(group):
     with pytest.raises(WorkerError, match="odd"):
         group.call("raise_odd")
     with pytest.raises(WorkerError, match="can't decode byte 0xff"):
@@ -113,7 +113,7 @@ def test_exceptions_that_cannot_be_named_or_built_stay_readable(group):
         group.call("_private")
 
 
-def test_arguments_that_cannot_be_sent_are_named_and_nothing_runs(group):
+def test_arguments_that_cannot_cross_are_named(group):
     with pytest.raises(NotPortableError, match=r"kwargs\['locks'\]\[1\]"):
         group.call("echo", locks=[1, threading.Lock()])
     with pytest.raises(NotPortableError, match=r"args\[0\]"):
@@ -121,7 +121,7 @@ def test_arguments_that_cannot_be_sent_are_named_and_nothing_runs(group):
     assert group.call("echo", 1) == 1
 
 
-def test_results_that_cannot_be_sent_are_errors_of_that_request_alone(group):
+def test_results_that_cannot_cross_fail_one_request(group):
     with pytest.raises(NotPortableError, match="result"):
         group.call("call_it", lambda rank: threading.Lock())
     assert group.call("echo", 1) == 1
@@ -157,7 +157,7 @@ def test_a_listener_that_raises_cancels_the_request(group):
     assert group.call("sum_of_ranks", 1.0) == 3.0
 
 
-def test_a_call_from_a_listener_is_refused_instead_of_waiting_for_itself(group):
+def test_call_from_a_listener_is_refused(group):
     with pytest.raises(GroupError, match="on_event"):
         group.call("count", 3, on_event=lambda _: group.call("echo", 1))
 
@@ -180,11 +180,11 @@ def test_sixteen_threads_each_get_their_own_answers(group):
     assert wrong == []
 
 
-def test_many_threads_may_ask_at_once_whether_it_is_ready(group):
+def test_threads_may_ask_at_once_for_readiness(group):
     answers = []
 
     def ask():
-        answers.append(all(group.alive for _ in range(2000)))  # an error leaves no answer
+        answers.append(all(group.alive for _ in range(2000)))  # a thread with an error adds no answer
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -194,7 +194,7 @@ def test_many_threads_may_ask_at_once_whether_it_is_ready(group):
     assert answers == [True] * 8
 
 
-def test_waiting_for_a_turn_ends_at_the_deadline_without_harm(group):
+def test_waiting_for_a_turn_ends_at_deadline(group):
     thread = threading.Thread(target=group.call, args=("sleep", 1.5))
     thread.start()
     time.sleep(0.5)
@@ -211,15 +211,15 @@ def test_open_files_go_to_every_rank(group):
     os.close(fd)
 
 
-def test_workers_have_equal_threads_and_the_users_environment_is_untouched(group):
+def test_workers_have_equal_threads_and_users_environment(group):
     assert group.call_each("threads", [(), ()]) == [(1, "1"), (1, "1")]
     assert group.device_names == ["cpu:0", "cpu:1"]
     assert len(set(group.pids)) == 2
 
 
-def test_groups_leave_no_process_thread_descriptor_or_name_behind():
+def test_groups_leave_nothing_behind():
     me = psutil.Process()
-    WorkerGroup(2, target=TARGET, threads=1).close()  # whatever is opened once and for all
+    WorkerGroup(2, target=TARGET, threads=1).close()  # opens everything that stays open
     shared = sorted(os.listdir("/dev/shm"))
     before = (me.num_fds(), threading.active_count(), len(me.children()))
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_groups_leave_no_process_thread_descriptor_or_name_behind():
     assert all(map(operator.le, after, before)), (before, after)
 
 
-def test_close_from_another_thread_ends_a_call_in_flight():
+def test_close_from_another_thread_ends_a_call():
     group = WorkerGroup(2, target=TARGET, threads=1)
     caught: list[BaseException] = []
 
@@ -291,15 +291,15 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_what_workers_print_reaches_the_user_and_nothing_else(held):
-    """Also if the program still holds the group when it ends."""
+@pytest.mark.parametrize("keeps_group", [False, True])
+def test_output_of_workers_reaches_the_user(keeps_group):
+    """This holds also if the program still has the group at its end."""
     script = (
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
         "group = WorkerGroup(2, target='tests.helpers.runtime_target:Target', threads=1)\n"
         "group.call('say', 'hello')\n"
     )
-    script += "" if held else "del group\n"
+    script += "" if keeps_group else "del group\n"
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""A server's work on tokens, messages and schemas, without any ranks."""
+"""A server's treatment of tokens, messages and schemas, without ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TEXT = "Ünïcode, 中文 and 🙂🙃 — wörds"
 
 
 def pieces(text: str, sizes: random.Random) -> list[str]:
-    found = []
+    parts = []
     while text:
         size = sizes.randint(1, 5)
-        found.append(text[:size])
+        parts.append(text[:size])
         text = text[size:]
-    return found
+    return parts
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -48,7 +48,7 @@ def test_text_comes_in_whole_characters(size):
     assert not any("\ufffd" in piece for piece in shown)
 
 
-def test_what_is_no_character_is_shown_at_the_end():
+def test_incomplete_character_is_shown_at_the_end():
     text = Detokenizer(TOKENIZER)
     assert text.add(TOKENIZER("🙂")["input_ids"][:2]) == ""
     assert text.add([], last=True) == "\ufffd"
@@ -62,7 +62,7 @@ def test_text_ends_before_the_first_stop_string(stops):
         stopper = Stopper(stops)
         shown = "".join(map(stopper.add, pieces(text, sizes))) + stopper.add("", last=True)
         whole = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-        # A shorter string that ends sooner may begin later than a longer one that it is part of.
+        # A short stop string may end before a longer one that contains it, and begin later.
         assert text.startswith(shown)
         assert shown == text[:whole] or any(text[len(shown) :].startswith(stop) for stop in stops)
         assert stopper.stopped == any(stop in text for stop in stops)
@@ -83,16 +83,18 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_calls_in_other_forms_are_read(name):
-    made = (
+    chat_template = (
         "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% for c in m.tool_calls or [] %}" + TEMPLATES[name]
     )
-    made += "{% endfor %}{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"
-    made += "{{ '[assistant]' if add_generation_prompt }}"
-    template = response_template(TOKENIZER, made)
+    chat_template += "{% endfor %}{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"
+    chat_template += "{{ '[assistant]' if add_generation_prompt }}"
+    template = response_template(TOKENIZER, chat_template)
     assert template is not None
-    asked = [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"x": [1, {"y": "]}"}]}}}]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": asked}]
-    written = TOKENIZER.apply_chat_template(messages, chat_template=made, tokenize=False)
+    tool_calls = [
+        {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"x": [1, {"y": "]}"}]}}}
+    ]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+    written = TOKENIZER.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
     reader = AnswerReader(TOKENIZER, template, "", [])
     read = [reader.add(piece) for piece in (written.split("[assistant]")[1].removesuffix("<|end|>"))]
     calls = [call for each in (*read, reader.end()) for call in each.calls]
@@ -105,7 +107,7 @@ def test_a_template_that_writes_no_calls_says_so():
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_what_looks_like_a_call_and_is_none_is_text(size):
+def test_text_that_resembles_a_call_is_text(size):
     template, text = response_template(TOKENIZER, None), 'so <tool_call>{"name": </tool_call> and on <tool'
     assert template is not None
     reader = AnswerReader(TOKENIZER, template, "", [])
@@ -170,7 +172,7 @@ def test_every_choice_that_a_schema_leaves_meets_it():
         {"$ref": "http://127.0.0.1/schema.json"},
         {"$ref": "#/$defs/none"},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
-        {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},  # a second of each rank
+        {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},  # takes each rank a second
         {"anyOf": [{"type": "object", "required": [f"a{number}"]} for number in range(3000)]},
         {"enum": [f"x{number}" for number in range(8000)]},
         {"enum": ["x" * (128 << 10)]},
@@ -188,8 +190,8 @@ def test_large_schemas_are_kept_to():
     assert grammar(torch.tensor([[1]])[:, :0], torch.zeros(1, len(TOKENIZER))).isfinite().any()
 
 
-@pytest.mark.parametrize(("words", "given"), [(10, 0), (2000, 1)])
-def test_what_a_large_grammar_took_is_given_back(words, given, monkeypatch):
+@pytest.mark.parametrize(("words", "returns"), [(10, 0), (2000, 1)])
+def test_memory_of_a_large_grammar_is_returned(words, returns, monkeypatch):
     back = []
     monkeypatch.setattr("parallelformers_ng.serving.grammar.trim_heap", lambda: back.append(1))
     grammar = SCHEMAS.processor(
@@ -198,7 +200,7 @@ def test_what_a_large_grammar_took_is_given_back(words, given, monkeypatch):
     grammar(torch.tensor([[1]]), torch.zeros(1, len(TOKENIZER)))
     assert not back
     del grammar
-    assert len(back) == given
+    assert len(back) == returns
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_what_a_large_grammar_took_is_given_back(words, given, monkeypatch):
         {"allOf": [{"properties": {f"p{n}": {"pattern": f"a{n}.*"} for n in range(20)}} for _ in range(30)]},
     ],
 )
-def test_schemas_that_explode_are_refused_or_take_their_time_by_the_step(schema):
+def test_exploding_schemas_are_refused_or_slow(schema):
     ids = torch.tensor([[1]])
     try:
         grammar = SCHEMAS.processor(SCHEMAS.grammar(Constraint("json", schema)), 1)
@@ -218,17 +220,17 @@ def test_schemas_that_explode_are_refused_or_take_their_time_by_the_step(schema)
             scores = grammar(ids, torch.zeros(1, len(TOKENIZER)))
             ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), -1)
     except (ApiError, GrammarError) as error:
-        assert re.search("too|max", str(error))  # noqa: PT017 (some take their time, and are not refused)
+        assert re.search("too|max", str(error))  # noqa: PT017 (some schemas are slow, and not refused)
 
 
-def test_answers_are_counted_while_they_wait_and_while_they_are_written():
+def test_answers_are_counted_while_waiting_and_written():
     metrics = Metrics("tiny")
     with metrics.answering() as answer:
         assert (metrics.running, metrics.waiting, metrics.rate) == (0, 1, 0)
         answer.has(20)
         assert (metrics.running, metrics.waiting) == (1, 0)
         assert metrics.rate > 0
-    with pytest.raises(KeyError), metrics.answering():  # it ends without a token
+    with pytest.raises(KeyError), metrics.answering():  # an answer that ends without a token
         raise KeyError
     assert metrics.in_flight == 0
     assert b'vllm:generation_tokens_total{model_name="tiny"} 20.0' in metrics.page()
@@ -242,19 +244,19 @@ def test_flags_count_before_the_file(tmp_path):
     assert (options.model, options.port, options.rows, options.cors) == ("a", 9001, 4, ["https://example.org"])
 
 
-def test_how_the_model_is_laid_out_reaches_the_workers(tmp_path, monkeypatch):
+def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
     file = tmp_path / "server.toml"
     file.write_text('model = "a"\nratio = [1, 3]\nmax_memory = ["0=10GiB", "1=4", "cpu=1GB"]\n')
-    given = {}
-    monkeypatch.setattr(run, "parallelize", lambda *_, **options: given.update(options))
+    options_seen = {}
+    monkeypatch.setattr(run, "parallelize", lambda *_, **options: options_seen.update(options))
     monkeypatch.setattr(run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}))
     sizes = {0: "10GiB", 1: "4", "cpu": "1GB"}
-    assert given["fit"] == FitOptions("auto", None, [1, 3], sizes, "o", "int8")
+    assert options_seen["fit"] == FitOptions("auto", None, [1, 3], sizes, "o", "int8")
     run.load(read_serve_options(None, {"model": "a"}))
-    assert given["fit"] == FitOptions()
+    assert options_seen["fit"] == FitOptions()
     run.load(read_serve_options(None, {"model": "a", "strategy": "tensor+pipeline", "tensor": 2}))
-    assert given["fit"] == FitOptions("tensor+pipeline", 2)
+    assert options_seen["fit"] == FitOptions("tensor+pipeline", 2)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +286,8 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_long_chains_of_rules_end_no_process(chain):
-    """They outgrow an ordinary stack. In a process of its own, as what goes wrong ends it."""
+def test_long_chains_of_rules_do_not_crash(chain):
+    """The rules would overflow an ordinary stack. The process is separate, since a failure would end it."""
     code = f"""
 import torch
 from tests.serving.test_answers import SCHEMAS, ApiError, Constraint, GrammarError

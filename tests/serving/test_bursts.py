@@ -1,4 +1,4 @@
-"""Bursts of requests: as many are served and refused as the limits say."""
+"""Bursts of requests: the limits decide how many are served and how many refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.serving.api_errors import api_error
-from tests.helpers.held_group import held
+from tests.helpers.paused_group import paused
 from tests.helpers.server import Running, ScriptedModel, serving, tiny_model, tiny_tokenizer
 from tests.zoo.decoders import decoder
 
@@ -23,24 +23,24 @@ LIMITS = [(1, 1), (2, 2), (1, 7), (16, 16), (16, 48)]
 
 
 async def burst(running: Running, count: int, body: dict[str, Any], ready: Any) -> list[int]:
-    """Send requests at once, and have them answered once `ready` returns. Returns how many got each status."""
+    """Send requests at once, let them be answered once `ready` returns, and count the answers by status."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False, limits=limits) as client:
-        asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(count)]
-        await asyncio.to_thread(ready, lambda: sum(task.done() for task in asked))
-        statuses = [(await task).status_code for task in asked]
+        tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(count)]
+        await asyncio.to_thread(ready, lambda: sum(task.done() for task in tasks))
+        statuses = [(await task).status_code for task in tasks]
     assert set(statuses) <= {200, 503}
     return [statuses.count(200), statuses.count(503)]
 
 
 @pytest.mark.parametrize(("rows", "waiting"), LIMITS)
 @pytest.mark.parametrize("count", [1, 7, 200])
-def test_as_many_are_served_and_refused_as_the_limits_say(rows, waiting, count):
+def test_limits_decide_how_many_are_served(rows, waiting, count):
     model, served = ScriptedModel(TOKENIZER, "So.", holds=True), min(count, rows + waiting)
     with serving(model, TOKENIZER, rows=rows, waiting=waiting) as running:
 
         def ready(done: Any) -> None:
-            running.until(lambda: len(model.asked) + done() >= count)
+            running.until(lambda: len(model.calls) + done() >= count)
             model.release(running)
 
         assert asyncio.run(burst(running, count, {"prompt": "x"}, ready)) == [served, count - served]
@@ -54,7 +54,7 @@ def test_answers_are_counted_and_not_requests(count, choices):
     with serving(model, TOKENIZER, rows=4, waiting=16) as running:
 
         def ready(done: Any) -> None:
-            running.until(lambda: len(model.asked) // choices + done() >= count)
+            running.until(lambda: len(model.calls) // choices + done() >= count)
             model.release(running)
 
         body = {"prompt": "x", "n": choices}
@@ -62,8 +62,8 @@ def test_answers_are_counted_and_not_requests(count, choices):
 
 
 @pytest.mark.parametrize(("count", "limits"), [(7, (2, 2)), (40, (4, 8))])
-def test_ranks_serve_as_many_as_the_limits_say(groups, count, limits):
-    """Real ranks: the queue refuses no row of a request that the server accepted, whatever ends meanwhile."""
+def test_ranks_serve_as_many_as_limits_say(groups, count, limits):
+    """With real ranks, the queue refuses no request that the server has accepted, whatever ends meanwhile."""
     options = {"rows": limits[0], "waiting": limits[1]}
     batching = BatchingOptions(**{**options, "waiting": 2 * sum(limits)})
     with (
@@ -74,7 +74,12 @@ def test_ranks_serve_as_many_as_the_limits_say(groups, count, limits):
         served, refused = asyncio.run(burst(running, count, body, lambda done: None))
         assert served >= min(count, sum(limits))
         assert served + refused == count
-        body = {"prompt": "Hello", "max_tokens": 50, "temperature": 0, "stop": "E"}  # a stop ends calls on their way
+        body = {
+            "prompt": "Hello",
+            "max_tokens": 50,
+            "temperature": 0,
+            "stop": "E",
+        }  # a stop string ends calls while they run
         with ThreadPoolExecutor(sum(limits)) as pool, running.client() as http:
             answers = list(
                 pool.map(lambda _: http.post("/v1/completions", json=body).status_code, range(2 * sum(limits)))
@@ -83,12 +88,12 @@ def test_ranks_serve_as_many_as_the_limits_say(groups, count, limits):
 
 
 @pytest.mark.parametrize(("rows", "waiting", "count"), [(2, 2, 7), (1, 3, 20), (4, 1, 6)])
-def test_a_batch_takes_as_many_calls_as_its_limits_say(groups, rows, waiting, count):
+def test_batch_takes_as_many_calls_as_allowed(groups, rows, waiting, count):
     """Calls that come before the first round wait for no row."""
     expected, refused, group = max(0, count - rows - waiting), [0], groups(1)
     with parallelize(decoder("Llama"), workers=group, batching={"rows": rows, "waiting": waiting}) as model:
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # proves that calls may share
-        with held(group) as let_go, ThreadPoolExecutor(count) as pool:
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # runs the proof that calls may share
+        with paused(group) as let_go, ThreadPoolExecutor(count) as pool:
 
             def ask(_: int) -> torch.Tensor | None:
                 try:

@@ -1,4 +1,4 @@
-"""`parallelformers-ng serve` as a person runs it: a process of its own, signals, a key in the environment."""
+"""`parallelformers-ng serve` as a user runs it: an own process, signals, a key in the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.server import save_served_model
 
 @contextmanager
 def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
-    """A server that is ready, a client of it, and its first line."""
+    """Yield a server that is ready, a client of it, and its first line."""
     run = [
         sys.executable,
         "-m",
@@ -59,12 +59,12 @@ def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subpr
 def is_ready(client: httpx.Client) -> bool:
     try:
         return client.get("/ready").status_code == 200
-    except httpx.ConnectError:  # it has its port, and listens in a moment
+    except httpx.ConnectError:  # the port is bound, and is about to listen
         return False
 
 
 @pytest.mark.slow
-def test_it_serves_until_sigterm_and_those_in_flight_complete(tmp_path):
+def test_server_completes_running_requests_after_sigterm(tmp_path):
     folder = save_served_model(tmp_path / "model")
     (tmp_path / "server.toml").write_text("rows = 4\nmax_tokens = 300\n")
     flags = ("--config", str(tmp_path / "server.toml"), "--served-model-name", "tiny")
@@ -74,13 +74,13 @@ def test_it_serves_until_sigterm_and_those_in_flight_complete(tmp_path):
         workers = workers_of(process.pid)
         with ThreadPoolExecutor(8) as pool:
             body = {"prompt": "Hello", "temperature": 0}
-            asked = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
+            futures = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
             while "num_requests_running" in client.get("/metrics").text and client.get("/status").json()["running"] < 4:
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
             while client.get("/v1/models").status_code != 503:
                 time.sleep(0.001)
-            answers = [future.result() for future in asked]
+            answers = [future.result() for future in futures]
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
         assert process.wait(RESTART_SECONDS) == 0
@@ -91,14 +91,14 @@ def test_it_serves_until_sigterm_and_those_in_flight_complete(tmp_path):
 def test_ctrl_c_twice_ends_it_at_once(tmp_path):
     with command(save_served_model(tmp_path / "model")) as (process, client, _), ThreadPoolExecutor(1) as pool:
         workers = workers_of(process.pid)
-        asked = pool.submit(client.post, "/v1/completions", json={"prompt": ["x"] * 16, "max_tokens": 500})
+        pending = pool.submit(client.post, "/v1/completions", json={"prompt": ["x"] * 16, "max_tokens": 500})
         while not client.get("/status").json()["running"]:
             time.sleep(0.01)
         for _ in range(2):
             process.send_signal(signal.SIGINT)
             time.sleep(0.1)
         with suppress(httpx.TransportError):
-            assert asked.result().status_code in (200, 503)
+            assert pending.result().status_code in (200, 503)
         assert process.wait(RESTART_SECONDS) == 0
         await_end(*workers)
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_served_is_said(arguments, why, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_gguf_file_is_served():
-    """The tokens are those of transformers, which reads the same file."""
+    """The tokens equal those of transformers, which reads the same file."""
     model, tokenizer = smollm2()
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     want = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :])
@@ -150,8 +150,8 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
         (["{model}", "--log-level", "loud"], "log_level is 'loud'"),
     ],
 )
-def test_it_is_said_in_a_line_before_torch_is_imported(flags, why, tmp_path):
-    """By a process of its own, whose imports are looked at: a second is little, and a test has no clock."""
+def test_startup_errors_come_before_torch_is_imported(flags, why, tmp_path):
+    """A separate process shows by its imports that torch was not loaded."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_it_is_said_in_a_line_before_torch_is_imported(flags, why, tmp_path):
 
 
 def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
-    """Ctrl-C comes when torch is asked for."""
+    """Ctrl-C comes during the import of torch."""
     (tmp_path / "torch.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(60)"
     )
@@ -182,7 +182,7 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(capsys):
+def test_used_address_is_reported_before_loading(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert commands.main(["serve", "no/such/model", "--port", str(taken.getsockname()[1])]) == 2
     assert "in use" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Embeddings against sentence-transformers itself, of trained weights: by folder, and by a name in an offline cache."""
+"""Embeddings of trained weights, compared with sentence-transformers: by folder, and by name in an offline cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Variant:
 
     Attributes:
         pooling: configuration of its Pooling module.
-        following: its other modules.
+        following: names of its other modules.
         settings: configuration of its Transformer module.
         prompts: configuration of the whole model.
     """
@@ -104,7 +104,7 @@ def write(folder: Path, variant: Variant, package: str = OLD) -> None:
 
 
 def write_decoder(folder: Path) -> None:
-    """Write a decoder that is pooled at its last token, as Qwen3-Embedding is. Its checkpoint has a head."""
+    """Write a decoder pooled at its last token, like Qwen3-Embedding. Its checkpoint has a head."""
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = 256
     save_served_model(folder, tokenizer)
@@ -133,7 +133,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def wanted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Return the answers of sentence-transformers, each variant by itself."""
+    """Return the embeddings of sentence-transformers for each variant."""
     out = tmp_path_factory.mktemp("wanted") / "embeddings.json"
     command = [sys.executable, "-m", "tests.helpers.sentence_reference", json.dumps(TEXTS), out, *folders.values()]
     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True)
@@ -149,7 +149,7 @@ def model(groups: Callable[..., Any]) -> Iterator[Any]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the hub, which cannot be reached. Returns the folder of a model's snapshot."""
+    """Make a cache of an unreachable hub; return the folder of a model's snapshot."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return snapshot(tmp_path, "main")
@@ -181,14 +181,14 @@ def test_a_decoder_is_pooled_at_its_last_token(folders, wanted):
 
 
 @pytest.mark.parametrize("name", ["cls", "max"])
-def test_a_name_in_an_offline_cache_is_pooled_alike(name, cache, wanted, model):
-    write(cache, VARIANTS[name], NEW + ".any")  # newer releases write longer paths
+def test_cached_model_is_pooled_like_its_folder(name, cache, wanted, model):
+    write(cache, VARIANTS[name], NEW + ".any")  # newer releases write longer module paths
     got = embedded(model, kind_of(NAME).pooling)
     assert torch.allclose(got, wanted[name], atol=1e-5)
 
 
-def test_a_name_in_the_cache_is_served_as_its_folder(cache, wanted, groups, monkeypatch):
-    """The whole way of the command: kind, class, tokenizer, weights. The checkpoint says that it has a head."""
+def test_cached_model_is_served_like_its_folder(cache, wanted, groups, monkeypatch):
+    """The command's whole path: kind, class, tokenizer, weights. The checkpoint claims to have a head."""
     write(cache, VARIANTS["cls"])
     config = json.loads((cache / "config.json").read_text())
     (cache / "config.json").unlink()
@@ -204,7 +204,7 @@ def test_a_name_in_the_cache_is_served_as_its_folder(cache, wanted, groups, monk
 
 def test_a_cache_that_does_not_tell_is_refused(cache):
     write(cache, VARIANTS["cls"])
-    (cache / "modules.json").unlink()  # as transformers alone fills a cache
+    (cache / "modules.json").unlink()  # a cache filled by transformers lacks this file
     with pytest.raises(UnsupportedModelError, match="does not tell whether org/tiny has modules"):
         read_pooling(NAME)
     none = cache.parent.parent / ".no_exist" / cache.name
@@ -240,13 +240,13 @@ def test_texts_longer_than_sentence_transformers_reads_are_refused(folders, mode
         ),
     ],
 )
-def test_modules_that_are_not_known_are_refused_by_name(variant, why, tmp_path):
+def test_unknown_modules_are_refused_by_name(variant, why, tmp_path):
     write(tmp_path, variant)
     with pytest.raises(UnsupportedModelError, match=why):
         kind_of(str(tmp_path))
 
 
-def test_code_that_is_not_of_sentence_transformers_is_refused(tmp_path):
+def test_foreign_code_is_refused(tmp_path):
     write(tmp_path, VARIANTS["cls"], "custom_st.models")
     with pytest.raises(UnsupportedModelError, match=r"custom_st\.models\.Transformer"):
         kind_of(str(tmp_path))
@@ -257,7 +257,7 @@ def test_code_that_is_not_of_sentence_transformers_is_refused(tmp_path):
         kind_of(str(tmp_path / "dense"))
 
 
-def test_a_model_without_modules_is_pooled_by_the_normalized_mean(tmp_path):
+def test_model_without_modules_uses_normalized_mean(tmp_path):
     write(tmp_path, VARIANTS["cls"])
     (tmp_path / "modules.json").unlink()
     vectors = kind_of(str(tmp_path)).pooling(torch.tensor([[[1.0, 0], [0, 1]]]), torch.ones(1, 2, dtype=torch.long))
@@ -265,7 +265,7 @@ def test_a_model_without_modules_is_pooled_by_the_normalized_mean(tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pooling_does_not_see_padding(mode):
+def test_pooling_ignores_padding(mode):
     states, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     pooling = Pooling((mode,))
     assert torch.allclose(pooling(states, mask)[1:], pooling(states[1:, :2], mask[1:, :2]))

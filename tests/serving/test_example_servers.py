@@ -1,4 +1,4 @@
-"""The example servers as a person runs them: a process of their own, a real port, many clients at once."""
+"""The example servers as users run them: own processes, a real port, many clients at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_folder: Path) -> dict[str, str]:
-    """Prompt → text of one process."""
+    """Return a map from prompt to the text of one process."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     texts = {}
@@ -92,7 +92,7 @@ def serving(command: list[str], folder: Path, log: Path, new_tokens: int = NEW_T
     try:
         url = wait_for_text(log, r"http://127\.0\.0\.1:\d+", process)[0]
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-            assert client.get("/health").status_code == 200  # gunicorn listens first and loads the model then
+            assert client.get("/health").status_code == 200  # gunicorn listens before it loads the model
             yield Server(process, client, log)
     finally:
         if process.poll() is None:
@@ -115,7 +115,7 @@ def check_answers(server: Server, expected: dict[str, str], clients: int, reques
 def test_flask(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log") as server:
         family = server.family()
-        assert len(family) == 4  # the server, what forks its workers, and two of these
+        assert len(family) == 4  # the server, its fork server, and two workers
         check_answers(server, expected, clients=16, requests=200)
         assert server.generate("w1//w2/ w3")["inputs"] == "w1//w2/ w3"
         assert server.client.get("/generate_text/%20").status_code == 400
@@ -128,14 +128,14 @@ def test_flask(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> 
 def test_flask_under_gunicorn(model_folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
     with serving(GUNICORN, model_folder, tmp_path / "log") as server:
         family = server.family()
-        assert len(family) == 5  # gunicorn's master and worker, what forks the workers, and the model's two
+        assert len(family) == 5  # gunicorn's master and worker, the fork server, and the model's two workers
         check_answers(server, expected, clients=16, requests=32)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until_gone(family)
 
 
 @pytest.mark.slow
-def test_flask_under_gunicorn_that_loads_before_it_forks_ends_at_once(model_folder: Path) -> None:
+def test_gunicorn_with_preload_ends_at_once(model_folder: Path) -> None:
     environment = {**os.environ, "MODEL": str(model_folder), "NUM_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT)
     command = [*GUNICORN[:-1], "--preload", GUNICORN[-1]]
@@ -145,7 +145,7 @@ def test_flask_under_gunicorn_that_loads_before_it_forks_ends_at_once(model_fold
 
 
 @pytest.mark.slow
-def test_flask_when_a_worker_is_killed_and_at_sigterm(model_folder: Path, tmp_path: Path) -> None:
+def test_flask_survives_a_killed_worker_until_sigterm(model_folder: Path, tmp_path: Path) -> None:
     with serving(FLASK, model_folder, tmp_path / "log", new_tokens=LONG) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.client.get, "/generate_text/w1")
         worker = server.family()[2]
@@ -159,7 +159,7 @@ def test_flask_when_a_worker_is_killed_and_at_sigterm(model_folder: Path, tmp_pa
         running = pool.submit(server.generate, "w1")
         wait_until_busy(family[2])
         server.process.send_signal(signal.SIGTERM)
-        assert len(running.result()["outputs"].split()) > 100  # whole, up to where the model ends it
+        assert len(running.result()["outputs"].split()) > 100  # the whole text, up to the model's own end
         server.wait_until_gone(family)
 
 
@@ -180,8 +180,8 @@ def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
         whole = server.generate(prompt, **query)["outputs"]
         family = server.family()
 
-        # A client that leaves after the first piece: the server says how many tokens it had chosen by then, so this
-        # shows that the first piece arrived before the last was chosen, and that the request was stopped.
+        # A client leaves after the first piece; the server reports the number of tokens chosen by then. So the
+        # first piece arrived before the last token was chosen, and the request was stopped.
         with server.client.stream("GET", f"/stream_text/{prompt}", params={"max_new_tokens": LONG}) as stream:
             first = next(stream.iter_text())
         assert first.strip()
@@ -189,7 +189,7 @@ def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
         stopped = wait_for_text(server.log, rf"client left; stopped after (\d+) of {LONG} tokens", server.process)
         assert 1 <= int(stopped[1]) < LONG
 
-        # Streams of several clients at once; one that was begun is finished after SIGTERM.
+        # Several clients stream at once; streams that have begun are finished after SIGTERM.
         with ThreadPoolExecutor(4) as pool:
             begun = threading.Event()
             texts = [pool.submit(read_stream, server, prompt, query, begun) for _ in range(4)]
@@ -204,7 +204,7 @@ def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
 
 
 def read_stream(server: Server, prompt: str, query: dict[str, int], begun: threading.Event) -> str:
-    """The whole text of a stream; `begun` is set at its first piece."""
+    """Return the whole text of a stream; `begun` is set at its first piece."""
     text = ""
     with server.client.stream("GET", f"/stream_text/{prompt}", params=query) as stream:
         for piece in stream.iter_text():
@@ -214,7 +214,7 @@ def read_stream(server: Server, prompt: str, query: dict[str, int], begun: threa
 
 
 def wait_until_busy(worker: psutil.Process) -> None:
-    """Until a worker that was idle has taken some time of a CPU."""
+    """Wait until an idle worker has used some CPU time."""
     before = worker.cpu_times().user
     deadline = time.monotonic() + 120
     while worker.cpu_times().user - before < 0.05:
@@ -224,8 +224,8 @@ def wait_until_busy(worker: psutil.Process) -> None:
 
 def wait_for_text(log: Path, pattern: str, process: subprocess.Popen) -> re.Match[str]:
     deadline = time.monotonic() + 120
-    while (found := re.search(pattern, log.read_text())) is None:
+    while (match := re.search(pattern, log.read_text())) is None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
-    return found
+    return match

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and vLLM's requests acts, is refused in words, or is ignored because it is harmless."""
+"""Every field of OpenAI's and vLLM's requests acts, is refused in words, or is harmless and ignored."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ VLLM = {
 """Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
 `entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
 OURS = {
-    TOKENIZE: {"documents", "reasoning_effort"},  # as in chats, whose prompts it shows
-    RERANK: {"return_documents"},  # of Jina and Cohere
-    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as in chats
+    TOKENIZE: {"documents", "reasoning_effort"},  # as for chats, whose prompts this route shows
+    RERANK: {"return_documents"},  # fields of Jina and Cohere
+    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as for chats
 }
 OPENAI = {
     CHAT: (chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming),
@@ -138,7 +138,7 @@ def fields_of(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("route", "name"), fields_of(REFUSED))
-def test_a_field_that_would_change_the_answer_is_refused(http, route, name):
+def test_field_that_would_change_the_answer_is_refused(http, route, name):
     refused = http.post(route, json={**BODIES[route], name: ASKING.get(name, {"x": "y"})})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     assert f"{name} does not act here: " in refused.json()["error"]["message"]
@@ -157,14 +157,14 @@ def test_a_harmless_field_changes_nothing(http, model, route, name):
     answers = [http.post(route, json=body) for body in (BODIES[route], {**BODIES[route], name: {"x": [1]}})]
     assert [answer.status_code for answer in answers] == [200, 200]
     if route != TOKENIZE:
-        told = [vars(call["generation_config"]) | {"ids": call["input_ids"].tolist()} for call in model.asked[-2:]]
+        told = [vars(call["generation_config"]) | {"ids": call["input_ids"].tolist()} for call in model.calls[-2:]]
         assert told[0] == told[1]
 
 
 def test_a_penalty_of_nothing_is_no_penalty(http, model):
     for value in ({"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"logit_bias": {}}):
         assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 200
-        assert "logits_processor" not in model.asked[-1]
+        assert "logits_processor" not in model.calls[-1]
 
 
 @pytest.mark.parametrize(

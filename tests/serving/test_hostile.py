@@ -1,4 +1,4 @@
-"""Requests that mean no good, at two ranks: each is refused, no worker ends, honest clients get their answers."""
+"""Hostile requests to two ranks: each is refused, no worker ends, and other clients get their answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.helpers.server import serving, tiny_model, tiny_tokenizer
 
 
 def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
-    given = []
-    monkeypatch.setattr("parallelformers_ng.serving.guard.give_back_freed", lambda: given.append(1))
+    calls = []
+    monkeypatch.setattr("parallelformers_ng.serving.guard.give_back_freed", lambda: calls.append(1))
     monkeypatch.setattr("parallelformers_ng.serving.guard._CALM_SECONDS", 0.01)
     tokenizer = tiny_tokenizer()
     with (
@@ -28,38 +28,38 @@ def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
         running.client() as http,
     ):
         http.post("/v1/completions", json=HONEST)
-        assert not given
+        assert not calls
         assert http.post("/tokenize", json={"prompt": "x" * 100_000}).status_code == 400
-        running.until(lambda: given)
+        running.until(lambda: calls)
 
 
-def test_large_bodies_go_on_one_after_another(monkeypatch):
+def test_large_bodies_are_read_one_by_one(monkeypatch):
     monkeypatch.setattr("parallelformers_ng.serving.guard.LARGE_BYTES_A_SECOND", 100_000)
-    statuses, waits = asyncio.run(_asked(200, [b"x" * 200_000] * 3, monkeypatch))
-    assert statuses == [200, 200, 503]  # for the last would wait for longer than clients may take
+    statuses, waits = asyncio.run(_statuses_and_waits(200, [b"x" * 200_000] * 3, monkeypatch))
+    assert statuses == [200, 200, 503]  # the last one would wait longer than clients may
     assert waits == [0.0, 2.0]
 
 
-def test_refusals_go_out_so_many_a_second(monkeypatch):
+def test_refusals_are_limited_per_second(monkeypatch):
     monkeypatch.setattr("parallelformers_ng.serving.guard.REFUSALS_A_SECOND", 10)
     monkeypatch.setattr("parallelformers_ng.serving.guard._REFUSALS_AT_ONCE", 2)
-    statuses, waits = asyncio.run(_asked(404, [b"{}"] * 4, monkeypatch))
+    statuses, waits = asyncio.run(_statuses_and_waits(404, [b"{}"] * 4, monkeypatch))
     assert statuses == [404] * 4
     assert waits == pytest.approx([0.0, 0.0, 0.1, 0.2])
-    assert asyncio.run(_asked(200, [b"{}"] * 4, monkeypatch)) == ([200] * 4, [])
+    assert asyncio.run(_statuses_and_waits(200, [b"{}"] * 4, monkeypatch)) == ([200] * 4, [])
 
 
 def test_large_headers_are_refused(monkeypatch):
     headers = [(b"x", b"y" * 20_000)] * 2
-    assert asyncio.run(_asked(200, [b"{}"], monkeypatch, headers))[0] == [431]
-    assert asyncio.run(_asked(200, [b"{}"], monkeypatch, headers[:1]))[0] == [200]
+    assert asyncio.run(_statuses_and_waits(200, [b"{}"], monkeypatch, headers))[0] == [431]
+    assert asyncio.run(_statuses_and_waits(200, [b"{}"], monkeypatch, headers[:1]))[0] == [200]
 
 
-async def _asked(status, bodies, monkeypatch, headers=()):
-    """Send requests to a guard one after another, on a clock that stands still.
+async def _statuses_and_waits(status, bodies, monkeypatch, headers=()):
+    """Send requests to a guard one after another, with a stopped clock.
 
     Returns:
-        The status of each answer, and how long each was made to wait.
+        Status of each answer, and seconds that each was delayed.
     """
     statuses, waits = [], []
 
@@ -80,9 +80,9 @@ async def _asked(status, bodies, monkeypatch, headers=()):
         patch.setattr(asyncio.get_running_loop(), "time", lambda: 50.0)
         patch.setattr("parallelformers_ng.serving.guard.asyncio.sleep", sleep)
         for body in bodies:
-            sent = [{"type": "http.request", "body": body}]
+            messages = [{"type": "http.request", "body": body}]
             scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": list(headers)}
-            await guard(scope, _then_silent(sent), tell)
+            await guard(scope, _then_silent(messages), tell)
     return statuses, waits
 
 
@@ -93,7 +93,7 @@ def _then_silent(messages):
     return receive
 
 
-def test_hostile_requests_are_refused_and_disturb_nobody(groups):
+def test_hostile_requests_are_refused_without_disturbance(groups):
     tokenizer = tiny_tokenizer()
     with parallelize(tiny_model(tokenizer), workers=groups(2), batching=True) as model:
         pids = deployment_of(model).pids
@@ -104,11 +104,11 @@ def test_hostile_requests_are_refused_and_disturb_nobody(groups):
         ):
             port = int(running.url.rpartition(":")[2])
             want = http.post("/v1/completions", json=HONEST).json()["choices"]
-            sent = [pool.submit(send_hostile, port, random.Random(number), 12) for number in range(4)]
+            futures = [pool.submit(send_hostile, port, random.Random(number), 12) for number in range(4)]
             for _ in range(8):
                 answer = http.post("/v1/completions", json=HONEST)
                 assert answer.status_code == 503 or answer.json()["choices"] == want
-            outcomes = sum((future.result() for future in sent[1:]), sent[0].result())
+            outcomes = sum((future.result() for future in futures[1:]), futures[0].result())
             running.until(lambda: running.app.in_flight == 0)
             assert http.post("/v1/completions", json=HONEST).json()["choices"] == want
         assert outcomes.keys() <= ALLOWED | {"200"}, outcomes

@@ -1,4 +1,4 @@
-"""A server's answers to requests of all kinds, in front of a scripted model."""
+"""Requests of all kinds to a server whose model says a fixed text."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with serving(ScriptedModel(TOKENIZER, "It says so."), TOKENIZER, waiting=4, rows=2) as found:
-        yield found
+    with serving(ScriptedModel(TOKENIZER, "It says so."), TOKENIZER, waiting=4, rows=2) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def http(running: Running) -> Iterator[httpx.Client]:
-    with running.client() as found:
-        yield found
+    with running.client() as client:
+        yield client
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -55,7 +55,7 @@ def test_tool_calls_are_read(stream):
         assert plain.choices[0].message.content == CALLS
 
 
-def test_small_packets_do_not_wait_for_those_before_them(running, http):
+def test_small_packets_are_sent_at_once(running, http):
     http.get("/health")
     connections = [each.transport.get_extra_info("socket") for each in running.server.server_state.connections]
     assert connections
@@ -69,8 +69,8 @@ def test_calls_and_their_results_reach_the_prompt(http):
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
     ]
-    asked = http.post("/tokenize", json={"messages": messages}).json()
-    text = TOKENIZER.decode(asked["tokens"])
+    reply = http.post("/tokenize", json={"messages": messages}).json()
+    text = TOKENIZER.decode(reply["tokens"])
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text
     assert "<|start|>tool\n2" in text
 
@@ -84,7 +84,7 @@ def test_reasoning_is_told_apart():
     assert (message["reasoning_content"], message["content"]) == ("hm", "So.")
 
 
-def test_a_stream_is_of_events_and_ends_with_done(http):
+def test_stream_has_events_and_ends_with_done(http):
     answer = http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = answer.text.split("\n\n")
@@ -92,7 +92,7 @@ def test_a_stream_is_of_events_and_ends_with_done(http):
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]) == "It says so."
 
 
-def test_unknown_fields_are_ignored_and_known_ones_that_do_not_act_are_refused(http):
+def test_inactive_known_fields_are_refused(http):
     taken = {"user": "me", "store": True, "metadata": {}, "best_of": 1}
     assert http.post("/v1/completions", json={"prompt": "x", **taken}).status_code == 200
     for name, value in (("suffix", "y"), ("best_of", 2)):
@@ -154,13 +154,13 @@ def test_refusals_have_the_shape_of_openai(http, method, path, body, status, why
         b'{"prompt": 1' + b"0" * 9999 + b"}",
     ],
 )
-def test_bodies_that_are_no_request(http, body):
+def test_malformed_bodies_are_refused(http, body):
     answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read():
+def test_too_large_body_is_refused_unread():
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, max_body_bytes=1000) as running, running.client() as http:
         assert http.post("/v1/completions", content=b"x" * 1001).status_code == 413
         chunks = (b"x" * 100 for _ in range(11))
@@ -170,19 +170,23 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read():
             assert b"413" in raw.recv(1 << 16).splitlines()[0]
 
 
-def test_clients_that_send_nothing_or_too_slowly_are_told_so():
+def test_slow_and_silent_clients_get_an_error():
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, client_timeout=0.2) as running:
-        for sent in (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{", b"POST /v1/comp", b""):
+        for request in (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{",
+            b"POST /v1/comp",
+            b"",
+        ):
             with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as raw:
                 raw.settimeout(20)
-                raw.sendall(sent)
+                raw.sendall(request)
                 said = b""
                 while part := raw.recv(1 << 16):
                     said += part
-                assert b"408" in said if b"{" in sent else not said
+                assert b"408" in said if b"{" in request else not said
 
 
-def test_a_client_that_reads_nothing_is_left():
+def test_client_that_reads_nothing_is_dropped():
     model = ScriptedModel(TOKENIZER, "x" * 400)
     with serving(model, TOKENIZER, client_timeout=0.2, max_choices=64, waiting=64) as running:
         body = json.dumps({"prompt": ["y"] * 64, "stream": True, "logprobs": 20, "max_tokens": 400}).encode()
@@ -191,7 +195,7 @@ def test_a_client_that_reads_nothing_is_left():
             raw.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            running.until(lambda: model.asked)
+            running.until(lambda: model.calls)
             running.until(lambda: running.app.in_flight == 0)
 
 
@@ -215,7 +219,7 @@ def test_a_key_opens_all_but_health():
             client.models.list()
 
 
-def test_pages_of_other_origins_are_let_in_only_where_they_are_named(http):
+def test_pages_of_other_origins_need_permission(http):
     preflight = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in http.options("/v1/completions", headers=preflight).headers
     options = {"cors": ["https://example.org"], "api_key": "k"}
@@ -225,24 +229,24 @@ def test_pages_of_other_origins_are_let_in_only_where_they_are_named(http):
         assert client.options("/v1/models", headers={**preflight, "Origin": "https://example.com"}).status_code == 400
 
 
-def test_forms_of_other_pages_are_no_requests(http):
-    """A page may send text to any server without asking; only JSON needs leave, which is given to no page."""
+def test_forms_of_other_pages_are_refused(http):
+    """A page may send text to any server; JSON needs permission, and no page has it."""
     body = json.dumps({"prompt": "x"})
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         assert http.post("/v1/completions", content=body, headers={"Content-Type": kind}).status_code == 400
 
 
-def test_more_than_may_wait_are_told_to_come_later():
+def test_requests_beyond_the_queue_are_refused():
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER, rows=2, waiting=4) as running, ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"}) for _ in range(6)]
-        running.until(lambda: len(model.asked) == 6)
+        futures = [pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"}) for _ in range(6)]
+        running.until(lambda: len(model.calls) == 6)
         refused = running.client().post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "overloaded"
         assert running.client().post("/v1/completions", json={"prompt": "x", "n": 3}).status_code == 503
         model.release(running)
-        assert [future.result().json()["choices"][0]["text"] for future in asked] == ["It says so."] * 6
+        assert [future.result().json()["choices"][0]["text"] for future in futures] == ["It says so."] * 6
 
 
 def test_a_request_has_its_time():
@@ -261,7 +265,7 @@ def test_a_client_that_goes_ends_its_call(stream):
         async with httpx.AsyncClient(base_url=running.url, trust_env=False) as client:
             body = {"prompt": "x", "n": 2, "stream": stream}
             asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(5)]
-            while len(model.asked) < 10:
+            while len(model.calls) < 10:
                 await asyncio.sleep(0.005)
             for task in asking:
                 task.cancel()
@@ -274,14 +278,14 @@ def test_a_client_that_goes_ends_its_call(stream):
         assert 'vllm:num_requests_waiting{model_name="tiny"} 0.0' in metrics
 
 
-def test_those_in_flight_complete_after_sigterm_and_new_ones_are_refused_at_once():
+def test_running_requests_complete_after_sigterm_others_are_refused():
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER) as running, ThreadPoolExecutor(8) as pool:
-        asked = [
+        futures = [
             pool.submit(running.client().post, "/v1/completions", json={"prompt": "x", "stream": number % 2 == 0})
             for number in range(8)
         ]
-        running.until(lambda: len(model.asked) == 8)
+        running.until(lambda: len(model.calls) == 8)
         running.server.handle_exit(signal.SIGTERM, None)
         running.until(lambda: running.app.draining)
         refused = running.client().post("/v1/completions", json={"prompt": "x"})
@@ -289,7 +293,7 @@ def test_those_in_flight_complete_after_sigterm_and_new_ones_are_refused_at_once
         assert running.client().get("/ready").status_code == 503
         assert running.client().get("/health").status_code == 200
         model.release(running)
-        assert all("so." in future.result().text or "DONE" in future.result().text for future in asked)
+        assert all("so." in future.result().text or "DONE" in future.result().text for future in futures)
         running.thread.join(20)
         assert not running.thread.is_alive()
         assert "8 requests are in flight" in running.said[0]
@@ -298,11 +302,11 @@ def test_those_in_flight_complete_after_sigterm_and_new_ones_are_refused_at_once
 def test_a_second_signal_ends_the_server_at_once():
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER) as running, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"})
-        running.until(lambda: model.asked)
+        future = pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"})
+        running.until(lambda: model.calls)
         for _ in range(2):
             running.server.handle_exit(signal.SIGINT, None)
         running.thread.join(20)
         assert not running.thread.is_alive()
         with pytest.raises(httpx.HTTPError):
-            asked.result().raise_for_status()
+            future.result().raise_for_status()

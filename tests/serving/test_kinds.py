@@ -1,4 +1,4 @@
-"""Kinds of served models, and refusals before weights are read: folders with a config alone."""
+"""The kinds as which models are served, and refusals before weights are read: folders with only a config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.serving.run import warm_up
 
 
 def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) -> str:
-    """Write the configuration of a model class. Returns the folder."""
+    """Write the configuration of a model class; return the folder."""
     config = config or getattr(tf, name).config_class()
     config.architectures = [name]
     config.save_pretrained(folder)
@@ -37,7 +37,7 @@ def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) 
         ("LlamaModel", "embeddings pooled by mean"),
     ],
 )
-def test_what_a_model_is_served_as(name, kind, tmp_path):
+def test_config_decides_the_kind_of_server(name, kind, tmp_path):
     assert str(kind_of(written(tmp_path, name))) == kind
 
 
@@ -68,7 +68,7 @@ def test_classifiers_with_one_label_score(name, tmp_path):
         kind_of(written(tmp_path / "own", name, config))
 
 
-def test_a_model_that_fails_with_a_token_is_refused_before_it_is_ready():
+def test_model_failing_with_a_token_is_refused():
     class Odd(torch.nn.Module):
         def can_generate(self) -> bool:
             return False

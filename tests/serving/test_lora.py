@@ -1,4 +1,4 @@
-"""Adapters by the name of a model: each answer is PEFT's own, alone and among requests for other adapters."""
+"""Adapters by the model name of a request: each answer is PEFT's own, alone and among other adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = "Hello, my name is"
 
 
 def save_adapter(base: Path, folder: Path, seed: int, targets: list[str]) -> Path:
-    """Save a random adapter of the model of a folder. Returns the adapter's folder."""
+    """Save a random adapter for the model of a folder; return the adapter's folder."""
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     randomise(model, seed=seed).save_pretrained(folder)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, str]:
-    """Return the answers of transformers and PEFT, in this process, one adapter after another."""
+    """Return the answers of transformers and PEFT in this process, by adapter."""
     model: Any = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     texts = {"base": greedy(model)}
     for name, directory in (("org/sql-v1.5", "sql"), ("chat", "chat")):
@@ -58,8 +58,8 @@ def expected(folder: Path) -> dict[str, str]:
 
 def greedy(model: Any) -> str:
     ids = TOKENIZER(PROMPT, return_tensors="pt")["input_ids"]
-    found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    return TOKENIZER.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    return TOKENIZER.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
     words = [f"org/sql-v1.5={folder / 'sql'}", f"chat={folder / 'chat'}"]
     with (
         parallelize(folder / "base", workers=groups(2), dtype="float32", adapters=adapters, batching=True) as model,
-        serving(model, TOKENIZER, model=str(folder / "base"), served_model_name="base", lora_modules=words) as found,
+        serving(model, TOKENIZER, model=str(folder / "base"), served_model_name="base", lora_modules=words) as server,
     ):
-        yield found
+        yield server
 
 
 def ask(running: Running, name: str | None, **more: Any) -> dict[str, Any]:
@@ -88,18 +88,18 @@ def test_each_name_answers_as_its_adapter(running, expected):
     assert ask(running, None)["choices"][0]["text"] == expected["base"]
 
 
-def test_requests_for_several_adapters_at_a_time_keep_their_answers(running, expected):
+def test_concurrent_requests_keep_their_adapters(running, expected):
     names = NAMES * 5
     with ThreadPoolExecutor(len(names)) as pool:
         texts = pool.map(lambda name: ask(running, name)["choices"][0]["text"], names)
         assert list(texts) == [expected[name] for name in names]
 
 
-def test_the_likelihoods_of_a_prompt_are_those_of_the_adapter(running):
+def test_prompt_likelihoods_are_those_of_the_adapter(running):
     told = {}
     for name in NAMES:
-        found = ask(running, name, echo=True, logprobs=0, max_tokens=1)
-        told[name] = tuple(found["choices"][0]["logprobs"]["token_logprobs"][1:-1])
+        answer = ask(running, name, echo=True, logprobs=0, max_tokens=1)
+        told[name] = tuple(answer["choices"][0]["logprobs"]["token_logprobs"][1:-1])
     assert len(set(told.values())) == 3
 
 
@@ -115,7 +115,7 @@ def test_chats_and_responses_take_adapters(running, expected):
         assert response["output"][0]["content"][0]["text"].startswith(said["chat"]["choices"][0]["message"]["content"])
 
 
-def test_the_models_are_listed_and_others_are_not_there(running):
+def test_adapters_are_listed_unknown_names_refused(running):
     with running.client() as client:
         cards = client.get("/v1/models").json()["data"]
         assert [(card["id"], card.get("parent")) for card in cards] == [
@@ -131,7 +131,7 @@ def test_the_models_are_listed_and_others_are_not_there(running):
 
 
 def test_the_flag_loads_them(folder, expected):
-    """Also beside a folder with an adapter, which stands for the model then."""
+    """This holds also for an adapter's folder as the model."""
     words = {"served_model_name": "org/sql-v1.5", "lora_modules": [f"chat={folder / 'chat'}"]}
     model, tokenizer = load(ServeOptions(str(folder / "sql"), 2, device="cpu", **words))
     with model, serving(model, tokenizer, model=str(folder / "sql"), **words) as running:

@@ -1,4 +1,4 @@
-"""The official client of OpenAI against a tiny model on two ranks."""
+"""OpenAI's official client with a tiny model on two ranks."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def whole() -> Any:
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
-    with serving_on(groups(2), TOKENIZER) as found:
-        yield found
+    with serving_on(groups(2), TOKENIZER) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def generated(whole: Any, prompt: str, seed: int | None = None, **settings: Any) -> list[int]:
-    """The tokens that one process gives."""
+    """Return the tokens of one process."""
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     if seed is not None:
         torch.manual_seed(seed)
@@ -66,8 +66,8 @@ def test_a_completion_has_the_tokens_of_one_process(client, whole):
 def test_settings_and_seeds_are_those_of_each_answer(client, whole):
     settings = {"top_p": 0.9, "temperature": 0.8}
     extra = {"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.2}
-    asked = {"model": "tiny", "prompt": ["Hello", "World"], "max_tokens": 9, "n": 2, "seed": 5, **settings}
-    answer = client.completions.create(**asked, extra_body=extra)
+    arguments = {"model": "tiny", "prompt": ["Hello", "World"], "max_tokens": 9, "n": 2, "seed": 5, **settings}
+    answer = client.completions.create(**arguments, extra_body=extra)
     want = [
         text(generated(whole, prompt, seed, max_new_tokens=9, **settings, **extra))
         for prompt in ("Hello", "World")
@@ -80,10 +80,10 @@ def test_settings_and_seeds_are_those_of_each_answer(client, whole):
 
 
 def test_a_chat_streams_what_it_answers(client):
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 15, "seed": 3, "n": 2}
-    whole = client.chat.completions.create(**asked)
+    arguments = {"model": "tiny", "messages": HELLO, "max_tokens": 15, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**arguments)
     texts, finish, usage = ["", ""], {}, None
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             finish[choice.index] = choice.finish_reason
@@ -106,9 +106,16 @@ def test_an_answer_ends_before_a_stop_string(client, whole):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_probabilities_are_the_models(client, whole, stream):
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 3}
-    answer = client.chat.completions.create(**asked, stream=stream)
-    found = [
+    arguments = {
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 5,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    answer = client.chat.completions.create(**arguments, stream=stream)
+    chosen = [
         each
         for choice in ([chunk.choices[0] for chunk in answer] if stream else answer.choices)
         if choice.logprobs
@@ -118,16 +125,16 @@ def test_probabilities_are_the_models(client, whole, stream):
     ids = TOKENIZER(prompt)["input_ids"]
     tokens = generated(whole, prompt, max_new_tokens=5)
     logprobs = whole(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-    values = torch.tensor([each.logprob for each in found])
+    values = torch.tensor([each.logprob for each in chosen])
     assert torch.allclose(values, logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0], rtol=1e-4, atol=1e-4)
-    top = torch.tensor([[one.logprob for one in each.top_logprobs] for each in found])
+    top = torch.tensor([[one.logprob for one in each.top_logprobs] for each in chosen])
     assert torch.allclose(top, logprobs.topk(3).values, rtol=1e-4, atol=1e-4)
 
 
-def test_the_probabilities_of_a_prompt_are_told_with_its_echo(client, whole):
+def test_echoed_prompt_has_its_probabilities(client, whole):
     ids = TOKENIZER("Hello")["input_ids"]
-    asked = {"model": "tiny", "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
-    choice = client.completions.create(**asked).choices[0]
+    arguments = {"model": "tiny", "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    choice = client.completions.create(**arguments).choices[0]
     assert choice.text.startswith("Hello")
     assert choice.logprobs.token_logprobs[0] is None
     logprobs = whole(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
@@ -141,9 +148,9 @@ def test_an_answer_meets_its_schema(client):
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}}}
     schema |= {"required": ["a", "b"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "response_format": form}
+    arguments = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "response_format": form}
     for seed in range(3):
-        choice = client.chat.completions.create(**asked, seed=seed).choices[0]
+        choice = client.chat.completions.create(**arguments, seed=seed).choices[0]
         assert json.loads(choice.message.content).keys() == {"a", "b"}
         assert choice.finish_reason == "stop"
 
@@ -151,11 +158,11 @@ def test_an_answer_meets_its_schema(client):
 def test_many_callers_get_their_own_answers(running, whole):
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-            asked = [
+            calls = [
                 client.completions.create(model="tiny", prompt=f"Number {number}", max_tokens=8, temperature=0)
                 for number in range(16)
             ]
-            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+            return [answer.choices[0].text for answer in await asyncio.gather(*calls)]
 
     want = [text(generated(whole, f"Number {number}", max_new_tokens=8)) for number in range(16)]
     assert asyncio.run(ask()) == want
@@ -178,11 +185,11 @@ def test_the_server_says_how_it_is(running, client):
     assert [sum(column) for column in zip(*(part["ranks"] for part in plan["parts"]), strict=True)] == plan[
         "bytes_per_rank"
     ]
-    asked = http.post("/tokenize", json={"prompt": "Hello"}).json()
-    assert (asked["tokens"], asked["count"]) == (TOKENIZER("Hello")["input_ids"], 5)
+    reply = http.post("/tokenize", json={"prompt": "Hello"}).json()
+    assert (reply["tokens"], reply["count"]) == (TOKENIZER("Hello")["input_ids"], 5)
 
 
-def test_a_worker_that_dies_is_an_error_of_its_request_and_no_outage(groups):
+def test_worker_death_fails_its_request_only(groups):
     def rank() -> int:
         return model_deployment.pids[0]
 
@@ -191,8 +198,8 @@ def test_a_worker_that_dies_is_an_error_of_its_request_and_no_outage(groups):
     with parallelize(tiny_model(TOKENIZER), 2, batching=True, workers={"device": "cpu"}) as model:
         model_deployment = deployment_of(model)
         with serving(model, TOKENIZER) as running, running.client() as http:
-            asked = {"prompt": "Hello", "max_tokens": 450, "temperature": 0, "stream": True}
-            with http.stream("POST", "/v1/completions", json=asked) as stream:
+            arguments = {"prompt": "Hello", "max_tokens": 450, "temperature": 0, "stream": True}
+            with http.stream("POST", "/v1/completions", json=arguments) as stream:
                 lines = stream.iter_lines()
                 assert json.loads(next(lines)[6:])["choices"][0]["text"]
                 kill(rank())
@@ -225,7 +232,7 @@ def test_embeddings_are_those_of_one_process(groups, encoder):
         want.append(Pooling()(encoder(**inputs).last_hidden_state, inputs["attention_mask"])[0])
     with parallelize(copy.deepcopy(encoder), workers=groups(2)) as model, serving(model, TOKENIZER) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        answer = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+        answer = client.embeddings.create(model="tiny", input=texts)  # the client requests base64
         floats = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
         with pytest.raises(openai.BadRequestError, match="token ids"):
             client.embeddings.create(model="tiny", input=[[1, 2, 3]])

@@ -1,4 +1,4 @@
-"""An operator's view: log lines, request ids, panels of vLLM's dashboard, probes without a key."""
+"""The operator's view: log lines, request ids, panels of vLLM's dashboard, probes without a key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PANELS = {
 
 @contextmanager
 def logged(log_format: str) -> Iterator[io.StringIO]:
-    """Collect the log of a block, as a server writes it."""
+    """Yield a buffer with the log lines of the block, in the server's format."""
     out, level = io.StringIO(), logs.log.level
     handler = logging.StreamHandler(out)
     handler.setFormatter(logs.formatter(log_format))
@@ -61,12 +61,12 @@ def logged(log_format: str) -> Iterator[io.StringIO]:
 
 
 def values(client: httpx.Client, path: str = "/metrics") -> dict[str, float]:
-    """Sum of the samples of each series."""
-    found: dict[str, float] = {}
+    """Return the sum of each series' samples, by name."""
+    sums: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get(path).text):
         for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
 
 
 def test_each_request_has_a_line_and_an_id():
@@ -117,7 +117,7 @@ def test_lines_may_be_json_and_left_out():
 
 
 @pytest.mark.parametrize("option", [{"log_format": "xml"}, {"log_level": "loud"}])
-def test_formats_and_levels_that_are_not_known_are_refused(option):
+def test_unknown_log_formats_and_levels_are_refused(option):
     with pytest.raises(ParallelError, match=f"{next(iter(option))} is "):
         ServeOptions(model="x", **option)
 
@@ -126,34 +126,36 @@ def test_panels_of_vllms_dashboard_have_figures():
     with serving(ScriptedModel(TOKENIZER, "It says so."), TOKENIZER, rows=2) as running, running.client() as http:
         for number in range(100):
             assert http.post("/v1/completions", json={**BODY, "max_tokens": 1 + number % 5}).status_code == 200
-        found = values(http)
+        series_sums = values(http)
     for panel, series in PANELS.items():
         for name in series:
-            assert f"vllm:{name}" in found, panel
-    assert found["vllm:request_prompt_tokens_count"] == found["vllm:request_generation_tokens_count"] == 100
-    assert found["vllm:request_prompt_tokens_sum"] == found["vllm:prompt_tokens_total"] == 1500
-    assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"] == 300
-    assert found["vllm:request_time_per_output_token_seconds_count"] == 80
-    parts = [found[f"vllm:request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode")]
-    assert sum(parts) <= found["vllm:e2e_request_latency_seconds_sum"] + 1e-6
+            assert f"vllm:{name}" in series_sums, panel
+    assert series_sums["vllm:request_prompt_tokens_count"] == series_sums["vllm:request_generation_tokens_count"] == 100
+    assert series_sums["vllm:request_prompt_tokens_sum"] == series_sums["vllm:prompt_tokens_total"] == 1500
+    assert series_sums["vllm:request_generation_tokens_sum"] == series_sums["vllm:generation_tokens_total"] == 300
+    assert series_sums["vllm:request_time_per_output_token_seconds_count"] == 80
+    parts = [series_sums[f"vllm:request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode")]
+    assert sum(parts) <= series_sums["vllm:e2e_request_latency_seconds_sum"] + 1e-6
 
 
-def test_a_call_that_waits_for_a_row_is_in_the_queue():
+def test_waiting_call_counts_as_queued():
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER, rows=1, waiting=3, cache_tokens=100) as running, running.client() as http:
-        asked = [threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": BODY}) for _ in range(3)]
-        for thread in asked:
+        threads = [
+            threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": BODY}) for _ in range(3)
+        ]
+        for thread in threads:
             thread.start()
-        running.until(lambda: len(model.asked) == 3)
+        running.until(lambda: len(model.calls) == 3)
         time.sleep(0.2)
         used = values(http)["vllm:kv_cache_usage_perc"]
         model.release(running)
-        for thread in asked:
+        for thread in threads:
             thread.join()
-        found = values(http)
+        series_sums = values(http)
     assert used == 0.15, "one row with a prompt of 15 tokens"
-    assert found["vllm:request_queue_time_seconds_sum"] >= 0.4, "two of them waited"
-    assert found["vllm:kv_cache_usage_perc"] == 0
+    assert series_sums["vllm:request_queue_time_seconds_sum"] >= 0.4, "two of them waited"
+    assert series_sums["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_refusals_and_cancellations_are_counted():
@@ -172,7 +174,7 @@ def test_refusals_and_cancellations_are_counted():
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_probes_may_be_open_and_answer_while_the_server_drains(opened):
+def test_open_probes_answer_while_the_server_drains(opened):
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, api_key="key", open_probes=opened) as running:
         http = running.client()
         assert http.get("/metrics").status_code == (200 if opened else 401)
@@ -184,14 +186,14 @@ def test_probes_may_be_open_and_answer_while_the_server_drains(opened):
 
 
 @pytest.mark.parametrize("cors", [[], ["https://example.org"]])
-def test_a_page_of_another_origin_reads_why_it_is_refused(cors):
+def test_page_of_another_origin_reads_the_refusal(cors):
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, api_key="key", cors=cors) as running:
         refused = running.client().get("/v1/models", headers={"Origin": "https://example.org"})
     assert refused.status_code == 401
     assert refused.headers.get("access-control-allow-origin") == (cors[0] if cors else None)
 
 
-def test_the_death_of_a_rank_says_which_why_and_what_was_done(caplog: Any):
+def test_death_of_a_rank_is_logged_with_cause(caplog: Any):
     with parallelize(tiny_model(TOKENIZER), 2, workers={"device": "cpu", "max_restarts": 2}) as model:
         worker = deployment_of(model).replicas[0].group._processes.workers[1]
         signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The page of a server as a person uses it: in Chromium, on a desktop and a phone, by keyboard, in light and dark."""
+"""The server's page as users see it: in Chromium, on desktop and phone, by keyboard, in light and dark."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ if a < b:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        # As root in a container there is no sandbox to be had.
+        # Chromium has no sandbox for root in a container.
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -80,13 +80,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=WIDTHS)
 def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """A page that says nothing to the console, and fetches nothing from elsewhere."""
+    """Yield a page that must log nothing to the console and fetch nothing from elsewhere."""
     wrong: list[str] = []
     page = browser.new_page(viewport={"width": request.param, "height": 844})
     page.set_default_timeout(PROMPTLY * 1000)
     page.on("console", lambda message: wrong.extend([message.text] * ("Failed to load" not in message.text)))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda asked: wrong.extend([asked.url] * ("127.0.0.1" not in asked.url)))
+    page.on("request", lambda request: wrong.extend([request.url] * ("127.0.0.1" not in request.url)))
     yield page
     page.close()
     assert wrong == []
@@ -102,16 +102,16 @@ def send(page: Any, text: str) -> None:
 
 
 def prompt_of(model: ScriptedModel, call: int = -1) -> str:
-    return TOKENIZER.decode(model.asked[call]["input_ids"][0])
+    return TOKENIZER.decode(model.calls[call]["input_ids"][0])
 
 
 def violations(axe: Any, page: Any) -> list[Any]:
-    found = axe.run(page)["violations"]
-    return [(each["id"], each["help"], [node["html"] for node in each["nodes"]]) for each in found]
+    reported = axe.run(page)["violations"]
+    return [(each["id"], each["help"], [node["html"] for node in each["nodes"]]) for each in reported]
 
 
 def answered(page: Any, says: str) -> Any:
-    """The answer to one message, from a model that says this."""
+    """Return the answer to one message, from a model with this fixed text."""
     model = ScriptedModel(TOKENIZER, says)
     model.config.max_position_embeddings = 8192
     with serving(model, TOKENIZER) as running:
@@ -123,11 +123,11 @@ def answered(page: Any, says: str) -> Any:
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
-    with serving_on(groups(2), TOKENIZER) as found:
-        yield found
+    with serving_on(groups(2), TOKENIZER) as server:
+        yield server
 
 
-def test_a_message_is_answered_and_the_ranks_and_the_plan_are_shown(running, page):
+def test_message_is_answered_with_ranks_and_plan_shown(running, page):
     page.goto(running.url)
     shows(page, "h1", "tiny")
     page.get_by_label("Tokens at most").fill("12")
@@ -139,7 +139,7 @@ def test_a_message_is_answered_and_the_ranks_and_the_plan_are_shown(running, pag
     assert page.locator("#picture rect").count() == 2 * page.locator("#plan-rows tr").count() > 0
 
 
-def test_two_turns_are_sent_with_their_history_and_a_reload_keeps_them(page):
+def test_history_is_sent_and_survives_a_reload(page):
     model = ScriptedModel(TOKENIZER, "It says so.")
     with serving(model, TOKENIZER) as running:
         page.goto(running.url)
@@ -154,14 +154,14 @@ def test_two_turns_are_sent_with_their_history_and_a_reload_keeps_them(page):
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("b")
         page.keyboard.press("Enter")
-        running.until(lambda: page.locator(".turn").count() == 4 and len(model.asked) == 2)
+        running.until(lambda: page.locator(".turn").count() == 4 and len(model.calls) == 2)
         shows(page, "#outcome", "tokens in")
         said = (
             "<|start|>system\nBe brief.<|end|>\n<|start|>user\nHello<|end|>\n<|start|>assistant\nIt says so.<|end|>\n"
         )
         assert prompt_of(model) == said + "<|start|>user\na\nb<|end|>\n<|start|>assistant\n"
-        config = model.asked[-1]["generation_config"]
-        assert (config.temperature, config.top_p, model.asked[-1]["seed"]) == (0.5, 0.9, 7)
+        config = model.calls[-1]["generation_config"]
+        assert (config.temperature, config.top_p, model.calls[-1]["seed"]) == (0.5, 0.9, 7)
         page.get_by_label("Your message").fill("not sent")
         before = page.inner_text("#log")
         page.reload()
@@ -171,7 +171,7 @@ def test_two_turns_are_sent_with_their_history_and_a_reload_keeps_them(page):
         assert page.context.cookies() == []
         page.get_by_role("button", name="New chat").click()
         send(page, "Again")
-        running.until(lambda: len(model.asked) == 3)
+        running.until(lambda: len(model.calls) == 3)
         assert (
             prompt_of(model) == "<|start|>system\nBe brief.<|end|>\n<|start|>user\nAgain<|end|>\n<|start|>assistant\n"
         )
@@ -183,10 +183,10 @@ def test_the_page_is_used_by_keyboard_alone(page):
         page.goto(running.url)
         shows(page, "#state", "Ready")
         page.keyboard.press("Tab")
-        page.keyboard.press("Enter")  # the link to the message
+        page.keyboard.press("Enter")  # follows the link to the message
         page.keyboard.type("Hello")
         page.keyboard.press("Enter")
-        running.until(lambda: model.asked)
+        running.until(lambda: model.calls)
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.id") == "stop"
         page.keyboard.press("Enter")
@@ -203,12 +203,12 @@ def test_the_page_is_used_by_keyboard_alone(page):
         }  # fmt: skip
 
 
-def test_an_answer_streams_and_escape_stops_it_at_once(page):
+def test_answer_streams_and_escape_stops_it(page):
     model = ScriptedModel(TOKENIZER, "It says so. " * 20, holds=True)
     with serving(model, TOKENIZER) as running:
         page.goto(running.url)
         send(page, "Hello")
-        running.until(lambda: model.asked)
+        running.until(lambda: model.calls)
         shows(page, "#outcome", "Waiting for the first token")
         assert page.locator("#log").get_attribute("aria-busy") == "true"
         page.keyboard.press("Escape")
@@ -221,7 +221,7 @@ def test_an_answer_streams_and_escape_stops_it_at_once(page):
         assert page.inner_text(".turn.assistant .body") == "It says so. It says so."
 
 
-def test_the_first_token_ends_the_waiting_text_and_a_stopped_answer_stays(page):
+def test_first_token_ends_waiting_stopped_answer_stays(page):
     class Slow(ScriptedModel):
         async def agenerate(self, streamer, **kwargs):  # type: ignore[no-untyped-def]
             self._may_go.set()
@@ -273,8 +273,8 @@ def test_a_hostile_answer_is_text(page):
     page.wait_for_timeout(300)
     assert page.evaluate("window.hit") is None
     assert page.url.startswith("http://127.0.0.1")
-    made = answer.locator("*").evaluate_all("all => [...new Set(all.map(each => each.localName))]")
-    assert set(made) <= {
+    elements = answer.locator("*").evaluate_all("all => [...new Set(all.map(each => each.localName))]")
+    assert set(elements) <= {
         "a", "article", "blockquote", "button", "code", "div", "h3", "h4", "li", "p", "pre", "span", "strong", "table",
         "tbody", "td", "th", "thead", "tr", "ul",
     }  # fmt: skip
@@ -288,7 +288,7 @@ def test_a_hostile_answer_is_text(page):
 @pytest.mark.parametrize(
     "hostile", [">" * 5000 + "x", "*a " * 5000, "[" * 20000, "- " * 4000, "`" * 3000 + "x", "|-" * 4000]
 )
-def test_marks_without_end_hold_nothing_up(browser, hostile):
+def test_unclosed_marks_do_not_block_the_page(browser, hostile):
     page = browser.new_page()
     with serving(ScriptedModel(TOKENIZER), TOKENIZER) as running:
         page.goto(running.url)
@@ -301,8 +301,8 @@ def test_marks_without_end_hold_nothing_up(browser, hostile):
     assert took < 1000
 
 
-def test_the_content_policy_lets_nothing_in(browser):
-    """Even if an element got into the page, as it does here."""
+def test_content_policy_blocks_everything_foreign(browser):
+    """The policy holds even if an element got into the page, as it does here."""
     page = browser.new_page()
     with serving(ScriptedModel(TOKENIZER), TOKENIZER) as running, socket.create_server(("127.0.0.1", 0)) as elsewhere:
         page.goto(running.url)
@@ -322,13 +322,13 @@ def test_the_content_policy_lets_nothing_in(browser):
         )
         elsewhere.settimeout(1)
         with contextlib.suppress(TimeoutError):
-            while True:  # Chromium connects for the frame before it looks at the policy, and says nothing
+            while True:  # Chromium connects for the frame before it checks the policy, and sends nothing
                 assert elsewhere.accept()[0].recv(100) == b""
         assert page.evaluate("window.hit") is None
     page.close()
 
 
-def test_an_answer_is_copied_and_writes_from_right_to_left(browser):
+def test_answer_is_copied_and_writes_right_to_left(browser):
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
     answer = answered(page, "שלום **עולם**")
@@ -337,7 +337,7 @@ def test_an_answer_is_copied_and_writes_from_right_to_left(browser):
     assert page.evaluate("navigator.clipboard.readText()") == "שלום **עולם**"
     assert answer.locator("p").evaluate("p => getComputedStyle(p).direction") == "rtl"
     assert page.locator("#prompt").get_attribute("dir") == "auto"
-    page.evaluate("delete Navigator.prototype.clipboard")  # as over plain HTTP from another machine
+    page.evaluate("delete Navigator.prototype.clipboard")  # missing over plain HTTP from another machine
     page.get_by_label("Your message").fill("")
     page.locator("#copy-curl").click()
     shows(page, "#copy-curl", "Copied")
@@ -346,7 +346,7 @@ def test_an_answer_is_copied_and_writes_from_right_to_left(browser):
     context.close()
 
 
-def test_the_line_of_curl_and_the_link_to_the_documents_are_right(page):
+def test_curl_line_and_documents_link_are_right(page):
     with serving(ScriptedModel(TOKENIZER, "It says so."), TOKENIZER, served_model_name="it's") as running:
         page.goto(running.url)
         shows(page, "#curl", "curl")
@@ -360,7 +360,7 @@ def test_the_line_of_curl_and_the_link_to_the_documents_are_right(page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_for_everybody(running, page, scheme):
+def test_page_is_accessible(running, page, scheme):
     axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
     page.emulate_media(color_scheme=scheme)
     answered(page, MARKDOWN)
@@ -382,7 +382,7 @@ def test_the_page_is_for_everybody(running, page, scheme):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it fits the screen"
 
 
-def test_what_goes_wrong_is_said(page):
+def test_errors_are_shown(page):
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, max_prompt_tokens=30) as running:
         page.goto(running.url)
         send(page, "Hello, this is too long")
@@ -391,7 +391,7 @@ def test_what_goes_wrong_is_said(page):
         assert page.get_by_label("Your message").input_value() == "Hello, this is too long"
 
 
-def test_an_adapter_is_chosen_by_name_and_stays_chosen(page):
+def test_adapter_choice_is_remembered(page):
     model = ScriptedModel(TOKENIZER, "It says so.")
     with serving(model, TOKENIZER, lora_modules=["sql=a", "chat=b"]) as running:
         page.goto(running.url)
@@ -402,8 +402,8 @@ def test_an_adapter_is_chosen_by_name_and_stays_chosen(page):
         page.reload()
         shows(page, "#curl", '"model":"chat"')
         send(page, "Hello")
-        running.until(lambda: len(model.asked) == 2)
-        assert [call["adapter_names"] for call in model.asked] == [["adapter1"]] * 2
+        running.until(lambda: len(model.calls) == 2)
+        assert [call["adapter_names"] for call in model.calls] == [["adapter1"]] * 2
 
 
 def test_a_model_without_a_template_continues_the_text(page):
@@ -417,7 +417,7 @@ def test_a_model_without_a_template_continues_the_text(page):
         shows(page, "#outcome", "tokens in")
         assert page.inner_text(".turn.assistant .body") == " upon *a* time"
         send(page, " there")
-        running.until(lambda: len(model.asked) == 2)
+        running.until(lambda: len(model.calls) == 2)
         assert prompt_of(model) == "Once upon *a* time there"
 
 

@@ -1,4 +1,4 @@
-"""Penalties and a bias on tokens: those of one process with OpenAI's formula, alone and among 16 rows."""
+"""Penalties and token biases equal one process with OpenAI's formula, alone and among 16 rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ FIELDS: list[dict[str, Any]] = [
 
 
 class Counted(LogitsProcessor):
-    """OpenAI's formula, a token at a time: mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence."""
+    """A processor with OpenAI's formula, token by token: mu[j] - c[j] * alpha_frequency - float(c[j] > 0) *
+    alpha_presence."""
 
     def __init__(self, start: int, presence: float, frequency: float) -> None:
         self.start, self.presence, self.frequency = start, presence, frequency
@@ -50,7 +51,7 @@ class Counted(LogitsProcessor):
 
 
 def reference(start: int, fields: dict[str, Any]) -> LogitsProcessorList:
-    """Processors of transformers' own where there are such, in vLLM's order."""
+    """Return processors in vLLM's order, transformers' own if they exist."""
     processors = LogitsProcessorList()
     if bias := fields.get("logit_bias"):
         processors.append(SequenceBiasLogitsProcessor([[[int(token)], float(value)] for token, value in bias.items()]))
@@ -62,11 +63,11 @@ def reference(start: int, fields: dict[str, Any]) -> LogitsProcessorList:
 
 def penalties(start: int, fields: dict[str, Any]) -> Penalties:
     bias = tuple((int(token), float(value)) for token, value in fields.get("logit_bias", {}).items())
-    found = [fields.get(name, default) for name, default in (("presence_penalty", 0), ("frequency_penalty", 0))]
-    return Penalties(start, *found, fields.get("repetition_penalty", 1), bias)
+    values = [fields.get(name, default) for name, default in (("presence_penalty", 0), ("frequency_penalty", 0))]
+    return Penalties(start, *values, fields.get("repetition_penalty", 1), bias)
 
 
-def test_all_rows_in_one_pass_are_as_each_alone():
+def test_batched_penalties_equal_single_rows():
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, 90, (20 + 7 * row,), generator=generator) for row in range(len(FIELDS))]
     scores = torch.randn(len(FIELDS), 260, generator=generator) * 5
@@ -98,7 +99,7 @@ def expected(tiny_whole: Any, prompt: str, fields: dict[str, Any]) -> str:
     return text
 
 
-def test_rows_with_penalties_and_rows_without_are_those_of_one_process(http, tiny_whole):
+def test_penalized_and_plain_rows_equal_one_process(http, tiny_whole):
     def ask(number: int, **more: Any) -> Any:
         fields = FIELDS[number // 2] if number % 2 else {}
         body = {"prompt": f"Number {number}", "max_tokens": 40, "temperature": 0, **fields, **more}
@@ -118,7 +119,7 @@ def test_rows_with_penalties_and_rows_without_are_those_of_one_process(http, tin
     assert sum(mine != other for mine, other in zip(together, plain, strict=True)) >= 6, "the penalties act"
 
 
-def test_the_penalty_of_the_model_itself_is_among_them(groups):
+def test_models_own_penalty_is_applied_too(groups):
     model = tiny_model(TOKENIZER)
     model.generation_config.repetition_penalty = 1.4
     fields = {"frequency_penalty": 1.0}
@@ -134,8 +135,8 @@ def test_the_penalty_of_the_model_itself_is_among_them(groups):
 
 
 @pytest.mark.parametrize("batching", [True, False])
-def test_answers_of_a_decoder_beside_an_encoder_begin_with_its_first_token(groups, batching):
-    """A constraint and penalties read the answer alone, which does not begin where the prompt ends."""
+def test_decoder_answers_begin_with_their_first_token(groups, batching):
+    """A constraint and penalties read the answer alone, which does not begin at the prompt's end."""
     config = T5Config(
         vocab_size=len(TOKENIZER), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
         eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id, decoder_start_token_id=0,

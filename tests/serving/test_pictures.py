@@ -1,4 +1,4 @@
-"""Pictures in chats: answers are transformers' own with the same processor; hostile ones are refused undecoded."""
+"""Pictures in chats: answers equal transformers' with the same processor; hostile pictures are refused undecoded."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
     (media / "inner" / "good.png").symlink_to(media / "a b.png")
     with (
         parallelize(folder, workers=groups(2), dtype="float32", batching=True) as model,
-        serving(model, processor, kind, media_folder=str(media), max_pixels=20_000, max_pictures=3) as found,
+        serving(model, processor, kind, media_folder=str(media), max_pixels=20_000, max_pictures=3) as server,
     ):
-        yield found
+        yield server
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """Return the answer of transformers, in this process."""
+    """Return a function with the answers of transformers in this process."""
     processor = tf.AutoProcessor.from_pretrained(folder)
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -156,13 +156,13 @@ def test_streams_several_answers_and_responses(running):
     assert response.output_text == alone
 
 
-def test_files_of_the_folder_are_read_and_no_others(running, whole):
+def test_only_files_of_the_media_folder_are_read(running, whole):
     want = whole(user({"type": "image", "image": picture(seed=5)}, words("What?")))
     media = Path(running.app._options.media_folder)
     for name in ("a%20b.png", "inner/good.png", "inner/../a%20b.png"):
         assert ask(running, [shown(f"file://{media}/{name}"), words("What?")]) == want
     for address in (
-        f"file://{media}/inner/link.png",  # a link out of the folder
+        f"file://{media}/inner/link.png",  # a link to a place outside the folder
         f"file://{media}/../secret.png",
         f"file://{media}/..%2fsecret.png",
         "file:///etc/passwd",
@@ -175,7 +175,7 @@ def test_files_of_the_folder_are_read_and_no_others(running, whole):
 
 
 def bomb(width: int, height: int) -> str:
-    """A small PNG that says that it is large."""
+    """Return a small PNG whose header claims a large size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -199,7 +199,7 @@ def bomb(width: int, height: int) -> str:
         ([shown("data:image/png;base64,")], "cannot be read"),
         ([shown(bomb(60_000, 60_000))], "more than 20000 pixels"),
         ([shown(bomb(1, 15_000))], "a picture is 1 by 15000; it may have 200 to 1"),
-        ([shown(bomb(150, 100))], "cannot be read"),  # its pixels are not all there
+        ([shown(bomb(150, 100))], "cannot be read"),  # some of its pixels are missing
         ([shown(data_url(picture(100, 150))), shown(data_url(picture(100, 150)))], "more than 20000 pixels"),
         ([shown(data_url(picture(4, 4)))] * 4, "has 4 pictures, and may have 3"),
         ([shown(data_url(picture(), "TIFF"))], "cannot be read as PNG"),
@@ -212,7 +212,7 @@ def test_what_is_no_picture_is_refused(running, parts, message):
     assert message in ask(running, [*parts, words("What?")], status=400)
 
 
-def test_a_picture_is_not_decoded_before_its_size_is_known(running, monkeypatch):
+def test_picture_size_is_checked_before_decoding(running, monkeypatch):
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("it is decoded"))
     large, small = data_url(picture(200, 200)), data_url(picture())
     assert "more than 20000 pixels" in ask(running, [shown(small), shown(large)], status=400)
@@ -229,16 +229,16 @@ def test_pictures_of_others_than_the_user_are_refused(running):
 def test_tokenize_counts_the_tokens_of_pictures(running, folder):
     with running.client() as client:
         messages = [{"role": "user", "content": [shown(data_url(picture())), words("What?")]}]
-        found = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        tokens = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
     processor = tf.AutoProcessor.from_pretrained(folder)
     want = processor.apply_chat_template(
         user({"type": "image", "image": picture()}, words("What?")),
         add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
     )  # fmt: skip
-    assert found == want["input_ids"][0].tolist()
+    assert tokens == want["input_ids"][0].tolist()
 
 
-def test_a_model_without_its_processor_is_served_as_text(groups, folder, tmp_path, caplog):
+def test_model_without_processor_is_served_as_text(groups, folder, tmp_path, caplog):
     for file in folder.iterdir():
         if file.is_file() and file.name not in ("processor_config.json", "preprocessor_config.json"):
             (tmp_path / file.name).symlink_to(file)

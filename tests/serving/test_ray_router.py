@@ -1,4 +1,4 @@
-"""The choice of a replica on Ray Serve."""
+"""The choice of Ray Serve among several replicas."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def request(number: int) -> SimpleNamespace:
 
 @pytest.fixture
 def router() -> FewestRequests:
-    made = FewestRequests.__new__(FewestRequests)  # Serve's own part starts tasks
-    made.initialize_state()
-    return made
+    new_router = FewestRequests.__new__(FewestRequests)  # Serve's constructor would start tasks
+    new_router.initialize_state()
+    return new_router
 
 
-def asked(router: FewestRequests, pending: SimpleNamespace) -> str:
+def choice_of(router: FewestRequests, pending: SimpleNamespace) -> str:
     (first,), others = asyncio.run(router.choose_replicas(REPLICAS, pending))
     assert {first.replica_id, *(each.replica_id for each in others)} == set("abc")
     assert pending.routing_context.should_backoff
@@ -42,27 +42,27 @@ def asked(router: FewestRequests, pending: SimpleNamespace) -> str:
 
 
 def test_requests_that_come_together_are_spread(router: FewestRequests) -> None:
-    assert Counter(asked(router, request(number)) for number in range(12)) == {"a": 4, "b": 4, "c": 4}
+    assert Counter(choice_of(router, request(number)) for number in range(12)) == {"a": 4, "b": 4, "c": 4}
 
 
-def test_a_replica_that_has_answered_is_asked_next(router: FewestRequests) -> None:
-    first = {asked(router, request(number)): number for number in range(3)}
+def test_idle_replica_is_chosen_next(router: FewestRequests) -> None:
+    first = {choice_of(router, request(number)): number for number in range(3)}
     router.on_request_completed("b", str(first["b"]))
-    assert asked(router, request(3)) == "b"
+    assert choice_of(router, request(3)) == "b"
 
 
-def test_what_another_took_and_what_was_given_up_count_where_they_are(router: FewestRequests) -> None:
+def test_rerouted_and_cancelled_requests_are_counted_rightly(router: FewestRequests) -> None:
     pending = [request(number) for number in range(3)]
-    first = {asked(router, each): each for each in pending}
+    first = {choice_of(router, each): each for each in pending}
     router.on_request_routed(first["b"], "a", None)
-    assert asked(router, request(3)) == "b"
+    assert choice_of(router, request(3)) == "b"
     first["c"].future.is_cancelled = True
-    assert asked(router, request(4)) == "c"
+    assert choice_of(router, request(4)) == "c"
 
 
-def test_an_answer_before_word_of_its_way_leaves_nothing(router: FewestRequests) -> None:
+def test_early_answer_leaves_no_count_behind(router: FewestRequests) -> None:
     pending = request(0)
-    replica = asked(router, pending)
+    replica = choice_of(router, pending)
     router.on_request_completed(replica, "0")
     router.on_request_routed(pending, replica, None)
     assert not router._asked

@@ -1,4 +1,4 @@
-"""`/v1/responses`, asked by OpenAI's own client: text, tools, schemas, streams; nothing is stored."""
+"""`/v1/responses` with OpenAI's own client: text, tools, schemas, streams; nothing is stored."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def client_of(running: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
-def answer_of(running: Any, stream: bool, **asked: Any) -> Response:
+def answer_of(running: Any, stream: bool, **fields: Any) -> Response:
     client = client_of(running)
-    asked = {"model": "tiny", "input": "Hello", **asked}
+    fields = {"model": "tiny", "input": "Hello", **fields}
     if not stream:
-        return client.responses.create(**asked)
-    return list(client.responses.create(**asked, stream=True))[-1].response
+        return client.responses.create(**fields)
+    return list(client.responses.create(**fields, stream=True))[-1].response
 
 
-def strictly(running: Any, **asked: Any) -> list[dict[str, Any]]:
-    """Events of a stream, each of them valid by OpenAI's types; deltas add up to what follows them."""
-    text = running.client().post(ROUTE, json={"input": "Hello", "stream": True, **asked}).text
+def strictly(running: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, each valid by OpenAI's types; deltas add up to the final texts."""
+    text = running.client().post(ROUTE, json={"input": "Hello", "stream": True, **fields}).text
     events = []
     for block in text.strip().split("\n\n"):
         name, _, data = block.partition("\n")
@@ -79,8 +79,8 @@ def test_text_is_answered(stream):
         assert answer.model_extra["store"] is False
         usage = answer.usage
         assert (usage.output_tokens, usage.total_tokens) == (12, usage.input_tokens + 12)
-        assert usage.input_tokens == model.asked[-1]["input_ids"].shape[1]
-        prompt = TOKENIZER.decode(model.asked[-1]["input_ids"][0])
+        assert usage.input_tokens == model.calls[-1]["input_ids"].shape[1]
+        prompt = TOKENIZER.decode(model.calls[-1]["input_ids"][0])
         assert prompt == "<|start|>system\nBe brief.<|end|>\n<|start|>user\nHello<|end|>\n<|start|>assistant\n"
         short = answer_of(running, stream, max_output_tokens=5)
         assert (short.output_text, short.status) == ("It sa", "incomplete")
@@ -111,7 +111,7 @@ def test_an_answer_without_text_is_an_empty_message():
         assert answer_of(running, False).output_text == " \n"
 
 
-def test_reasoning_is_an_item_and_comes_back_to_the_prompt():
+def test_reasoning_item_returns_to_the_prompt():
     tokenizer = tiny_tokenizer()
     fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {"close": "<|end|>"}}
     tokenizer.response_template = {"start_anchor": "<|start|>assistant\n", "fields": fields}
@@ -129,7 +129,7 @@ def test_reasoning_is_an_item_and_comes_back_to_the_prompt():
         assert events[-1]["response"]["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
         follow = [{"role": "user", "content": "Hello"}, *(item.to_dict() for item in answer.output)]
         answer_of(running, False, input=[*follow, {"role": "user", "content": "And?"}])
-        assert "<|start|>assistant\n<think>Hm.So." in TOKENIZER.decode(model.asked[-1]["input_ids"][0])
+        assert "<|start|>assistant\n<think>Hm.So." in TOKENIZER.decode(model.calls[-1]["input_ids"][0])
 
 
 def test_a_conversation_is_its_messages_calls_and_outputs():
@@ -146,7 +146,7 @@ def test_a_conversation_is_its_messages_calls_and_outputs():
     with serving(model, TOKENIZER) as running:
         assert answer_of(running, False, input=items, instructions="Be brief.").output_text == "3"
     call = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}}}}}\n</tool_call>'
-    assert TOKENIZER.decode(model.asked[-1]["input_ids"][0]) == (
+    assert TOKENIZER.decode(model.calls[-1]["input_ids"][0]) == (
         "<|start|>system\nBe brief.\n\nAdd.<|end|>\n<|start|>user\n1 + 2?<|end|>\n<|start|>assistant\nI add."
         + call.format(1)
         + call.format(2)
@@ -160,17 +160,17 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
-    with serving_on(groups(2), TOKENIZER) as found:
-        yield found
+    with serving_on(groups(2), TOKENIZER) as server:
+        yield server
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_settings_of_a_response_act(running, stream):
-    """A tiny model on two ranks: as the same chat."""
-    asked = {"temperature": 0, "max_output_tokens": 9}
+    """A tiny model on two ranks answers as in a chat with the same settings."""
+    fields = {"temperature": 0, "max_output_tokens": 9}
     body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 9}
     chat = running.client().post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    assert answer_of(running, stream, **asked).output_text == chat
+    assert answer_of(running, stream, **fields).output_text == chat
     seeded = [answer_of(running, stream, max_output_tokens=9, extra_body={"seed": 4, "top_k": 9}).output_text] * 2
     assert seeded[0] == seeded[1] != chat
     forced = answer_of(running, stream, tools=[TOOL], tool_choice="required", max_output_tokens=200)
@@ -187,12 +187,12 @@ def test_settings_of_a_response_act(running, stream):
 
 
 def test_log_probabilities_are_told_if_they_are_included(running):
-    asked = {"temperature": 0, "max_output_tokens": 5, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    answer = answer_of(running, False, **asked)
+    fields = {"temperature": 0, "max_output_tokens": 5, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    answer = answer_of(running, False, **fields)
     logprobs = answer.output[0].content[0].logprobs
     assert len(logprobs) == 5
     assert all(len(each.top_logprobs) == 2 and each.logprob <= 0 for each in logprobs)
-    events = strictly(running, **asked)
+    events = strictly(running, **fields)
     told = [each for event in events if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
     assert told == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
     assert not answer_of(running, False, max_output_tokens=2, top_logprobs=2).output[0].content[0].logprobs
@@ -238,9 +238,9 @@ def test_requests_that_cannot_be_answered_are_refused(running, fields, why):
 
 
 @pytest.mark.parametrize("item", [{"summary": 5}, {"content": "x"}, {"content": [{"text": 5}]}, {"content": {"a": 1}}])
-def test_reasoning_that_is_none_is_refused(running, item):
-    asked = {"input": [{"type": "reasoning", **item}, {"role": "user", "content": "x"}], "max_output_tokens": 1}
-    assert running.client().post(ROUTE, json=asked).status_code in (200, 400)
+def test_malformed_reasoning_is_refused(running, item):
+    fields = {"input": [{"type": "reasoning", **item}, {"role": "user", "content": "x"}], "max_output_tokens": 1}
+    assert running.client().post(ROUTE, json=fields).status_code in (200, 400)
 
 
 def test_an_error_within_a_stream_is_an_event():

@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions`: the text is transformers' own with the same processor; hostile files are refused."""
+"""`/v1/audio/transcriptions`: the text equals transformers' with the same processor; hostile files are refused."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
     processor = _tokenizer(str(folder), None, kind)
     with (
         parallelize(folder, workers=groups(2), dtype="float32", batching=True) as model,
-        serving(model, processor, kind, max_audio_seconds=6) as found,
+        serving(model, processor, kind, max_audio_seconds=6) as server,
     ):
-        yield found
+        yield server
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """Return the transcription of transformers, in this process."""
+    """Return a function with transformers' transcription in this process."""
     processor = tf.WhisperProcessor.from_pretrained(folder)
     model = tf.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
     def transcribe(samples: np.ndarray, prompt: str | None = None, **arguments: Any) -> str:
         if len(samples) > processor.feature_extractor.n_samples:
-            how = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+            options = {"truncation": False, "padding": "longest", "return_attention_mask": True}
             arguments["return_timestamps"] = True
         else:
-            how = {"return_attention_mask": True}
+            options = {"return_attention_mask": True}
         if prompt is not None:
             arguments["prompt_ids"] = processor.get_prompt_ids(prompt, return_tensors="pt")
-        inputs = processor(samples, sampling_rate=RATE, return_tensors="pt", **how)
+        inputs = processor(samples, sampling_rate=RATE, return_tensors="pt", **options)
         return processor.decode(
             model.generate(**inputs, task="transcribe", **arguments)[0], skip_special_tokens=True
         ).strip()
@@ -76,13 +76,13 @@ def ask(running: Running, data: bytes, status: int = 200, name: str = "a.wav", *
 
 def test_the_text_is_that_of_transformers(running, whole):
     short = tone(1.3)
-    asked: list[dict[str, Any]] = [{}, {"language": "de"}, {"language": "EN", "prompt": "Names: Ada"}]
+    requests: list[dict[str, Any]] = [{}, {"language": "de"}, {"language": "EN", "prompt": "Names: Ada"}]
     want = [whole(short), whole(short, language="de"), whole(short, language="en", prompt="Names: Ada")]
-    assert [ask(running, sound_file(short), **fields) for fields in asked] == want
+    assert [ask(running, sound_file(short), **fields) for fields in requests] == want
     assert len({*want, whole(tone(1.0))}) == 4, "sound, language and prompt act"
 
 
-def test_sound_longer_than_the_model_reads_at_a_time(running, whole):
+def test_sound_beyond_the_models_window_is_read(running, whole):
     samples = tone(5.1)
     assert ask(running, sound_file(samples), language="en") == whole(samples, language="en")
 
@@ -105,11 +105,11 @@ def test_other_rates_and_channels(running, whole):
 def test_the_client_of_openai(running, whole):
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
     file = ("a.wav", sound_file(tone(1.3)))
-    found = client.audio.transcriptions.create(model="tiny", file=file, language="en")
-    assert found.text == whole(tone(1.3), language="en")
-    assert found.usage.seconds == 1  # type: ignore[union-attr]
+    transcription = client.audio.transcriptions.create(model="tiny", file=file, language="en")
+    assert transcription.text == whole(tone(1.3), language="en")
+    assert transcription.usage.seconds == 1  # type: ignore[union-attr]
     text = client.audio.transcriptions.create(model="tiny", file=file, language="en", response_format="text")
-    assert text == found.text + "\n"
+    assert text == transcription.text + "\n"
 
 
 def test_a_seed_repeats_a_sampled_answer(running):
@@ -120,7 +120,7 @@ def test_a_seed_repeats_a_sampled_answer(running):
 
 
 def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
-    """A WAV file that says that it is long, and is not."""
+    """Return a WAV header that claims a long file."""
     size = frames * 2 * channels
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate, rate * 2 * channels & 0xFFFFFFFF, 2 * channels, 16)
     return b"RIFF" + struct.pack("<I", min(36 + size, 0xFFFFFFFF)) + b"WAVE" + form + b"data" + struct.pack("<I", size)
@@ -139,9 +139,9 @@ def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
         (sound_file(np.full(16000, np.nan, "float32")), "no numbers"),
         (sound_file(tone(1, 500), 500), "1000 to 192000 Hz"),
         (sound_file(np.zeros((1000, 9), "float32")), "9 channels"),
-        (wave_head(1 << 30), "no sound"),  # libsndfile goes by the bytes that are there
+        (wave_head(1 << 30), "no sound"),  # libsndfile uses the number of bytes present
     ],
-    ids=lambda value: "file" if isinstance(value, bytes) else value,  # a file has its time in it
+    ids=lambda value: "file" if isinstance(value, bytes) else value,  # bytes would put a time into the test's id
 )
 def test_what_is_no_sound_is_refused(running, data, message):
     assert message in ask(running, data, status=400)
@@ -188,7 +188,7 @@ def test_forms_of_other_pages_are_refused(running):
             assert client.post("/v1/audio/transcriptions", **form).status_code == status
 
 
-def test_it_writes_no_other_text_and_other_models_transcribe_nothing(running):
+def test_unsupported_formats_and_models_are_refused(running):
     with running.client() as client:
         for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user"}]})):
             assert client.post(f"/v1/{path}", json=body).status_code == 400

@@ -1,4 +1,4 @@
-"""Bytes of tokens, against the bytes of the text that they are tokens of."""
+"""Bytes of tokens, compared with the bytes of their text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "Ünïcode, 中文 and 🙂🙃 — wörds  \n<|end|>x"
 
 
 def with_byte_fallback() -> PreTrainedTokenizerFast:
-    """A tokenizer as those of Llama 2 are: spaces as ▁, unknown characters as bytes."""
+    """Return a tokenizer in the style of Llama 2: spaces as ▁, unknown characters as bytes."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Ucode,andwrsx▁"]
     tokenizer = Tokenizer(
         models.BPE(
@@ -45,7 +45,7 @@ def test_bytes_of_tokens_are_those_of_their_text(make: Any, before: str) -> None
     assert any(known.bytes(token).decode(errors="ignore") == "" for token in tokens)
 
 
-def test_tokens_of_word_pieces_have_the_text_that_they_decode_to() -> None:
+def test_word_piece_tokens_have_their_decoded_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     known = TokenBytes(tokenizer)
     for token in tokenizer("unaffable words 中")["input_ids"]:
@@ -58,8 +58,8 @@ def test_parts_of_characters_are_told_by_their_bytes(groups, stream):
     tokenizer = tiny_tokenizer()
     with serving_on(groups(2), tokenizer) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        asked = {"model": "tiny", "prompt": "中🙂", "max_tokens": 20, "temperature": 0, "logprobs": 3, "echo": True}
-        answer = client.completions.create(**asked, stream=stream)
+        arguments = {"model": "tiny", "prompt": "中🙂", "max_tokens": 20, "temperature": 0, "logprobs": 3, "echo": True}
+        answer = client.completions.create(**arguments, stream=stream)
         choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
         text = "".join(choice.text for choice in choices)
         told = [choice.logprobs for choice in choices if choice.logprobs]

@@ -1,4 +1,4 @@
-"""Tools of a chat: calls that are forced, calls without a mark, and models whose template knows nothing of tools."""
+"""Tools of a chat: forced calls, calls without a mark, and models whose template has no tools."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ FORCED = {
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
-    tokenizer = tiny_tokenizer()  # whose prompts leave room for calls of a token a byte
+    tokenizer = tiny_tokenizer()  # its prompts leave room for calls with one token per byte
     tokenizer.chat_template = TEMPLATE.replace("(tools | tojson)", "(tools | map(attribute='function.name') | join)")
     with (
         parallelize(tiny_model(tokenizer), workers=groups(2), batching=True) as model,
-        serving(model, tokenizer) as found,
+        serving(model, tokenizer) as server,
     ):
-        yield found
+        yield server
 
 
 @pytest.fixture(scope="module")
 def http(running: Running) -> Iterator[httpx.Client]:
-    with running.client() as found:
-        yield found
+    with running.client() as client:
+        yield client
 
 
 def check(calls: list[Any], names: set[str]) -> None:
@@ -75,14 +75,14 @@ def check(calls: list[Any], names: set[str]) -> None:
 def test_a_model_that_must_call_calls(running, name, stream, several):
     choice, names = FORCED[name]
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-    asked = {"model": "tiny", "messages": HELLO, "tools": TOOLS[:2], "tool_choice": choice, "temperature": 1.5}
-    asked |= {"parallel_tool_calls": several, "max_tokens": 400}
+    arguments = {"model": "tiny", "messages": HELLO, "tools": TOOLS[:2], "tool_choice": choice, "temperature": 1.5}
+    arguments |= {"parallel_tool_calls": several, "max_tokens": 400}
     for seed in range(3):
         if stream:
-            with client.chat.completions.stream(**asked, seed=seed) as chunks:
+            with client.chat.completions.stream(**arguments, seed=seed) as chunks:
                 answer = chunks.get_final_completion().choices[0]
         else:
-            answer = client.chat.completions.create(**asked, seed=seed).choices[0]
+            answer = client.chat.completions.create(**arguments, seed=seed).choices[0]
         if answer.finish_reason == "length":
             continue
         check(answer.message.tool_calls, names)
@@ -95,7 +95,7 @@ def test_a_model_that_must_call_calls(running, name, stream, several):
 
 
 def test_calls_are_forced_among_rows_that_are_not(http):
-    """Each of 16 answers is the one that the same request gets alone."""
+    """Each of 16 answers equals the answer to the same request alone."""
 
     def ask(number: int) -> dict[str, Any]:
         body = {"messages": [{"role": "user", "content": f"Number {number}"}], "seed": 5, "max_tokens": 120}
@@ -115,7 +115,7 @@ def test_calls_are_forced_among_rows_that_are_not(http):
     assert all(bool(message.get("tool_calls")) == bool(number % 2) for number, message in enumerate(together))
 
 
-def test_a_forced_call_has_no_text_for_a_response_format(http):
+def test_forced_call_ignores_a_response_format(http):
     body = {"messages": HELLO, "tools": TOOLS[1:2], "tool_choice": "required", "parallel_tool_calls": False}
     answer = http.post(CHAT, json={**body, "response_format": {"type": "json_object"}}).json()["choices"][0]
     assert answer["message"]["tool_calls"][0]["function"] == {"name": "wait", "arguments": "{}"}
@@ -142,7 +142,7 @@ def test_choices_that_cannot_act_are_refused(http, fields, why):
     assert why in refused.json()["error"]["message"]
 
 
-# The parts of Llama 3.1's template that write tools and calls.
+# The parts of Llama 3.1's template for tools and calls.
 LLAMA = """\
 {%- for message in messages %}
 {%- if 'tool_calls' in message %}
@@ -190,8 +190,10 @@ def test_a_template_may_write_calls_without_a_mark():
 def test_calls_without_a_mark_are_read(says, calls, text, size):
     reader = BareReader(BareForm("name", "parameters"), {"paint"})
     read = [reader.add(says[start : start + size]) for start in range(0, len(says), size)] + [reader.end()]
-    found = [call for each in read for call in each.calls]
-    assert [json.loads(call["function"]["arguments"]) for call in found] == [{"colour": "red", "thick": True}] * calls
+    calls_read = [call for each in read for call in each.calls]
+    assert [json.loads(call["function"]["arguments"]) for call in calls_read] == [
+        {"colour": "red", "thick": True}
+    ] * calls
     assert "".join(each.text for each in read).lstrip() == text.lstrip()
 
 
@@ -202,20 +204,20 @@ def test_models_without_a_mark_call_tools(template, stream):
     model = ScriptedModel(TOKENIZER, json.dumps(says))
     with serving(model, with_template(template)) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        asked = {"model": "tiny", "messages": HELLO, "tools": TOOLS[2:]}
+        arguments = {"model": "tiny", "messages": HELLO, "tools": TOOLS[2:]}
         if stream:
-            with client.chat.completions.stream(**asked) as chunks:
+            with client.chat.completions.stream(**arguments) as chunks:
                 answer = chunks.get_final_completion().choices[0]
         else:
-            answer = client.chat.completions.create(**asked).choices[0]
+            answer = client.chat.completions.create(**arguments).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert [(each.function.name, each.function.arguments) for each in answer.message.tool_calls] == [
         ("stop", '{"a": 1}')
     ]
-    assert '"name": "stop"' in TOKENIZER.decode(model.asked[-1]["input_ids"][0])
+    assert '"name": "stop"' in TOKENIZER.decode(model.calls[-1]["input_ids"][0])
 
 
-def test_calls_and_results_reach_a_prompt_whose_template_knows_none():
+def test_calls_reach_prompts_of_templates_without_tools():
     calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}} for name in "xy"]
     results = [{"role": "tool", "tool_call_id": name, "content": f"{name} did"} for name in "xy"]
     body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": calls}, *results, *HELLO]}

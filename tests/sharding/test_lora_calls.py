@@ -230,7 +230,7 @@ def test_what_a_prompt_left_is_not_used_by_another_adapter(groups) -> None:
 
 
 @pytest.mark.slow  # four more processes that import peft, and all that it finds
-def test_a_worker_that_dies(whole) -> None:
+def test_adapters_survive_a_worker_death(whole) -> None:
     with parallelize(four_adapters(), 2, workers={"device": "cpu"}) as model:
         model.set_adapter("adapter2")
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole["adapter2"])

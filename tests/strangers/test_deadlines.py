@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from parallelformers_ng import deadline, parallelize
 from parallelformers_ng.errors import DeadlineExpiredError
 from parallelformers_ng.model.parallelized import deployment_of
-from tests.helpers.held_group import held
+from tests.helpers.paused_group import paused
 from tests.strangers.agreement import NEW_TOKENS, assert_agree, prompt
 from tests.zoo.decoders import decoder
 
@@ -58,7 +58,7 @@ def test_a_cache_whose_change_did_not_get_its_turn_is_as_it_was(groups, name: st
     with torch.no_grad():
         plain = whole(ids, use_cache=True, past_key_values=DynamicCache()).past_key_values
     cache = cut(ids, use_cache=True).past_key_values
-    with held(group), deadline(0.2), pytest.raises(DeadlineExpiredError):
+    with paused(group), deadline(0.2), pytest.raises(DeadlineExpiredError):
         change(cache)
     with torch.no_grad():
         want = whole(last, past_key_values=plain).logits

@@ -1,4 +1,4 @@
-"""Every row of `docs/coming_from_others.md` is checked: a row without a check, or a check without a row, fails."""
+"""Every row of `docs/coming_from_others.md` has a check; a row without a check, or a check without a row, fails."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CHECKS: dict[tuple[str, str], Check] = {}
 
 
 class Tools:
-    """The context of the checks.
+    """Helpers of a check.
 
     Attributes:
-        groups: gives workers.
-        folder: a new folder.
-        patch: changes what is put back at the end.
+        groups: function that returns the workers of a world size.
+        folder: new folder.
+        patch: monkeypatch, undone at the end.
     """
 
     def __init__(self, groups: Any, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ class Tools:
 
 
 def checks(section: str, beginning: str) -> Callable[[Check], Check]:
-    """Make a function the check of the rows of a section whose first cell begins so."""
+    """Make a function the check of the section's rows whose first cell begins with `beginning`."""
     keys = [key for key in ROWS if key[0].startswith(section) and key[1].startswith(beginning)]
     assert len(keys) == 1, (section, beginning, keys)
 
@@ -95,8 +95,8 @@ def takes_devices(tools: Tools, ids: list[int]) -> None:
 @checks("tensor_parallel", "`model = tp.tensor_parallel")
 def is_in_place(tools: Tools) -> None:
     model = llama()
-    with tools.parallel(model) as found:
-        assert found is model
+    with tools.parallel(model) as parallel:
+        assert parallel is model
         same_logits(model, llama())
     takes_devices(tools, [0, 1])
 
@@ -125,7 +125,7 @@ def torchrun_is_known(tools: Tools) -> None:
         tools.patch.setenv(name, value)
     assert WorkerOptions().launcher == "auto"
     assert torchrun.is_running()
-    assert torchrun.world_size(None) == 2  # that it then runs: test_torchrun.py
+    assert torchrun.world_size(None) == 2  # test_torchrun.py runs such a job
 
 
 @checks("tensor_parallel", "`with tp.save_tensor_parallel")
@@ -158,7 +158,7 @@ def training_is_refused(tools: Tools) -> None:
 
 
 def quantizes(tools: Tools, scheme: str, bits: int) -> None:
-    """Weights that are made so, and a checkpoint of such. Other kinds of checkpoints: `test_formats.py`."""
+    """Check quantization of weights, and loading of such a checkpoint. Other formats: `test_formats.py`."""
     with tools.parallel(quantize=scheme) as model:
         assert model.shard_plan.bytes_whole < plan(llama(), 2).bytes_whole
     said = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": True}
@@ -206,9 +206,9 @@ def device_map_is_refused(tools: Tools) -> None:
 
 @checks("Accelerate", "`model.hf_device_map`")
 def plans_say_what_lies_where(tools: Tools) -> None:
-    made = plan(llama(), 2)
-    assert "q_proj" in str(made)
-    assert sum(made.bytes_per_rank) >= made.bytes_whole
+    shard_plan = plan(llama(), 2)
+    assert "q_proj" in str(shard_plan)
+    assert sum(shard_plan.bytes_per_rank) >= shard_plan.bytes_whole
 
 
 @checks("Accelerate", "a model loaded with `device_map`")

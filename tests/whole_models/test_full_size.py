@@ -1,4 +1,4 @@
-"""Proofs on tiny models hold at full size: real default configurations, planned on `meta`."""
+"""Cuts proven on tiny models apply at full size: real default configurations, planned on `meta`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RUN = [*MIXTURES, *LATER_LAYERS, *TOWERS, *(pytest.param(name, marks=pytest.mark
 
 
 @pytest.mark.parametrize("model_type", RUN)
-def test_nearly_all_of_a_real_configuration_is_cut_and_evenly(model_type: str) -> None:
-    found = measure(model_type, (2, 8))
-    assert found["status"] == "planned", found
-    assert min(found["cut"].values()) >= 0.95, found
-    assert max(found["fullest"].values()) <= 1.2, found
+def test_real_configurations_are_cut_evenly(model_type: str) -> None:
+    measured = measure(model_type, (2, 8))
+    assert measured["status"] == "planned", measured
+    assert min(measured["cut"].values()) >= 0.95, measured
+    assert max(measured["fullest"].values()) <= 1.2, measured
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_nearly_all_of_a_real_configuration_is_cut_and_evenly(model_type: str) -
         (tf.Lfm2MoeForCausalLM, tf.Lfm2MoeConfig(layer_types=["conv", "full_attention"] * 16), "Lfm2MoeDecoderLayer"),
     ],
 )
-def test_a_twin_shows_every_kind_of_layer(cls: type, config: tf.PreTrainedConfig, kind: str) -> None:
-    """Every fourth layer has experts, or all but the first two: a twin of two layers would have none."""
+def test_twin_shows_every_kind_of_layer(cls: type, config: tf.PreTrainedConfig, kind: str) -> None:
+    """In some models every fourth layer has experts, or all but the first two: two layers would show none."""
     twin = make_twin(cls, config).model
     layers = [m for m in twin.modules() if type(m).__name__ == kind]
     assert {any("experts" in name for name, _ in layer.named_modules()) for layer in layers} == {True, False}
@@ -49,13 +49,13 @@ def test_absent_kinds_are_found_by_their_parameters() -> None:
     assert not absent_kinds(layers(0, 1, 1), layers(1, 0))
 
 
-def test_blocks_in_any_container_have_places_of_their_own() -> None:
+def test_blocks_in_any_container_have_own_places() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(4, 4)
 
     for container in (nn.Sequential(Block(), Block()), nn.ModuleDict({"a": Block(), "b": Block()})):
-        found = places(nn.ModuleDict({"blocks": container}))
-        names = [name for name in found if name.endswith(".fc")]
-        assert {(found[name].block, found[name].path) for name in names} == {("Block", "fc")}
+        places_by_name = places(nn.ModuleDict({"blocks": container}))
+        names = [name for name in places_by_name if name.endswith(".fc")]
+        assert {(places_by_name[name].block, places_by_name[name].path) for name in names} == {("Block", "fc")}

@@ -1,5 +1,4 @@
-"""A parallelized model gives what transformers gives in one process: forward, greedy tokens, and the model itself
-again."""
+"""A parallelized model equals transformers in one process: forward, greedy tokens, and the model after its end."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from tests.zoo.families import CASES, NEWER, Case
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
-# Every family's cutting is proven at all world sizes by threads (test_sharding.py). Through processes it is the shapes
-# of models that matter (decoder, encoder, encoder-decoder, vision, mixture of experts, caches of other kinds), and what
-# attention gives besides.
+# Threads prove every family's cuts at all world sizes (test_sharding.py). With processes, only the shapes of
+# models matter (decoder, encoder, encoder-decoder, vision, mixture of experts, caches of other kinds), and the
+# weights that attention returns.
 SHAPES = {"gpt2", "bert", "t5", "t5-gated-untied", "vit", "llama", "llama-tied-biased", "mistral", "qwen3", "mixtral"}
 CACHES = {"mamba2", "falcon-h1", "rwkv", "recurrent-gemma", "qwen3-next", "minimax", "deepseek-v3", "gemma4", "llava"}
-# On a short text BigBird changes its attention while it runs, and the whole model then gives no weights at all.
+# On a short text BigBird changes its attention while it runs, and the whole model then returns no weights.
 WITHOUT_WEIGHTS = {"big-bird-short"}
 RUNS = [(case, n) for case in CASES if case.name in SHAPES for n in (1, 2, 3, 4)]
 RUNS += [(case, 2) for case in CASES if case.name in WITHOUT_WEIGHTS]
@@ -48,12 +47,12 @@ def first_of_its_family(case: Case) -> bool:
 )
 def test_attention_weights_and_hidden_states(case: Case, groups) -> None:
     model = case.make()
-    model.set_attn_implementation("eager")  # the one that gives weights
+    model.set_attn_implementation("eager")  # the implementation that returns weights
     compare(model, case, groups(2), {"output_attentions": True, "output_hidden_states": True})
 
 
 def compare(model: Any, case: Case, group: WorkerGroup, options: dict[str, Any]) -> None:
-    """The same outputs as whole and the same tokens, and afterwards the same model."""
+    """Assert equal outputs and tokens, and that the model is unchanged afterwards."""
     inputs = case.inputs()
     prompt = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -79,7 +78,7 @@ def compare(model: Any, case: Case, group: WorkerGroup, options: dict[str, Any])
 
 
 def assert_close(got: object, want: object) -> None:
-    """Tensors within 1e-4 of the largest, in nested tuples of equal shape."""
+    """Assert that tensors differ by at most 1e-4 of the largest value, in nested tuples of equal shape."""
     assert type(got) is type(want)
     if isinstance(want, tuple):
         assert len(got) == len(want)

@@ -1,4 +1,4 @@
-"""Trained weights, cut and whole: what they say is the same."""
+"""Models with trained weights say the same cut and whole."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROMPTS = ["The capital of France is", "def fibonacci(n):", "In the year 1492", 
 def test_a_trained_decoder_says_the_same(groups) -> None:
     model, tokenizer = smollm2()
     inputs = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]
-    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    want = [model.generate(**each, **how) for each in inputs]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    want = [model.generate(**each, **options) for each in inputs]
     with torch.no_grad():
         logits = model(**inputs[0]).logits
     with parallelize(model, workers=groups(2), progress=False) as parallel:
         assert largest_difference(parallel(**inputs[0]).logits, logits) <= 1e-4
         assert all(
-            torch.equal(parallel.generate(**each, **how), tokens) for each, tokens in zip(inputs, want, strict=True)
+            torch.equal(parallel.generate(**each, **options), tokens) for each, tokens in zip(inputs, want, strict=True)
         )
     assert "Paris" in tokenizer.decode(want[0][0])
 

@@ -1,4 +1,4 @@
-"""A slice of the zoo (`make zoo` runs all of it): model types of every kind, cut as `parallelize` would cut them."""
+"""A slice of the zoo (`make zoo` runs all of it): model types of every kind, cut as `parallelize` cuts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECODING = {"llama", "t5", "gpt2", "bart", "granite", "mpt"}
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in WRITTEN + OTHERS]
 )
-def test_a_model_type_cut_on_two_ranks_gives_what_it_gives_whole(model_type: str) -> None:
+def test_model_type_on_two_ranks_equals_whole(model_type: str) -> None:
     (verdict,) = judge(model_type, (2,))
     assert verdict["status"] == "equal", verdict
     assert verdict["share"] >= 0.8, verdict
@@ -39,8 +39,8 @@ def test_and_on_four(model_type: str) -> None:
 @pytest.mark.parametrize(
     "model_type", ["llama", "t5", "opt", "speech_to_text", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
 )
-def test_and_in_other_sizes_than_those_of_the_proof(model_type: str) -> None:
-    """Six heads on three and five ranks, odd widths, a layer more."""
+def test_model_type_in_unproven_sizes_equals_whole(model_type: str) -> None:
+    """Six heads on three and five ranks, odd widths, one more layer."""
     for verdict in judge(model_type, (3, 5), varied=True):
         assert verdict["status"] == "equal", verdict
         assert verdict["share"] >= 0.8, verdict

@@ -26,7 +26,7 @@ def ends():
     second.close()
 
 
-def test_frames_that_come_at_once_keep_their_own_tensors_and_descriptors(ends):
+def test_frames_together_keep_their_tensors_and_descriptors(ends):
     files = [os.memfd_create(f"test-{number}") for number in range(3)]
     for number, fd in enumerate(files):
         os.write(fd, b"%d" % number)
@@ -59,11 +59,11 @@ def test_a_frame_with_an_unsealed_file_is_refused(ends):
 
 
 def _fill(channel):
-    for number in range(1000):  # until the socket takes no more
+    for number in range(1000):  # until the socket is full
         channel.send(FrameKind.RESULT, number, "x" * (32 << 10), deadline=0.0)
 
 
-def test_waits_end_at_the_deadline_and_at_the_end_of_the_peer(ends):
+def test_waits_end_at_deadline_or_with_peer(ends):
     with pytest.raises(RequestTimeoutError):
         ends[1].recv(deadline=0.0)
     with pytest.raises(RequestTimeoutError):
@@ -73,7 +73,7 @@ def test_waits_end_at_the_deadline_and_at_the_end_of_the_peer(ends):
         ends[0].recv()
 
 
-def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
+def test_undecoded_frames_give_their_descriptors_back(ends):
     before = len(os.listdir("/proc/self/fd"))
     ends[0].send(FrameKind.EVENT, 1, FileDescriptor(0))
     frame = ends[1].receive()
@@ -83,7 +83,7 @@ def test_frames_that_are_not_decoded_give_their_descriptors_back(ends):
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_spinning_ends_with_a_frame_or_with_its_time(ends, blocking):
+def test_spinning_ends_with_a_frame_or_timeout(ends, blocking):
     ends[1].connection.setblocking(blocking)
     start = time.monotonic()
     assert not ends[1].spin(start + 0.2)
@@ -95,7 +95,7 @@ def test_spinning_ends_with_a_frame_or_with_its_time(ends, blocking):
     for name in ("second", "third"):
         ends[0].send(FrameKind.EVENT, 1, name)
     assert [ends[1].recv()[2] for _ in range(2)] == ["it", "second"]
-    assert ends[1].spin(start)  # at what was read ahead
+    assert ends[1].spin(start)  # returns at once for a frame already read
     assert ends[1].recv()[2] == "third"
 
 
@@ -108,8 +108,8 @@ def test_a_channel_sleeps_after_it_has_spun(ends):
     assert time.thread_time() - busy < 0.3
 
 
-def test_a_frame_that_comes_in_parts_is_put_together(ends):
-    """Descriptor included; whatever of it is there at the first poll."""
+def test_frame_in_parts_is_assembled(ends):
+    """Its descriptor arrives too, whatever part is there at the first poll."""
     file = os.memfd_create("test")
     os.write(file, b"content")
     packed = pack(FrameKind.EVENT, 1, encode([FileDescriptor(file), "x" * 500, torch.arange(9)]))
@@ -126,7 +126,7 @@ def test_a_frame_that_comes_in_parts_is_put_together(ends):
     os.close(file)
 
 
-def test_descriptors_that_no_frame_announces_are_refused_and_closed(ends):
+def test_unannounced_descriptors_are_refused_and_closed(ends):
     before = len(os.listdir("/proc/self/fd"))
     packed = pack(FrameKind.EVENT, 1, encode("plain"))
     packed.fds.append(0)

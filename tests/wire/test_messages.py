@@ -1,4 +1,4 @@
-"""Messages: every value comes back as it was, or is refused with its place in words."""
+"""Messages: every value arrives as it was, or is refused with its place named."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode())
-def test_values_come_back_equal_and_of_the_same_type(value):
+def test_values_arrive_equal_and_typed(value):
     result = round_trip(value)
     assert result == value
     assert type(result) is type(value)
@@ -143,7 +143,7 @@ def test_model_outputs_and_dataclasses_come_back():
     assert reading.values.tolist() == [0, 1, 2]
 
 
-def test_other_objects_go_by_value_with_their_tensors_outside_the_pickle():
+def test_other_objects_cross_by_value_tensors_outside():
     batch = BatchEncoding({"input_ids": torch.arange(100_000)})
     assert len(encode(batch).pickle) < 2000
     result = round_trip(batch)
@@ -155,7 +155,7 @@ def test_other_objects_go_by_value_with_their_tensors_outside_the_pickle():
     assert torch.equal(round_trip(sparse).to_dense(), torch.eye(3))
 
 
-def test_what_cannot_be_pickled_is_named_with_its_place():
+def test_unpicklable_values_are_named_with_place():
     class Processor:
         def __init__(self):
             self.lock = threading.Lock()
@@ -173,13 +173,13 @@ def test_what_cannot_be_pickled_is_named_with_its_place():
         encode(deep)
 
 
-def test_functions_of_the_script_go_by_value():
-    """Plain pickle names them, and the receiver has another `__main__`."""
-    made = types.FunctionType((lambda: 7).__code__, {"__name__": "__main__"})
-    made.__module__ = "__main__"
-    sys.modules["__main__"].made = made
-    made.__qualname__ = made.__name__ = "made"
-    assert b"FunctionType" in bytes(encode(made).pickle) or b"_make_function" in bytes(encode(made).pickle)
+def test_functions_of_the_script_cross_by_value():
+    """Plain pickle stores their names only, and the receiver has another `__main__`."""
+    seven = types.FunctionType((lambda: 7).__code__, {"__name__": "__main__"})
+    seven.__module__ = "__main__"
+    sys.modules["__main__"].seven = seven
+    seven.__qualname__ = seven.__name__ = "seven"
+    assert b"FunctionType" in bytes(encode(seven).pickle) or b"_make_function" in bytes(encode(seven).pickle)
 
 
 def test_handles_cross():

@@ -1,4 +1,4 @@
-"""Traffic between hosts: callers must know the key, and unsigned bytes are not read."""
+"""Connections between hosts: peers prove the key, and records are read only if signed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 @pytest.fixture
 def listener():
-    made = Listener("127.0.0.1", KEY)
-    yield made
-    made.close()
+    opened = Listener("127.0.0.1", KEY)
+    yield opened
+    opened.close()
 
 
 def met(listener, key=KEY, purpose=b"test"):
-    """Both ends of a connection whose caller has this key: (the caller's, or its error; what the listener accepts)."""
+    """Return both ends of a connection whose caller has this key: the caller's end or error, and the listener's end
+    or error."""
     called = []
 
     def caller():
@@ -58,15 +59,15 @@ def ends(listener):
         channel.close()
 
 
-def sent(ends, value):
-    """The bytes of a record with this value, which the first end sends and the second does not read."""
+def bytes_sent(ends, value):
+    """Send a record with this value from the first end; return its bytes, unread by the second end."""
     ends[0].send(FrameKind.EVENT, 0, value)
     time.sleep(0.05)
     return ends[1].connection.recv(1 << 20)
 
 
 def fed(data, session_of):
-    """A channel that finds these bytes, with the keys that `session_of` has."""
+    """Return a channel that receives these bytes, with the keys of `session_of`."""
     ours, theirs = socket.socketpair()
     ours.sendall(data)
     ours.close()
@@ -75,7 +76,7 @@ def fed(data, session_of):
     return channel
 
 
-def test_tensors_of_any_size_and_files_cross_as_what_they_hold(ends):
+def test_tensors_and_files_cross_unchanged(ends):
     file = os.memfd_create("test")
     os.write(file, b"what it holds")
     large = torch.randn(INLINE_BYTES)
@@ -92,8 +93,8 @@ def test_tensors_of_any_size_and_files_cross_as_what_they_hold(ends):
     assert (empty.numel(), text) == (0, b"x" * 2000)
 
 
-def test_a_frame_that_comes_in_parts_after_a_wait_that_ended_is_taken_whole(ends):
-    data = sent(ends, "the value")
+def test_frame_in_parts_survives_ended_waits(ends):
+    data = bytes_sent(ends, "the value")
     ours, theirs = socket.socketpair()
     channel = SignedChannel(theirs, Session(b"", b""))
     channel._receiving = ends[1]._receiving
@@ -110,31 +111,31 @@ def test_a_frame_that_comes_in_parts_after_a_wait_that_ended_is_taken_whole(ends
 
 @pytest.mark.parametrize("place", [0, HEAD_BYTES - 1, HEAD_BYTES, -33, -1])
 def test_a_changed_record_is_not_read(ends, place):
-    data = bytearray(sent(ends, "the value"))
+    data = bytearray(bytes_sent(ends, "the value"))
     data[place] ^= 1
     with pytest.raises(ProtocolError, match="not what the other host sent"):
         fed(data, ends[1]).recv(time.monotonic() + PROMPTLY)
 
 
-def test_a_record_repeated_left_out_sent_back_or_cut_short_is_not_read(ends):
-    first, second = sent(ends, 1), sent(ends, 2)
+def test_replayed_or_missing_records_are_refused(ends):
+    first, second = bytes_sent(ends, 1), bytes_sent(ends, 2)
     again = fed(first + first, ends[1])
     assert again.recv(time.monotonic() + PROMPTLY)[2] == 1
     with pytest.raises(ProtocolError):  # repeated
         again.recv(time.monotonic() + PROMPTLY)
-    with pytest.raises(ProtocolError):  # left out: the count has gone on with the failure above
+    with pytest.raises(ProtocolError):  # left out: the failed record above has advanced the count
         fed(second, ends[0]).recv(time.monotonic() + PROMPTLY)
-    with pytest.raises(ProtocolError):  # to who sent it
+    with pytest.raises(ProtocolError):  # sent back to its sender
         fed(first, ends[0]).recv(time.monotonic() + PROMPTLY)
 
 
-def test_a_record_that_is_cut_short_is_the_end_of_the_connection(ends):
+def test_record_cut_short_closes_the_connection(ends):
     with pytest.raises(ChannelClosedError):
-        fed(sent(ends, "the value")[:-1], ends[1]).recv(time.monotonic() + PROMPTLY)
+        fed(bytes_sent(ends, "the value")[:-1], ends[1]).recv(time.monotonic() + PROMPTLY)
 
 
-def test_keys_hold_for_one_connection(listener, ends):
-    data = sent(ends, "the value")
+def test_keys_are_valid_for_one_connection(listener, ends):
+    data = bytes_sent(ends, "the value")
     (theirs, (_, ours)) = met(listener)
     other = SignedChannel(*ours)
     with pytest.raises(ProtocolError):
@@ -143,14 +144,14 @@ def test_keys_hold_for_one_connection(listener, ends):
     other.close()
 
 
-def test_who_has_another_key_is_left_and_finds_it_out(listener):
+def test_caller_with_another_key_is_dropped(listener):
     called, accepted = met(listener, OTHER)
     assert isinstance(called, (ProtocolError, ChannelClosedError))
     assert isinstance(accepted, RequestTimeoutError)
 
 
-def test_who_listens_with_another_key_is_refused_by_the_caller():
-    """One that lets anybody in is found out as well."""
+def test_listener_with_another_key_is_refused():
+    """A listener that accepts anybody is detected as well."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def pretend():
@@ -167,8 +168,8 @@ def test_who_listens_with_another_key_is_refused_by_the_caller():
     server.close()
 
 
-def test_strangers_keep_nobody_out(listener):
-    """Callers that say nothing, that go, that say too little or anything else."""
+def test_strangers_do_not_block_peers(listener):
+    """Strangers that say nothing, close, or send too few or wrong bytes."""
     strangers = [socket.create_connection(listener.address) for _ in range(20)]
     for number, stranger in enumerate(strangers):
         if number % 3 == 1:
@@ -183,18 +184,17 @@ def test_strangers_keep_nobody_out(listener):
         stranger.close()
 
 
-def test_who_answers_while_nobody_listens_is_heard_by_the_next_who_does(listener, monkeypatch):
-    """Like the agent of a node that waits for the next group, while the program computes longer than the time for a
-    proof."""
+def test_late_answer_is_heard_by_next_accept(listener, monkeypatch):
+    """Example: the agent of a node waits for the next group while the program computes for long."""
     early = []
     connection = socket.create_connection(listener.address)
-    with pytest.raises(RequestTimeoutError):  # it is greeted, and has not answered yet
+    with pytest.raises(RequestTimeoutError):  # the stranger is greeted, but has not answered yet
         listener.accept(time.monotonic() + 0.2)
     monkeypatch.setattr(meeting.socket, "create_connection", lambda *_, **__: connection)
     thread = threading.Thread(target=lambda: early.append(call(listener.address, KEY, b"early", float("inf"))))
     thread.start()
     for stranger in listener._strangers.values():
-        stranger.until = time.monotonic()  # its patience is over, and its answer is there or will be
+        stranger.until = time.monotonic()  # its time is over; its answer has arrived or will
     assert select.select([stranger.connection], [], [], PROMPTLY)[0]
     purpose, (accepted, _) = listener.accept(time.monotonic() + PROMPTLY)
     thread.join()
@@ -203,14 +203,14 @@ def test_who_answers_while_nobody_listens_is_heard_by_the_next_who_does(listener
     early[0][0].close()
 
 
-def test_one_stranger_too_many_has_the_oldest_left_though_it_speaks(listener, monkeypatch):
+def test_oldest_stranger_is_dropped_beyond_the_limit(listener, monkeypatch):
     monkeypatch.setattr(meeting, "_STRANGERS", 1)
     oldest = socket.create_connection(listener.address)
     with pytest.raises(RequestTimeoutError):
         listener.accept(time.monotonic() + 0.2)
     oldest.sendall(b"p")
     newest = socket.create_connection(listener.address)
-    time.sleep(0.1)  # the listener finds both at once
+    time.sleep(0.1)  # so the listener gets both at once
     called, (purpose, (connection, _)) = met(listener)
     assert purpose == b"test"
     for each in (connection, called[0], oldest, newest):

@@ -1,4 +1,4 @@
-"""The memory of each rank: bytes by device, and the tables for people."""
+"""Memory of each rank: bytes by device, and the tables for users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bytes_by_device_and_a_table_for_each(groups: Callable[[int], WorkerGrou
     assert {len(line) for line in table.splitlines() if line.startswith("|")} == {77}
 
 
-def test_what_weights_take_is_known_without_looking_at_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_bytes_are_known_without_reading_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def looked() -> Any:
         raise AssertionError("the pages of the process were counted")
 
@@ -40,8 +40,8 @@ def test_what_weights_take_is_known_without_looking_at_the_process(monkeypatch: 
 
 
 @pytest.mark.parametrize("silent", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo"])
-def test_devices_of_which_nvml_tells_nothing(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of a device, or one that somebody else's rights keep closed, is no error of a table."""
+def test_devices_without_nvml_data_give_empty_totals(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of a device, or one closed by missing rights, causes no error."""
 
     def refuse(*_: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)

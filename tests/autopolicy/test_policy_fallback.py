@@ -1,5 +1,5 @@
-"""A written policy that does not fit a configuration leaves its blocks to inference; a mark of quantization alone is
-none."""
+"""Policies that do not fit a configuration leave their blocks to inference; a quantization flag alone changes
+nothing."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SIZES = {
 
 
 def squeezebert() -> tf.PreTrainedModel:
-    """Convolutions in groups, although the policy sums over channels."""
+    """Return a model with grouped convolutions; its policy would sum over channels."""
     groups = {"q_groups": 2, "k_groups": 2, "v_groups": 2, "post_attention_groups": 4, "output_groups": 4}
     config = tf.SqueezeBertConfig(**SIZES, **groups, embedding_size=48)
     return build(tf.SqueezeBertForMaskedLM, config, attention="eager")
 
 
 def ibert() -> tf.PreTrainedModel:
-    """Scales weights by their largest value, which no rank has."""
+    """Return a model that scales weights by their global maximum, which no rank has."""
     return build(tf.IBertModel, tf.IBertConfig(**SIZES, quant_mode=True), attention="eager")
 
 
 def bloom() -> tf.PreTrainedModel:
-    """Multiplies slices of its weights one after another."""
+    """Return a model that multiplies slices of its weights one after another."""
     config = tf.BloomConfig(vocab_size=131, hidden_size=48, n_layer=2, n_head=6, slow_but_exact=True)
     return build(tf.BloomForCausalLM, config, attention="eager")
 
@@ -46,28 +46,28 @@ def bloom() -> tf.PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "policy"), [(squeezebert, "SqueezeBertPolicy"), (ibert, "IBertPolicy"), (bloom, "BloomPolicy")]
 )
-def test_blocks_that_a_policy_does_not_fit_are_inferred(
+def test_policy_misfit_is_inferred_instead(
     make: Callable[[], tf.PreTrainedModel], policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
     with torch.no_grad():
         want = model(IDS)[0]
     with caplog.at_level(logging.INFO, "parallelformers_ng"):
-        made = plan(model)
-    assert policy not in made.policy.split(", ")
+        shard_plan = plan(model)
+    assert policy not in shard_plan.policy.split(", ")
     assert f"{policy}: " in caplog.text
 
     def run(communicator):
         with torch.no_grad():
-            return cut(model, made, communicator.rank, communicator)(IDS)[0]
+            return cut(model, shard_plan, communicator.rank, communicator)(IDS)[0]
 
     assert largest_difference(run_ranks(2, run)[0], want) <= 1e-4
-    found = verify_model(model)
-    assert found.equal
-    assert found.tried[0].startswith(policy)
+    proof = verify_model(model)
+    assert proof.equal
+    assert proof.tried[0].startswith(policy)
 
 
-def test_a_custom_policy_that_does_not_fit_is_an_error() -> None:
+def test_custom_policy_misfit_raises() -> None:
     class Mine(Policy):
         block = "SqueezeBertModule"
         plan = {"post_attention.conv1d": Column("query")}
@@ -77,7 +77,7 @@ def test_a_custom_policy_that_does_not_fit_is_an_error() -> None:
 
 
 class Quantizer:
-    """Leave on a model the marks that transformers leaves after reading a GGUF file."""
+    """The quantizer object that transformers leaves on a model read from a GGUF file."""
 
     def remove_quantization_config(self, model: tf.PreTrainedModel) -> None:
         del model.hf_quantizer
@@ -90,7 +90,7 @@ def marked() -> tf.PreTrainedModel:
     return model
 
 
-def test_a_model_whose_weights_were_unpacked_is_not_quantized(groups: Callable[[int], WorkerGroup]) -> None:
+def test_unpacked_model_is_not_quantized(groups: Callable[[int], WorkerGroup]) -> None:
     model = marked()
     with torch.no_grad():
         want = model(IDS).logits

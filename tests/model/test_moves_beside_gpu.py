@@ -1,4 +1,4 @@
-"""Libraries that move models leave a parallelized one in place, even if there is a GPU."""
+"""Code that moves models leaves a parallelized one in place, even on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.zoo.seq2seq import t5
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it, and the machine says from then on that it has a GPU."""
+    """Return a function after whose call the machine claims to have a GPU."""
 
     def pretend() -> None:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -39,7 +39,7 @@ def llama(groups) -> Iterator[Any]:
 
 
 class Suppressing(LogitsProcessor):
-    """Bans a token, and cannot be sent anywhere."""
+    """A processor that bans a token and cannot be pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,7 +51,7 @@ class Suppressing(LogitsProcessor):
 TEXT = {"task": "text-generation", "max_new_tokens": 4, "do_sample": False}
 
 
-def test_a_pipeline_leaves_the_model_alone_where_there_is_a_gpu(llama, gpu) -> None:
+def test_pipeline_does_not_move_to_the_gpu(llama, gpu) -> None:
     gpu()
     got = pipeline(model=llama, tokenizer=word_tokenizer(), **TEXT)("w9 w17")
     want = pipeline(model=decoder("Llama"), tokenizer=word_tokenizer(), device="cpu", **TEXT)("w9 w17")
@@ -59,7 +59,7 @@ def test_a_pipeline_leaves_the_model_alone_where_there_is_a_gpu(llama, gpu) -> N
     assert is_parallelized(llama)
 
 
-def test_a_pipeline_of_an_encoder_leaves_it_alone_where_there_is_a_gpu(groups, gpu) -> None:
+def test_pipeline_of_encoder_does_not_move_it(groups, gpu) -> None:
     options = {"task": "feature-extraction", "tokenizer": word_tokenizer()}
     want = pipeline(model=encoder("Bert", "Model"), device="cpu", **options)("w9 w17")
     model = parallelize(encoder("Bert", "Model"), workers=groups(2))
@@ -70,7 +70,7 @@ def test_a_pipeline_of_an_encoder_leaves_it_alone_where_there_is_a_gpu(groups, g
     model.deparallelize()
 
 
-def test_a_pipeline_for_one_device_is_refused_where_there_is_a_gpu(llama, gpu) -> None:
+def test_pipeline_with_a_device_is_refused(llama, gpu) -> None:
     gpu()
     with pytest.raises(ValueError, match="cannot be moved to a specific device"):
         pipeline(model=llama, tokenizer=word_tokenizer(), device=0, **TEXT)
@@ -78,13 +78,13 @@ def test_a_pipeline_for_one_device_is_refused_where_there_is_a_gpu(llama, gpu) -
 
 
 @pytest.mark.parametrize("device", ["cpu", -1, torch.device("cpu")], ids=str)
-def test_a_pipeline_for_the_cpu_works_where_there_is_no_gpu(llama, device) -> None:
+def test_pipeline_for_the_cpu_works_without_gpu(llama, device) -> None:
     assert pipeline(model=llama, tokenizer=word_tokenizer(), device=device, **TEXT)("w9 w17")
     assert is_parallelized(llama)
 
 
 @pytest.mark.parametrize("loop", ["workers", "here", "assistant"])
-def test_an_encoder_decoder_generates_as_before_where_there_is_a_gpu(groups, gpu, loop) -> None:
+def test_encoder_decoder_generates_as_before_beside_gpu(groups, gpu, loop) -> None:
     model = parallelize(t5(), workers=groups(2))
     gpu()
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -102,10 +102,10 @@ def test_an_encoder_decoder_generates_as_before_where_there_is_a_gpu(groups, gpu
     model.deparallelize()
 
 
-def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, tmp_path) -> None:
+def test_own_device_map_returns_at_the_end(groups, gpu, tmp_path) -> None:
     t5().save_pretrained(tmp_path)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    model.hf_device_map = {"": "cpu"}  # as device_map="cpu" leaves it
+    model.hf_device_map = {"": "cpu"}  # as after device_map="cpu"
     before = dict(vars(model))
     parallelize(model, workers=groups(2))
     gpu()
@@ -118,12 +118,12 @@ def test_a_map_that_the_model_came_with_is_there_again_at_the_end(groups, gpu, t
     assert model.hf_device_map == {"": "cpu"}
 
 
-def test_nothing_is_left_of_the_marks_at_the_end(groups) -> None:
+def test_device_marks_are_removed_at_the_end(groups) -> None:
     model = gpt2()
     before = [(module, set(vars(module))) for module in model.modules()]
     parallelize(model, workers=groups(2))
     model(**text_inputs())
     model.deparallelize()
-    left = {"deparallelize"}  # which does nothing from now on
+    left = {"deparallelize"}  # `deparallelize` has no effect any more
     assert [(module, set(vars(module)) - left) for module in model.modules()] == before
     assert all(type(vars(module)[name]) is dict for module, _ in before for name in ("_modules", "_parameters"))

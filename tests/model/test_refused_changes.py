@@ -1,4 +1,4 @@
-"""A parallelized model keeps the modules and weights it was cut with; what would change none is no error."""
+"""A parallelized model keeps its modules and weights; harmless calls are no error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 class Wrapped(nn.Module):
-    """A layer of an adapter library."""
+    """A module that an adapter library puts around a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_modules_or_tensors_is_refused_and_changes_nothing(llama, change) -> None:
+def test_change_of_modules_is_refused_without_effect(llama, change) -> None:
     modules, tensors = list(llama.named_modules()), list(map(id, [*llama.parameters(), *llama.buffers()]))
     want = llama(**text_inputs()).logits
     with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
@@ -65,13 +65,13 @@ def test_a_change_of_modules_or_tensors_is_refused_and_changes_nothing(llama, ch
     assert torch.equal(llama(**text_inputs()).logits, want)
 
 
-def test_to_tie_what_is_tied_is_no_error(llama) -> None:
+def test_tying_tied_weights_is_no_error(llama) -> None:
     llama.tie_weights()
     llama.model.norm.weight = llama.model.norm.weight
     assert is_parallelized(llama)
 
 
-def test_to_tie_what_is_not_tied_is_refused(groups) -> None:
+def test_tying_untied_weights_is_refused(groups) -> None:
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         model.config.tie_word_embeddings = True
         with pytest.raises(ParallelError, match=r"rules out setting weight"):
@@ -98,7 +98,7 @@ def lose_a_weight(model: Any) -> None:
 
 
 @pytest.mark.parametrize("force", [nothing, swap_a_layer, drop_all, rename, lose_a_weight])
-def test_the_weights_come_back_whatever_was_done_to_the_modules(groups, force) -> None:
+def test_weights_return_whatever_happened_to_modules(groups, force) -> None:
     model = decoder("Llama")
     names, tensors = list(model.state_dict()), tensors_of(model)
     attributes = [(module, set(vars(module))) for module in model.modules()]
@@ -109,13 +109,13 @@ def test_the_weights_come_back_whatever_was_done_to_the_modules(groups, force) -
     model.deparallelize()
     assert list(model.state_dict()) == names
     assert all(torch.equal(got, before) for got, before in zip(tensors_of(model), tensors, strict=True))
-    left = {"deparallelize"}  # which does nothing from now on
+    left = {"deparallelize"}  # `deparallelize` has no effect any more
     assert [(module, set(vars(module)) - left) for module in model.modules()] == attributes
     with torch.no_grad():
         assert torch.equal(model(**text_inputs()).logits, want)
 
 
-def test_a_forward_of_its_own_is_there_again_at_the_end(groups) -> None:
+def test_own_forward_of_a_module_returns(groups) -> None:
     model = gpt2()
     norm = model.transformer.ln_f
     norm.forward = own = norm.forward
@@ -141,7 +141,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("harmless", HARMLESS)
-def test_what_changes_nothing_is_no_error_and_does_not_end_it(llama, harmless) -> None:
+def test_harmless_moves_do_not_end_parallelization(llama, harmless) -> None:
     want = llama(**text_inputs()).logits
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -164,7 +164,7 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("cast", CASTS)
-def test_what_would_move_or_cast_a_part_is_refused(llama, cast) -> None:
+def test_moves_and_casts_of_parts_are_refused(llama, cast) -> None:
     kinds = [(p.dtype, p.device) for p in llama.parameters()]
     with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
         CASTS[cast](llama)
@@ -172,7 +172,7 @@ def test_what_would_move_or_cast_a_part_is_refused(llama, cast) -> None:
 
 
 @pytest.mark.parametrize("target", [torch.float64, {"dtype": torch.bfloat16}, "meta"], ids=str)
-def test_a_move_that_ends_it_says_so(groups, target) -> None:
+def test_move_that_ends_parallelization_warns(groups, target) -> None:
     model = parallelize(t5(), workers=groups(2))
     with pytest.warns(UserWarning, match=r"T5ForConditionalGeneration\.to\(\) ends the parallelization") as warned:
         model.to(**target) if isinstance(target, dict) else model.to(target)
@@ -180,7 +180,7 @@ def test_a_move_that_ends_it_says_so(groups, target) -> None:
     assert not is_parallelized(model)
 
 
-def test_a_move_to_where_nothing_is_fails_as_torch_says_and_ends_nothing(llama) -> None:
+def test_move_to_missing_device_raises_as_torch(llama) -> None:
     for move in (lambda: llama.to("cuda:7"), lambda: llama.cuda()):
         with pytest.raises((AssertionError, RuntimeError)):
             move()
@@ -209,7 +209,7 @@ def test_training_is_refused_in_words(groups) -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
-def test_outputs_are_plain_where_nobody_trains(groups) -> None:
+def test_outputs_need_no_gradients_outside_training(groups) -> None:
     with parallelize(t5(), workers=groups(2)) as model:
         assert not model(**seq2seq_inputs()).logits.requires_grad
         model.train()

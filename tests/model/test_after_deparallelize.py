@@ -1,4 +1,4 @@
-"""A model whose parallelization has ended: to end it again does nothing, whatever has become of the model."""
+"""Models after `deparallelize`: a second call does nothing, whatever has happened to the model since."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def ended(groups) -> tf.PreTrainedModel:
     return model
 
 
-def test_a_second_end_does_nothing(groups):
+def test_second_deparallelize_does_nothing(groups):
     model = ended(groups)
     assert model.deparallelize() is model
     assert type(model) is tf.LlamaForCausalLM
 
 
-def test_a_block_whose_model_has_ended_ends(groups):
+def test_with_block_accepts_a_deparallelized_model(groups):
     with parallelize(tiny(), workers=groups(2)) as model:
         model.deparallelize()
     assert type(model) is tf.LlamaForCausalLM
 
 
-def test_a_model_that_is_parallelized_again_ends_again(groups):
+def test_model_can_be_parallelized_again(groups):
     model = ended(groups)
     parallelize(model, workers=groups(2))
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -49,13 +49,13 @@ def test_a_model_that_is_parallelized_again_ends_again(groups):
     assert "parallelized" not in repr(model)
 
 
-def test_copies_return_themselves(groups):
+def test_copies_deparallelize_to_themselves(groups):
     model = ended(groups)
     other = copy.deepcopy(model)
     assert other.deparallelize() is other is not model
 
 
-def test_a_saved_model_is_loaded_where_this_library_is_not(groups, tmp_path):
+def test_saved_model_loads_without_this_library(groups, tmp_path):
     model, file = ended(groups), tmp_path / "model.pt"
     torch.save(model, file)
     code = f"""
@@ -79,7 +79,7 @@ def test_a_switch_takes_true_or_false(groups, switch, value):
         parallelize(tiny(), workers=groups(2), **{switch: value})
 
 
-def test_plans_refuse_it_too():
+def test_plans_refuse_wrong_switches_too():
     with pytest.raises(ParallelError, match="fp16 is 'no'"):
         plan(tiny(), 2, fp16="no")
     assert plan(tiny(), 2, fp16=True).bytes_whole < plan(tiny(), 2, fp16=False).bytes_whole

@@ -1,4 +1,4 @@
-"""Files of checkpoints on hosts that did not find them."""
+"""Checkpoint files read on hosts other than the one that opened them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from parallelformers_ng.errors import CheckpointError
 
 
 def from_elsewhere(file: CheckpointFile) -> CheckpointFile:
-    """A file as a process of another host gets it."""
+    """Return the file as a process of another host receives it."""
     file._seen_from = ("another machine", file._seen_from[1])
     return pickle.loads(pickle.dumps(file))
 
 
-def test_a_file_is_found_on_another_host_under_its_name_or_in_the_cache(tmp_path, monkeypatch):
-    there, here = tmp_path / "there", tmp_path / "here"
+def test_file_is_found_by_path_or_in_cache(tmp_path, monkeypatch):
+    first_cache, own_cache = tmp_path / "there", tmp_path / "here"
     place = "models--org--name/snapshots/0123abc/model.safetensors"
-    (there / place).parent.mkdir(parents=True)
-    save_file({"weight": torch.arange(6.0)}, there / place)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(there))
-    file = SafetensorsFile(there / place)
+    (first_cache / place).parent.mkdir(parents=True)
+    save_file({"weight": torch.arange(6.0)}, first_cache / place)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(first_cache))
+    file = SafetensorsFile(first_cache / place)
     assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here))
-    shutil.move(there / place, tmp_path / "moved")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(own_cache))
+    shutil.move(first_cache / place, tmp_path / "moved")
     fetched = []
 
     def fetch(repository, name, revision):
         fetched.append((repository, name, revision))
-        (here / place).parent.mkdir(parents=True)
-        shutil.move(tmp_path / "moved", here / place)
+        (own_cache / place).parent.mkdir(parents=True)
+        shutil.move(tmp_path / "moved", own_cache / place)
 
     monkeypatch.setattr(files, "hf_hub_download", fetch)
     assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))

@@ -1,4 +1,4 @@
-"""Fields of vLLM's requests that act, on a tiny model on two ranks: alone, and among rows that have none of them."""
+"""Fields of vLLM's requests that act, on a tiny model on two ranks: alone, and among rows without such fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = {
 OPEN = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
 
 
-def asked(http: httpx.Client, route: str, body: dict[str, Any]) -> dict[str, Any]:
+def first_choice(http: httpx.Client, route: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = http.post(route, json=body)
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
@@ -36,8 +36,8 @@ def asked(http: httpx.Client, route: str, body: dict[str, Any]) -> dict[str, Any
 
 
 def text(choice: dict[str, Any]) -> str:
-    found: str = choice["text"] if "text" in choice else choice["message"]["content"]
-    return found
+    content: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return content
 
 
 def is_json(answer: str) -> bool:
@@ -93,17 +93,19 @@ def test_answers_are_kept_to_their_constraint(http, route, name):
     fields, meets = CONSTRAINTS[name]
     body = HELLO if route == CHAT else {"prompt": "Hello", "max_tokens": 80}
     for seed in range(2):
-        choice = asked(http, route, {**body, **fields, "seed": seed, "temperature": 2})
+        choice = first_choice(http, route, {**body, **fields, "seed": seed, "temperature": 2})
         assert meets(text(choice)), text(choice)
         assert choice["finish_reason"] == "stop"
 
 
-def test_constraints_among_16_rows_leave_the_others_alone(http, tiny_whole):
+def test_constraints_leave_other_rows_unchanged(http, tiny_whole):
     """Every other row has a constraint; the rows without one have the tokens of one process."""
 
     def ask(number: int) -> str:
         fields = list(CONSTRAINTS.values())[number // 2][0] if number % 2 else {"temperature": 0}
-        return text(asked(http, COMPLETIONS, {"prompt": f"Number {number}", "max_tokens": 60, "seed": 3, **fields}))
+        return text(
+            first_choice(http, COMPLETIONS, {"prompt": f"Number {number}", "max_tokens": 60, "seed": 3, **fields})
+        )
 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, range(16)))
@@ -125,14 +127,14 @@ def greedy(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", [3, 11])
-def test_a_stop_token_ends_the_answer_and_is_part_of_it(http, tiny_whole, place):
+def test_stop_token_ends_the_answer_and_is_included(http, tiny_whole, place):
     ids = torch.tensor([TOKENIZER("Hello")["input_ids"]])
     tokens = tiny_whole.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
     token = tokens[place]
     first = tokens.index(token)
-    found = greedy(http, stop_token_ids=[token])
-    assert (found["completion_tokens"], found["finish_reason"]) == (first + 1, "stop")
-    assert found["text"] == TOKENIZER.decode(tokens[: first + 1], skip_special_tokens=True)
+    got = greedy(http, stop_token_ids=[token])
+    assert (got["completion_tokens"], got["finish_reason"]) == (first + 1, "stop")
+    assert got["text"] == TOKENIZER.decode(tokens[: first + 1], skip_special_tokens=True)
     later = greedy(http, stop_token_ids=[token], min_tokens=first + 1)
     settings = {"eos_token_id": [TOKENIZER.eos_token_id, token], "min_new_tokens": first + 1}
     want = tiny_whole.generate(ids, do_sample=False, max_new_tokens=40, **settings)[0, ids.shape[1] :].tolist()
@@ -140,7 +142,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(http, tiny_whole, place)
     assert later["completion_tokens"] == len(want) > first + 1
 
 
-def test_an_answer_ends_neither_before_min_tokens_nor_at_an_end_that_is_ignored(groups):
+def test_answer_continues_past_ignored_and_early_ends(groups):
     model = tiny_model(TOKENIZER)
     ids = torch.tensor([TOKENIZER("Hello")["input_ids"]])
     tokens = model.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
@@ -218,7 +220,7 @@ def test_fields_of_the_template_reach_the_prompt(scripted, fields, want):
     model, http = scripted
     body = {"messages": MESSAGES, **fields}
     assert http.post(CHAT, json=body).status_code == 200
-    ids = model.asked[-1]["input_ids"][0].tolist()
+    ids = model.calls[-1]["input_ids"][0].tolist()
     assert TOKENIZER.decode(ids).startswith(want)
     assert http.post("/tokenize", json=body).json()["tokens"] == ids
 
@@ -252,6 +254,6 @@ def test_special_tokens_are_added_as_asked(special):
     with serving(model, tokenizer) as running, running.client() as http:
         for route, body in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "Hello"})):
             http.post(route, json={**body, "add_special_tokens": special})
-            assert (model.asked[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == special
+            assert (model.calls[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == special
             http.post(route, json=body)
-            assert (model.asked[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == (route == COMPLETIONS)
+            assert (model.calls[-1]["input_ids"][0, 0] == tokenizer.eos_token_id) == (route == COMPLETIONS)

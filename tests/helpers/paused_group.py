@@ -1,4 +1,4 @@
-"""Keeps a group from serving requests for a while."""
+"""A context in which a group serves no requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from tests.helpers.patience import PROMPTLY
 
 
-class _Held(Request):
+class _Pause(Request):
     def __init__(self, let_go: threading.Event) -> None:
-        super().__init__("held", ())
+        super().__init__("pause", ())
         self.let_go = let_go
 
     def prepare(self) -> bool:
@@ -22,10 +22,10 @@ class _Held(Request):
 
 
 @contextlib.contextmanager
-def held(group: WorkerGroup) -> Iterator[threading.Event]:
-    """Within it the group serves nothing, until the event is set."""
+def paused(group: WorkerGroup) -> Iterator[threading.Event]:
+    """Have the group serve no request within the block, until the yielded event is set."""
     let_go = threading.Event()
-    group.submit(_Held(let_go))
+    group.submit(_Pause(let_go))
     try:
         yield let_go
     finally:

@@ -1,4 +1,4 @@
-"""Models that are given with their weights quantized in memory: they compute, are saved, and come back as they were."""
+"""Models quantized in memory compute, are saved, and return to what they were."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEQUANTIZE = {"dequantize": True}
 
 
 def by_torchao(scheme: str) -> tuple[Any, Any]:
-    """A model that torchao quantized, and a plain one with the same weights."""
+    """Return a model quantized by torchao, and a plain one with the same weights."""
     from torchao import quantization as ao
 
     configs = {
@@ -39,7 +39,7 @@ def by_torchao(scheme: str) -> tuple[Any, Any]:
 
 
 def by_bitsandbytes(scheme: str) -> tuple[Any, Any]:
-    """A model with layers of bitsandbytes as transformers puts them in, and a plain one with the same weights."""
+    """Return a model with layers of bitsandbytes as transformers makes it, and a plain one with the same weights."""
     bnb = pytest.importorskip("bitsandbytes").nn
     model, plain = llama(), llama()
     for path, layer in list(model.named_modules()):
@@ -47,22 +47,25 @@ def by_bitsandbytes(scheme: str) -> tuple[Any, Any]:
             continue
         size = layer.in_features, layer.out_features
         if scheme == "int8":
-            made = bnb.Linear8bitLt(*size, bias=False, has_fp16_weights=False)
-            made.weight = bnb.Int8Params(layer.weight.detach(), requires_grad=False, has_fp16_weights=False).to("cpu")
+            quantized = bnb.Linear8bitLt(*size, bias=False, has_fp16_weights=False)
+            quantized.weight = bnb.Int8Params(layer.weight.detach(), requires_grad=False, has_fp16_weights=False).to(
+                "cpu"
+            )
         else:
-            made = bnb.Linear4bit(*size, bias=False, quant_type=scheme)
-            made.weight = bnb.Params4bit(layer.weight.detach(), requires_grad=False, quant_type=scheme).to("cpu")
-        made.source_cls = nn.Linear
-        model.set_submodule(path, made)
-        plain.get_submodule(path).weight.data = in_high_precision(made)
+            quantized = bnb.Linear4bit(*size, bias=False, quant_type=scheme)
+            quantized.weight = bnb.Params4bit(layer.weight.detach(), requires_grad=False, quant_type=scheme).to("cpu")
+        quantized.source_cls = nn.Linear
+        model.set_submodule(path, quantized)
+        plain.get_submodule(path).weight.data = in_high_precision(quantized)
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=scheme == "int8", load_in_4bit=scheme != "int8")
     model.is_quantized = True
-    setattr(model, "is_loaded_in_8bit" if scheme == "int8" else "is_loaded_in_4bit", True)  # by which peft knows it
+    setattr(model, "is_loaded_in_8bit" if scheme == "int8" else "is_loaded_in_4bit", True)  # peft reads this flag
     return model.eval(), plain
 
 
 def by_blocks(scheme: str) -> tuple[Any, Any]:
-    """A model with transformers' own layers of 8-bit floats, whose blocks have scales, and a plain one alike."""
+    """Return a model with transformers' layers of 8-bit floats scaled by blocks, and a plain one with the same
+    weights."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     assert scheme == "fp8"
@@ -70,13 +73,13 @@ def by_blocks(scheme: str) -> tuple[Any, Any]:
     for path, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear or path == "lm_head":
             continue
-        made = FP8Linear(layer.in_features, layer.out_features, block_size=(16, 32)).requires_grad_(False)
+        quantized = FP8Linear(layer.in_features, layer.out_features, block_size=(16, 32)).requires_grad_(False)
         blocks = layer.weight.unflatten(1, (-1, 32)).unflatten(0, (-1, 16))
         scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        made.weight.data = (blocks / scales[:, None, :, None]).reshape(layer.weight.shape).to(torch.float8_e4m3fn)
-        made.weight_scale_inv.data = scales
-        model.set_submodule(path, made)
-        read = made.weight.float().unflatten(1, (-1, 32)).unflatten(0, (-1, 16)) * scales[:, None, :, None]
+        quantized.weight.data = (blocks / scales[:, None, :, None]).reshape(layer.weight.shape).to(torch.float8_e4m3fn)
+        quantized.weight_scale_inv.data = scales
+        model.set_submodule(path, quantized)
+        read = quantized.weight.float().unflatten(1, (-1, 32)).unflatten(0, (-1, 16)) * scales[:, None, :, None]
         plain.get_submodule(path).weight.data = read.reshape(layer.weight.shape)
     model.config.quantization_config = FineGrainedFP8Config(weight_block_size=[16, 32])
     model.is_quantized = True
@@ -95,7 +98,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         (by_bitsandbytes, "int8"), (by_bitsandbytes, "nf4"), (by_bitsandbytes, "fp4"), (by_blocks, "fp8"),
     ],
 )  # fmt: skip
-def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: Path, groups) -> None:
+def test_quantized_model_computes_is_saved_and_restored(make: Any, scheme: str, tmp_path: Path, groups) -> None:
     model, plain = make(scheme)
     want, tokens = plain(**text_inputs()).logits, plain.generate(**text_inputs(), **GREEDY)
     before, layer, kind = (
@@ -105,7 +108,7 @@ def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: P
     )
     config = getattr(model.config, "quantization_config", None)
     stays = scheme in ("int8", "int4") or make is by_torchao
-    assert bool(plan(model, 2, quantize=DEQUANTIZE).quantized) == (scheme in ("int8", "int4"))  # what kernels read
+    assert bool(plan(model, 2, quantize=DEQUANTIZE).quantized) == (scheme in ("int8", "int4"))  # kernels read these
     parallelize(model, workers=groups(2), quantize=None if stays else DEQUANTIZE)
     assert bool(model.shard_plan.quantized) == stays
     assert model.model.layers[1].mlp.down_proj is layer
@@ -120,11 +123,11 @@ def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: P
     after = model.state_dict()
     assert after.keys() == before.keys()
     for name, tensor in before.items():
-        found = after[name]
+        value = after[name]
         if hasattr(tensor, "dequantize") and hasattr(tensor, "tensor_data_names"):
-            assert type(found) is type(tensor)
-            tensor, found = tensor.dequantize(), found.dequantize()
-        assert torch.equal(found, tensor) if isinstance(tensor, torch.Tensor) else found == tensor
+            assert type(value) is type(tensor)
+            tensor, value = tensor.dequantize(), value.dequantize()
+        assert torch.equal(value, tensor) if isinstance(tensor, torch.Tensor) else value == tensor
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
     assert largest_difference(whole(**text_inputs()).logits, want) <= 1e-4
     # three ranks have no whole groups of 32 inputs in heads of 16
@@ -132,7 +135,7 @@ def test_it_computes_is_saved_and_comes_back(make: Any, scheme: str, tmp_path: P
         assert largest_difference(again(**text_inputs()).logits, want) <= 1e-4
 
 
-def test_tensors_of_a_librarys_own_kind_in_a_pickle_are_refused(tmp_path: Path) -> None:
+def test_tensor_subclasses_in_a_pickle_are_refused(tmp_path: Path) -> None:
     model, plain = by_torchao("int8")
     plain.config.quantization_config = {"quant_method": "torchao"}
     plain.config.save_pretrained(tmp_path)
@@ -141,7 +144,7 @@ def test_tensors_of_a_librarys_own_kind_in_a_pickle_are_refused(tmp_path: Path) 
         parallelize(tmp_path, 2)
 
 
-def test_what_is_refused_leaves_it_as_it_was(groups) -> None:
+def test_refusal_leaves_the_model_unchanged(groups) -> None:
     model, _ = by_bitsandbytes("nf4")
     kinds = {path: type(module) for path, module in model.named_modules()}
     with pytest.raises(
