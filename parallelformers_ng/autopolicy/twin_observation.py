@@ -49,7 +49,7 @@ class _Observer:
             parameter.requires_grad_(parameter.is_floating_point())  # frozen ones count as well
 
     def probe_parts(self) -> Twin:
-        """Probe the model, and those of its parts that the probe of the model does not reach."""
+        """Make a probe of the model, and probes of the parts that this probe does not reach."""
         refusals = [self._probe(self.copy, "")]
         for path, part in self.copy.named_modules():
             if path and isinstance(part, PreTrainedModel) and not self._reached(part, path):

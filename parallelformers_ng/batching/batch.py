@@ -153,7 +153,8 @@ class Batch:
         self.room = min(of_devices, default=of_host)
 
     def fail(self, error: BaseException, order: Round) -> None:
-        """No row of the batch can go on. If only the round failed, they begin again, suspects one at a time.
+        """Fail all rows of the batch: none can go on. If only the round failed, they begin again, suspects one at a
+        time.
 
         If recorded steps were what had no room, nobody is suspected: there are none from now on."""
         running, self._running = self._running, {}

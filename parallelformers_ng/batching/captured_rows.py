@@ -40,7 +40,7 @@ class CapturedRows:
 
         Args:
             growing: the batch's cache.
-            shape: its rows, and its tokens with that of this step.
+            shape: rows and tokens of the cache, the token of this step included.
             positions: rows × tokens that a static cache may have.
             inputs: the model's arguments over a cache.
 

@@ -34,7 +34,7 @@ class Ticket:
         runs: it has a row.
         ended: no more will come.
         error: why, if it did not end well: an exception, or a rank and its description of one.
-        lost: the group has ended, and the ranks were never asked: another group can be.
+        lost: the group has ended before the ranks knew the call: another group may run it.
         given_up: nobody waits for it any more.
         failures: rounds that failed while it was suspected.
         suspect: until this many tokens have come. A suspect shares rounds with no other, and the second time with no

@@ -117,7 +117,7 @@ def open_source(
     Args:
         source: source of the files, with the arguments of `from_pretrained`.
         model: a model on `meta` that is to get them; anything else stands for a new one.
-        dtype: data type to load in; None as `from_pretrained` chooses, or as the model is.
+        dtype: data type of the loaded weights; None: the choice of `from_pretrained`, or the model's own.
         dequantize: whether weights may be put in high precision that are quantized in a way that nothing computes with.
 
     Raises:

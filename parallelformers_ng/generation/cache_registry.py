@@ -31,7 +31,7 @@ class Workers(Protocol):
         """Return the group to send requests to, and its incarnation."""
 
     def deadline_of(self, timeout: float | None) -> float:
-        """When a call must be done that begins now, on the clock of `time.monotonic`."""
+        """Return the deadline of a call that begins now, on the clock of `time.monotonic`."""
 
 
 class _Entry(weakref.ref[CacheHandle]):

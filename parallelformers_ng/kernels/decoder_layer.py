@@ -85,7 +85,7 @@ def is_step(hidden: Tensor) -> bool:
 
 
 class _Half:
-    """One half of a layer as the kernel takes it.
+    """The kernel's arguments for one half of a layer.
 
     Args:
         above: modules that it stands for, besides those that hold the tensors.

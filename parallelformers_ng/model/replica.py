@@ -92,7 +92,7 @@ class Replica:
         return self.supervisor.ready(self.deadline_of(None) if deadline is None else deadline)
 
     def deadline_of(self, timeout: float | None) -> float:
-        """When a call must be done that begins now, on the clock of `time.monotonic`."""
+        """Return the deadline of a call that begins now, on the clock of `time.monotonic`."""
         return self.group.deadline(timeout)
 
     @property

@@ -18,8 +18,8 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     """Assign places to the weights by a budget; None if all of them fit on their devices.
 
     A rank's device holds everything outside of layers, the running layer, the next layer, and as many others as there
-    is room for. These are spread evenly, so that an absent layer comes while others run. Without room for the next
-    layer, it comes on top. As many of the absent layers as fit are in RAM.
+    is room for. These are spread evenly, so that an absent layer comes while others run. If the budget has no room for
+    the next layer, that layer is held besides. As many of the absent layers as fit are in RAM.
 
     Raises:
         ParallelError: a device has no room for the least of it, or neither RAM nor a folder has for the rest.

@@ -115,7 +115,7 @@ def probe(group: WorkerGroup, dtype: torch.dtype) -> Probe:
 
 
 def _plain(width: int, heads: int, layers: int) -> PreTrainedConfig:
-    """Return a model whose layers no single call computes."""
+    """Return a model of plain layers, which no single kernel call computes."""
     ends = {"bos_token_id": None, "eos_token_id": None}
     return GPT2Config(n_embd=width, n_head=heads, n_layer=layers, vocab_size=128, **ends)
 

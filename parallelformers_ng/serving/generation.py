@@ -33,7 +33,7 @@ from parallelformers_ng.serving.structured import Constraint
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model reads it, as text, where an answer is read by what it continues, and its pictures."""
+    """A prompt: its token ids, its text if the answer's parser needs it, and its pictures."""
 
     ids: list[int]
     text: str = ""

@@ -167,7 +167,8 @@ class ServeOptions:
 
     @property
     def batching(self) -> BatchingOptions:
-        """How calls share a batch. The server refuses first: a call ends a moment later there than in the server."""
+        """How calls share a batch. The server's own limit comes first: a call leaves the batch a moment after it
+        leaves the server."""
         shared = {name: getattr(self, name) for name in _OF_BATCHES}
         return BatchingOptions(**{**shared, "waiting": 2 * self.most_answers})
 

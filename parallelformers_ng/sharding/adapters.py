@@ -47,7 +47,8 @@ class NormOverRanks(ParallelLayer):
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model as it is without adapters, of the same tensors and single layers; itself if it has none.
+    """Return the model without its adapters, made of the same tensors and layers; the model itself if it has no
+    adapters.
 
     Raises:
         UnsupportedModelError: it has adapters that cannot be cut.

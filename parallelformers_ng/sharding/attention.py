@@ -66,7 +66,8 @@ class ReformerAttentionParallel(HeadParallel):
 
 
 class _WholeDraws(TorchFunctionMode):
-    """Draws for all heads, dimension 0, whenever a rank's heads draw, and keeps theirs."""
+    """Draws random numbers for all heads (dimension 0) whenever the rank's heads need some, and keeps the rank's
+    part."""
 
     def __init__(self, head_count: int, head_indices: Sequence[int]) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ class HeadNormsParallel(ParallelLayer):
 @dataclass(frozen=True)
 class Norm(Rule):
     """Normalise cut outputs by the root mean square of all of them, as the whole model does; the ranks sum their
-    squares. Groups of columns with a root mean square each, and a gate, come from the norm itself.
+    squares. The norm itself tells its groups of columns (a root mean square each) and its gate.
 
     A norm per head needs no rule: its width is not cut.
 

@@ -110,7 +110,7 @@ def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[st
 
 
 def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
-    """Return whether the policies answer for nearly all of what could be cut, tables of positions aside."""
+    """Return whether the policies cut nearly all cuttable weights, tables of positions aside."""
     places = written_places(model, policies)
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     total = left = 0
