@@ -119,7 +119,7 @@ def parallelize(
         prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
             whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
         verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
-        progress: show a progress bar where standard error is a terminal, now and when weights are gathered.
+        progress: show a progress bar if standard error is a terminal, now and when weights are gathered.
         load_options: for a path: arguments of `from_pretrained` (`revision`, `token`, `cache_dir`, `local_files_only`,
             `subfolder`, `variant`, `trust_remote_code`, `attn_implementation`, `key_mapping`, …), and attributes of the
             configuration that are to differ (`num_labels=3`).

@@ -135,7 +135,7 @@ class FitOptions:
     Attributes:
         strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some of the layers,
             which follow one another. "tensor+pipeline": every `tensor` ranks beside each other hold some of the layers,
-            and each a part of these. "auto": "tensor" where that spreads the model, else "pipeline"; the plan says why.
+            and each a part of these. "auto": "tensor" if that spreads the model, else "pipeline"; the plan says why.
         tensor: ranks of each stage, for "tensor+pipeline"; with ranks on several hosts by default as many as each has.
         ratio: for each rank, or each stage, how much it is to hold beside the others: `(1, 3)` gives the second three
             times the first.

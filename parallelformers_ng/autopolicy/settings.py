@@ -14,7 +14,7 @@ def setting(config: Any, name: str) -> Any:
 
 
 def put(config: Any, name: str, value: Any) -> None:
-    """Set an attribute, by its own or its standard name, also where a configuration refuses to have it changed."""
+    """Set an attribute, by its own or its standard name, even if a configuration refuses to have it changed."""
     config.__dict__[stored_name(config, name)] = value
 
 

@@ -61,7 +61,7 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return part of a tensor: a view of what is stored where the cut allows, whatever its strides."""
+    """Return part of a tensor: a view of what is stored if the cut allows, whatever its strides."""
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
         return _narrow(node.tensor(), cut)

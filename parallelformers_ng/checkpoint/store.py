@@ -244,7 +244,7 @@ def take_back(
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
-    """Return the names of each tensor of `model`, several where it is tied; of all that the plan has, or of `names`
+    """Return the names of each tensor of `model`, several if it is tied; of all that the plan has, or of `names`
     alone."""
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}

@@ -207,7 +207,7 @@ def read_bandwidth(device: str, count: int = 1) -> float:
 
 
 def check_plotting() -> None:
-    """Raise ParallelError where matplotlib is missing."""
+    """Raise ParallelError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Build a tiny random copy of the model (its class, head counts and layer pattern, from the"
         " configuration alone), run it whole and sharded over N ranks, and compare the outputs; with --quantize also"
         " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 if the outputs"
-        " differ, with 2 where the model is refused.",
+        " differ, with 2 if the model is refused.",
     )
     command.set_defaults(command=verify)
 

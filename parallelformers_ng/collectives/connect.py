@@ -69,7 +69,7 @@ def connect(
 
     Args:
         backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
-            memory, or gloo where its C was not built.
+            memory, or gloo if its C was not built.
         rank, world_size: this rank and the number of ranks, of this host.
         device: device of the tensors.
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.

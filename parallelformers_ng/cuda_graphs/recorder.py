@@ -57,7 +57,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # Only this thread is bound by the rules of capture: NCCL's watchdog asks for events in another. The outer
-            # context goes back to the caller's stream also where a failed capture does not.
+            # context goes back to the caller's stream even if a failed capture does not.
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),

@@ -68,7 +68,7 @@ def extended(
 
     Args:
         layer: a `DynamicLayer`.
-        key_like, value_like: needed where it holds nothing yet, to say how wide it becomes.
+        key_like, value_like: needed if it holds nothing yet, to say how wide it becomes.
 
     Returns:
         Its keys and values from now on, `[batch, heads, tokens, width]`.

@@ -239,7 +239,7 @@ class CallersRandomness:
         self._before = state
         self._device = device
         self.moved: torch.Tensor | None = None
-        """The generator's state at the end, where anything was drawn."""
+        """The generator's state at the end, if anything was drawn."""
 
     def __enter__(self) -> CallersRandomness:
         if self._before is not None:

@@ -57,7 +57,7 @@ class Launcher(Protocol):
         """
 
     def check(self) -> None:
-        """Raise StartupError where an agent that was started will not call any more."""
+        """Raise StartupError if an agent that was started will not call any more."""
 
     def close(self, patient: bool) -> None:
         """Give back what was taken for the group, which is over. Idempotent.
@@ -249,7 +249,7 @@ class Hosts:
         return connections
 
     def _check(self) -> None:
-        """Raise StartupError where it is in vain to wait any longer."""
+        """Raise StartupError if it is in vain to wait any longer."""
         if self._closed:
             raise StartupError("the group was closed while it started")
         self._launcher.check()

@@ -32,7 +32,7 @@ class Elsewhere:
 
 
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
-    """Return how the ranks of a group are started where this process does not do it; None if it does.
+    """Return how the ranks of a group are started if this process does not do it; None if it does.
 
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 

@@ -106,7 +106,7 @@ def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """Return the numbers of a linear layer's weight, small ones where it is quantized."""
+    """Return the numbers of a linear layer's weight, small ones if it is quantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight

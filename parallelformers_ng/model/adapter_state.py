@@ -41,7 +41,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def of_call(self, active: ActiveAdapters | None = None) -> Iterator[None]:
-        """Within it this thread computes with what is active now, also where a call becomes many requests.
+        """Within it this thread computes with what is active now, even if a call becomes many requests.
 
         Args:
             active: adapters to compute with instead.

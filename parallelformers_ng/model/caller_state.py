@@ -199,7 +199,7 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """Return the value, or a copy where it could change in place."""
+    """Return the value, or a copy if it could change in place."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 

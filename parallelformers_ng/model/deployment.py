@@ -135,7 +135,7 @@ class Deployment:
         self._skeleton.code = changes
 
     def _refuse_weights_from_here(self, name: str, replica: Replica) -> None:
-        """Raise PlacementError where weights would have to go from this process to another host."""
+        """Raise PlacementError if weights would have to go from this process to another host."""
         hosts = replica.group.hosts
         if hosts is None or hosts.are_here or (self._checkpoint.nodes and not self._checkpoint.copied):
             return

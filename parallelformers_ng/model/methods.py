@@ -77,7 +77,7 @@ _PLACES: dict[str, Place] = {
     "generate": "generated",
     "save_pretrained": "saved",
 }
-"""What torch and transformers define for all models is bookkeeping, also where a family has its own version, unless it
+"""What torch and transformers define for all models is bookkeeping, even if a family has its own version, unless it
 changes weights or computes."""
 
 _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_language"})

@@ -100,7 +100,7 @@ def _saved(name: str, original: Callable) -> Callable:
             save_directory: target folder; made if need be.
             max_shard_size: bytes of a file, "5GB" or a number.
             save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
-            progress: show a progress bar where standard error is a terminal.
+            progress: show a progress bar if standard error is a terminal.
             unsupported: any other argument of the original is refused.
 
         Raises:

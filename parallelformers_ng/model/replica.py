@@ -72,7 +72,7 @@ class Replica:
     def keep_alive(
         self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, limit: RestartLimit | None
     ) -> None:
-        """From now on replace the group where a worker ends, unless it is borrowed."""
+        """From now on replace the group if a worker ends, unless it is borrowed."""
         if self._make_group is not None:
             again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
             self.supervisor = Supervisor(self.group, again, limit)

@@ -38,7 +38,7 @@ def save_sharded(
         model: a parallelized model.
         directory: target folder.
         max_shard_size: bytes of a file, as a number or as "5GB"; a larger tensor has a file of its own.
-        progress: show a progress bar where standard error is a terminal.
+        progress: show a progress bar if standard error is a terminal.
 
     Raises:
         NotParallelizedError: the model is not parallelized.
@@ -85,7 +85,7 @@ def shard(
         max_shard_size: same as in `save_sharded`.
         dtype: data type to save in; None as `from_pretrained` chooses.
         quantize: hold weights in few bits, as in `parallelize`.
-        progress: show a progress bar where standard error is a terminal.
+        progress: show a progress bar if standard error is a terminal.
         options: arguments of `from_pretrained`, as in `parallelize`.
 
     Raises:

@@ -138,7 +138,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
             cache_bytes = recorder.caches(output.get(name, caches))
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever modelling code raises where a number is missing
+    except Exception as error:  # whatever modelling code raises if a number is missing
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be run without its numbers, and nothing else can be planned by: {reason}"

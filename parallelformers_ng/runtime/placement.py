@@ -81,7 +81,7 @@ def placement_elsewhere(
 
 
 def check_count(count: Any, argument: str = "num_gpus") -> None:
-    """Raise PlacementError where `count` is no number of devices."""
+    """Raise PlacementError if `count` is no number of devices."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise PlacementError(f"{argument} is {count!r}; it takes a number, at least 1")
 

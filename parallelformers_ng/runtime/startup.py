@@ -225,7 +225,7 @@ def _tail(worker: WorkerProcess) -> str:
 
 
 def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -> None:
-    """Show what the workers and their server wrote while starting, once where all wrote the same."""
+    """Show what the workers and their server wrote while starting, once if all wrote the same."""
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())

@@ -161,7 +161,7 @@ def with_adapters(
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A place in a model where a layer has adapters, or copies.
+    """A place in a model with a layer that has adapters, or copies.
 
     Attributes:
         path: path of the place.

@@ -88,7 +88,7 @@ class CastRule:
 
 def holds_plain_weights(model: PreTrainedModel) -> bool:
     """Return whether the weights of a model are plain numbers, of the names and shapes that its class has
-    unquantized: transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
+    unquantized: transformers marks a model of a GGUF file as quantized even if it unpacked the file."""
     tensors = all_tensors(model)
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values()):
         return False

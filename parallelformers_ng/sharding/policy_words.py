@@ -14,7 +14,7 @@ with a `Heads` rule and "column" elsewhere."""
 
 
 class Word:
-    """Says which arguments a word takes where it is given others."""
+    """Says which arguments a word takes if it is given others."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         if args or kwargs:  # a copy is made without, and filled afterwards

@@ -63,7 +63,7 @@ class Answer:
 
     Attributes:
         output: return value of the method, caches as `Handle("cache", …)`.
-        rng: the generator's state afterwards where it moved.
+        rng: the generator's state afterwards if it moved.
         caches: new facts about the caches that were passed in: id → `CacheInfo`.
         states: new states of such objects that changed, as `generation.object_state.ObjectState` numbers them.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
