@@ -83,7 +83,8 @@ class RuleSearch:
         return Selection((*base.policies, *policies), "+".join(sources), vocabulary, leftovers, base.customs)
 
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
-        """Return rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
+        """Return the rules for layers that only a probe of their own reaches: experts are cut by width, others
+        gathered."""
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
         choices: dict[tuple[str, str], Choice] = {}

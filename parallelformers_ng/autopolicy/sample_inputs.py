@@ -180,7 +180,7 @@ class SampleInputs:
         return int(patch) if isinstance(patch, int) else int(patch[-1])
 
     def patch_width(self, channels: int) -> int:
-        """Return values of a flattened patch: what the layer that embeds patches takes, else what the configuration
+        """Return the values of a flattened patch: what the layer that embeds patches takes, else what the configuration
         says."""
         for name, module in self.model.named_modules():
             if "patch" in name and isinstance(module, nn.Linear):

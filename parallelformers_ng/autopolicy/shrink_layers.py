@@ -101,7 +101,7 @@ def _longest_period(config: Any, count: int) -> int:
 
 
 def _output_lists(config: Any) -> list[str]:
-    """Return names of the lists of layers whose outputs a backbone gives."""
+    """Return the names of the lists of layers whose outputs a backbone gives."""
     return [
         name for name, numbers in own_settings(config)
         if name.endswith("out_indices") and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)

@@ -21,7 +21,7 @@ _ROWS = 6
 
 
 def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield paths of layers that can be proven alone, with keyword arguments of their forward.
+    """Yield the paths of layers that can be proven alone, with keyword arguments of their forward.
 
     Args:
         model: the model.

@@ -132,7 +132,7 @@ def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
 
 
 def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
-    """Return rules whose tensors do not influence the outputs: a trial proves nothing about them."""
+    """Return the rules whose tensors do not influence the outputs: a trial proves nothing about them."""
     reached: dict[str, bool] = {}
     for tensor in plan.stored():
         if not tensor.is_replicated and not tensor.is_buffer:

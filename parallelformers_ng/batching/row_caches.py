@@ -103,7 +103,7 @@ def align_ends(cache: Any, empty: list[int]) -> None:
 
 
 def token_bytes(cache: Any) -> int:
-    """Return bytes of what one token of one row takes."""
+    """Return the bytes of what one token of one row takes."""
     tensors = [each.tensor for each in _all_held(cache) if each.aligned]
     return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in tensors)
 

@@ -90,7 +90,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
-    """Return path of an attention of the decoder → bytes of its keys and values."""
+    """Return the path of an attention of the decoder → bytes of its keys and values."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not length or not model.can_generate() or not queries:

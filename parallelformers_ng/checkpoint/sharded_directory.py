@@ -130,7 +130,7 @@ def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def files_of(path: Path) -> set[str] | None:
-    """Return names of the files that belong to a sharded directory; None if it is none."""
+    """Return the names of the files that belong to a sharded directory; None if it is none."""
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}

@@ -285,7 +285,7 @@ class CapturedSteps:
 
 
 def odd_output(output: Any, cache: Any) -> str:
-    """Return name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are
+    """Name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are
     no more."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:

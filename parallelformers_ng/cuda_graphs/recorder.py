@@ -135,7 +135,7 @@ class StepArguments:
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Return tensors of `width` rows for these arguments. What is added to theirs is the first row: valid,
+        """Return the tensors of `width` rows for these arguments. What is added to theirs is the first row: valid,
         whoever reads it."""
         buffers = []
         for tensor in self.tensors:

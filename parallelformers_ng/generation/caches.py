@@ -138,7 +138,7 @@ class CacheTable:
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _whole_of(self, cache: Cache) -> tuple[int, str]:
-        """Return number of the cache that this one is a subcache of, and which. (0, "") if it is none."""
+        """Return the number of the cache that this one is a subcache of, and which. (0, "") if it is none."""
         for number, kept in self._held.items():
             if isinstance(kept, EncoderDecoderCache):
                 for name in SUBCACHES:

@@ -40,7 +40,7 @@ def globals_written_by(root: Any) -> list[str]:
 
 @functools.lru_cache(256)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names of the global variables that code writes to, and of all that it reads."""
+    """Return the names of the global variables that code writes to, and of all that it reads."""
     written, read = list[str](), dict[str, None]()
     for part in _parts(code):
         begins: dict[tuple[Any, Any], str] = {}  # line and column → the global variable whose name begins there

@@ -202,7 +202,7 @@ def code_of(root: Any) -> Any:
 
 
 def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return names of global variables that code reads, and that it writes."""
+    """Return the names of global variables that code reads, and that it writes."""
     read, written = set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":

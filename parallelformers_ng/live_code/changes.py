@@ -26,7 +26,7 @@ _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
 
 
 def attentions_of(model: nn.Module) -> set[str]:
-    """Return names of the attention functions that a model may call."""
+    """Return the names of the attention functions that a model may call."""
     configs = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
     return {name for name in configs if isinstance(name, str)} | {"sdpa", "eager"}
 

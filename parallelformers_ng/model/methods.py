@@ -102,7 +102,7 @@ def place_of(cls: type, name: str) -> Place:
 
 
 def public_methods(cls: type) -> list[str]:
-    """Return names of all public methods of a module class, inherited ones included."""
+    """Return the names of all public methods of a module class, inherited ones included."""
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
 

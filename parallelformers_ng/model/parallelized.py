@@ -42,11 +42,12 @@ class Parallelized(RemoteModule):
     hf_device_map = property(hf_device_map)
 
     def memory_allocated(self) -> dict[str, int]:
-        """Return bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
+        """Return the bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
         return deployment_of(self).memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
-        """Return bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
+        """Return the bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on
+        CUDA."""
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved

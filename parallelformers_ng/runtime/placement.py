@@ -19,7 +19,7 @@ log = logging.getLogger("parallelformers_ng")
 def placement(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1
 ) -> tuple[int, str]:
-    """Return number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
+    """Return the number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
 
     Returns:
         (world size, "cpu" or "cuda").

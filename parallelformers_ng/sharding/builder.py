@@ -79,7 +79,7 @@ def build_plan(
 
 
 def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
-    """Return bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
+    """Return the bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
     flexible = 0
     for tensor in plan.stored():
         bytes_per_rank = list(

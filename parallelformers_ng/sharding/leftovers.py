@@ -111,12 +111,12 @@ def _owner_is_foreign(draft: Draft, path: str) -> bool:
 
 
 def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
-    """Return paths of blocks and models within which ranks compute different things."""
+    """Return the paths of blocks and models within which ranks compute different things."""
     return {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:
-    """Yield paths of the blocks that a module lies in, up to but without the model whose blocks they are."""
+    """Yield the paths of the blocks that a module lies in, up to but without the model whose blocks they are."""
     while True:
         path = _instance(path, where)
         yield path
@@ -128,5 +128,5 @@ def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterat
 
 
 def _instance(path: str, where: dict[str, Place]) -> str:
-    """Return path of the block, or the model, that a module's place is relative to."""
+    """Return the path of the block, or the model, that a module's place is relative to."""
     return path.removesuffix(where[path].path).removesuffix(".")

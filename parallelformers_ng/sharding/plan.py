@@ -89,7 +89,7 @@ class ShardPlan:
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
     def bytes_held(self, name: str) -> int:
-        """Return bytes of a tensor, as ranks hold it."""
+        """Return the bytes of a tensor, as ranks hold it."""
         return sum(part.bytes_whole for part in self.parts(name))
 
     @property
@@ -121,14 +121,14 @@ class ShardPlan:
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
     def bytes_in(self, place: Place, rank: int) -> int:
-        """Return bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
+        """Return the bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
         tiers, total = self.tiers, self.bytes_per_rank[rank]
         if tiers is None:
             return total if place == "device" else 0
         return sum(tensor.bytes_on(rank) for tensor in self.held.stored() if tiers.place(tensor.name, rank) == place)
 
     def bytes_moved(self, rank: int) -> int:
-        """Return bytes that come to a rank each time that all layers run, a token of a decoder."""
+        """Return the bytes that come to a rank each time that all layers run, a token of a decoder."""
         tensors, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
         return sum(tensors[name].bytes_on(rank) for _, names in moved for name in names)
 

@@ -96,7 +96,7 @@ def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
-    """Return paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they
+    """Return the paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they
     name."""
     places: set[str] = set()
     for path, module in model.named_modules():

@@ -20,7 +20,7 @@ _CLOSE = 1e-9
 
 
 def units(model: nn.Module) -> list[str]:
-    """Return paths of what stays together, in the model's order: repeated blocks, the classes that
+    """Return the paths of what stays together, in the model's order: repeated blocks, the classes that
     `_no_split_modules` names, single layers, and parameters that belong to a module with further modules in it.
     Every tensor lies in one."""
     atomic = set(getattr(model, "_no_split_modules", None) or ())

@@ -83,5 +83,5 @@ class TensorPlan:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize

@@ -37,7 +37,7 @@ class CutUnit:
     is_attention: bool = False
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
-        """Return name a module that sees parts and runs code of the program's, with that code; "" if there is none.
+        """Name a module that sees parts and runs code of the program's, with that code; "" if there is none.
 
         Args:
             block: dotted path of the block in the model.
