@@ -40,11 +40,11 @@ from tests.zoo.families import CASES, NEWER
 FAMILIES = {"llama": lambda: decoder("Llama", tied=True), "gpt2": gpt2, "bloom": bloom}
 FAMILIES |= {case.name: case.make for case in NEWER if case.name in ("mamba2", "qwen3-next")}  # with states
 ALONE = {"roformer-causal", "bart-causal", "reformer"}
-"""Their positions are counted from the longest row on, or their cache depends on the length of the sequence."""
+"""Families that count positions from the longest row, or whose cache depends on the length of the sequence."""
 
 
 def calls(count: int) -> list[dict[str, Any]]:
-    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with own settings."""
+    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with their own settings."""
     numbers = torch.Generator().manual_seed(7)
     specs = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Model kinds whose calls share a batch: without a cache, with own caches, with states; and the proof of it."""
+"""Model kinds whose calls share a batch: without a cache, with caches of their own, with states; and the proof of it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Answers = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def configs() -> list[peft.LoraConfig]:
-    """Return adapters of all layers, of some layers, and of one layer beside an own head."""
+    """Return adapters of all layers, of some layers, and of one layer together with a head."""
     targets = ("all-linear", ["q_proj", "o_proj", "up_proj"], ["down_proj"])
     heads = (None, None, ["lm_head"])
     return [

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "bart": (lambda: without_dropout(bart()), seq2seq_inputs),
     "deberta": (lambda: without_dropout(encoder("DebertaV2", **DISENTANGLED)), text_inputs),
 }
-"""Name → what makes the model, always the same, and its inputs."""
+"""Name → function that makes the model, always the same, and its inputs."""
 
 
 @dataclass

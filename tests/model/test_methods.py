@@ -128,7 +128,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
         torch.tensor([[1, 2]]), torch.tensor([[1, 1]])
     ),
 }
-"""How to ask what wants arguments; everything else is read, or called without any."""
+"""Calls of methods with arguments; all other names are read, or called without arguments."""
 
 
 def names_met(model: nn.Module) -> list[str]:

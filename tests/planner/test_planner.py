@@ -55,7 +55,7 @@ PUBLISHED = {
     "Llama-3.1-8B": (LLAMA_3_8B, {1: 93.83, 2: 149.1, 4: 217.21, 8: 276.01}),
     "Llama-2-70B": (LLAMA_2_70B, {2: 21.32, 4: 38.01, 8: 62.5}),
 }
-"""Tokens per second of gpt-fast in bf16, by its README: number of A100-80GB → figure, one sequence, a short prompt."""
+"""Number of A100-80GB → tokens per second of gpt-fast in bf16, by its README: one sequence, a short prompt."""
 
 
 def on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

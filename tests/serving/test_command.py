@@ -1,4 +1,4 @@
-"""`parallelformers-ng serve` as a user runs it: an own process, signals, a key in the environment."""
+"""`parallelformers-ng serve` as a user runs it: a process of its own, signals, a key in the environment."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ WRITTEN = [
 ]  # fmt: skip
 OTHERS = ["codegen", "beit", "convnext", "levit", "imagegpt", "dia"]
 LONG = {"timesfm2_5", "deepseek_ocr2", "dia", "d_fine", "deimv2", "levit"}
-"""These take three to ten seconds each."""
+"""Model types that take three to ten seconds each."""
 DECODING = {"llama", "t5", "gpt2", "bart", "granite", "mpt"}
 
 
