@@ -44,7 +44,8 @@ ALONE = {"roformer-causal", "bart-causal", "reformer"}
 
 
 def calls(count: int) -> list[dict[str, Any]]:
-    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with their own settings."""
+    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with special
+    settings."""
     numbers = torch.Generator().manual_seed(7)
     specs = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Model kinds whose calls share a batch: without a cache, with caches of their own, with states; and the proof of it."""
+"""Kinds of models whose calls share a batch: without a cache, with their own caches, with states; and the proof."""
 
 from __future__ import annotations
 

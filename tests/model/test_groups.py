@@ -79,9 +79,8 @@ def test_warnings_of_all_ranks_are_printed_once(capfd):
     def fail(input_ids, scores):
         raise LookupError("no way")
 
-    model = parallelize(
-        gpt2(), 2, workers={"device": "cpu"}
-    )  # own workers: a worker keeps the standard error of its start
+    # Not a shared group: a worker keeps the standard error of its start.
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"})
     options = {**text_inputs(), "do_sample": False}
     model.generate(**options, max_new_tokens=1, logits_processor=[warn_twice])
     model.generate(**options, max_new_tokens=2, max_length=9)
