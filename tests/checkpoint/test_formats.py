@@ -64,9 +64,7 @@ def check(model: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_ranks_compute_what_transformers_computes_in_one_process(
-    name: str, world_size: int, checkpoints: Path, groups
-) -> None:
+def test_ranks_compute_the_same_as_transformers(name: str, world_size: int, checkpoints: Path, groups) -> None:
     path, allowed = checkpoints / name, None if name in KIND_ON_RANKS else DEQUANTIZE
     if world_size == 4 and name in IN_GROUPS:
         with pytest.raises(UnsupportedModelError, match=r"'dequantize': True} allows it"):
@@ -187,7 +185,7 @@ def test_restarted_worker_reads_the_same_weights(checkpoints: Path) -> None:
         check(model, path)
 
 
-def test_eight_bits_of_what_was_in_other_ones(checkpoints: Path, groups) -> None:
+def test_other_formats_can_be_requantized_to_int8(checkpoints: Path, groups) -> None:
     both = {"scheme": "int8", "dequantize": True}
     path = checkpoints / "fp8-blocks"
     with parallelize(path, workers=groups(2), dtype="float32", quantize=both) as model:

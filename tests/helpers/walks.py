@@ -260,7 +260,7 @@ class Walk(FaultMoves, CodeMoves):
                 trial = copy.deepcopy(model)
                 step(trial)
                 same = all(torch.equal(a, b) for a, b in zip(trial.parameters(), model.parameters(), strict=True))
-                assert same, "the parallelized model accepted what changes weights"
+                assert same, "the parallelized model accepted a change of weights"
             return step(model)
 
         return take

@@ -20,7 +20,7 @@ from tests.zoo.decoders import gpt2
 
 
 @pytest.mark.parametrize("kept", ["nothing", "a cache", "a cycle"])
-def test_a_group_whose_model_was_dropped_serves_another(groups, kept):
+def test_group_of_a_dropped_model_serves_another(groups, kept):
     group = groups(2)
     with torch.no_grad():
         want = gpt2()(**text_inputs()).logits

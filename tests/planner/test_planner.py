@@ -118,7 +118,7 @@ def test_states_do_not_grow_with_the_text() -> None:
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96)])
-def test_what_is_observed_is_what_a_model_does(config: PreTrainedConfig) -> None:
+def test_observations_agree_with_a_real_run(config: PreTrainedConfig) -> None:
     observed = seen(config, length=32)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
     ids = torch.ones(2, 31, dtype=torch.long)

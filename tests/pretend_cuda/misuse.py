@@ -64,7 +64,7 @@ def read_too_early(right: bool) -> None:
     copy = tensor.to("cpu", non_blocking=True)
     if right:
         torch.cuda.current_stream().synchronize()
-    assert copy.tolist() == [3.0] * 8, "the copy has not come"
+    assert copy.tolist() == [3.0] * 8, "the copy has not arrived"
 
 
 def refill_too_early(right: bool) -> None:

@@ -80,7 +80,7 @@ class ProcessGroupNCCL:
         begin: Callable[[Any], Any],
         outputs: list[torch.Tensor] | None = None,
     ) -> None:
-        assert not options.asyncOp, "a collective goes through a stream of its own"
+        assert not options.asyncOp, "a collective uses another stream than the current one"
         outputs = hosts if outputs is None else outputs
         with self._mutex:  # like getNCCLComm
             self._check()

@@ -100,7 +100,7 @@ def acting(route: str) -> set[str]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_field_stands_in_one_table(route):
+def test_every_field_is_in_one_table(route):
     known = set(VLLM[route].split()).union(*(typing.get_type_hints(each) for each in OPENAI[route]))
     acts = acting(route)
     refused = {name for name, field in REFUSED.items() if route in field.routes}

@@ -88,7 +88,7 @@ def test_ranks_hold_the_types_that_from_pretrained_gives(
 
 
 @pytest.mark.parametrize("make", [openai_gpt, m2m_100, t5, llama], ids=lambda make: make.__name__)
-def test_a_cast_model_is_what_from_pretrained_gives(
+def test_cast_model_equals_from_pretrained(
     make: Callable[[], tf.PreTrainedModel], groups: Callable[[int], WorkerGroup], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path)

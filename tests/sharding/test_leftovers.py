@@ -217,7 +217,7 @@ def test_replicated_bytes_are_reported(caplog: pytest.LogCaptureFixture) -> None
         assert not caplog.text
 
 
-def test_and_when_it_is_parallelized(caplog: pytest.LogCaptureFixture, groups: Any) -> None:
+def test_parallelize_reports_replicated_bytes_too(caplog: pytest.LogCaptureFixture, groups: Any) -> None:
     from parallelformers_ng import parallelize
 
     whole = Scaled(tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)).eval()

@@ -190,7 +190,7 @@ def test_caches_batches_and_errors(world_size: int, fit: dict[str, Any], groups:
     model.deparallelize()
 
 
-def test_hooks_see_blocks_and_are_refused_within_them(groups: Groups) -> None:
+def test_hooks_run_on_blocks_not_within_them(groups: Groups) -> None:
     model = deep_llama()
     with torch.no_grad():
         want = model(IDS, output_hidden_states=True).hidden_states
@@ -247,7 +247,7 @@ def test_blocks_are_merged_where_that_is_proven() -> None:
     assert not may_merge(case_of("qwen3-vl").make())
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_impossible_pipelines_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="MobileBertForMaskedLM cannot be computed in stages"):
         plan(case_of("mobilebert").make(), 2, fit=PIPELINE)
     with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 7"):
@@ -305,7 +305,7 @@ def test_bias_of_heads_reaches_later_stages(shares: tuple[float, float], merged:
     assert all(largest_difference(got, want) <= 1e-4 for got in run_ranks(4, run))
 
 
-def test_auto_says_in_a_line_why_it_chose() -> None:
+def test_auto_explains_its_choice_in_a_line() -> None:
     even = plan(deep_llama(), 2, fit={"strategy": "auto"})
     assert even.strategy == "tensor"
     assert "strategy: tensor, as 9" in str(even)
@@ -323,7 +323,7 @@ def test_auto_says_in_a_line_why_it_chose() -> None:
         better(refuse, refuse)
 
 
-def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_accepts_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "examples/demo_model", "--strategy", "pipeline", "--ratio", "1,2"]) == 0
     assert "(pipeline)" in capsys.readouterr().out
     both = ["--num-gpus", "4", "--strategy", "tensor+pipeline", "--tensor", "2", "--json"]

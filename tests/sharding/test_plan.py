@@ -95,7 +95,7 @@ def test_bytes() -> None:
     assert max(shard_plan.bytes_per_rank) <= 0.55 * whole + sum(shard_plan.replicated.values())
     assert plan(model, num_gpus=2, fp16=True).bytes_per_rank[0] < 0.52 * shard_plan.bytes_per_rank[0]
     assert sum(shard_plan.bytes_per_rank) == whole + sum(shard_plan.replicated.values()), (
-        "nothing but the replicated is held twice"
+        "only replicated tensors count twice"
     )
     assert "model.norm.weight" in shard_plan.replicated
     assert shard_plan.policy == "LlamaPolicy"
@@ -220,7 +220,7 @@ def test_arguments_that_make_no_sense(arguments, error, message: str) -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
-def test_what_is_no_transformers_model() -> None:
+def test_other_models_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"takes a transformers PreTrainedModel, not .*Foreign"):
         parallelize(Foreign(), 2, workers={"device": "cpu"})
 
@@ -238,13 +238,13 @@ def test_a_group_serves_one_model_at_a_time(groups) -> None:
         parallelize(gpt2(), workers=group)
 
 
-def test_fp16_keeps_what_transformers_keeps(groups) -> None:
+def test_fp16_keeps_fp32_buffers(groups) -> None:
     model = parallelize(decoder("Llama"), workers=groups(2), fp16=True)
     assert model.dtype == torch.float16
     assert model(input_ids=torch.tensor([[5, 6]])).logits.dtype == torch.float16
     model.deparallelize()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "as from_pretrained(dtype=float16) leaves it"
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "the same as after from_pretrained(dtype=float16)"
 
 
 def test_block_without_required_layers_is_not_matched() -> None:

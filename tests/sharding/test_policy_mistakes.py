@@ -96,7 +96,7 @@ def test_a_mistake_is_an_error_in_words(attributes: dict[str, Any], words: str) 
         (lambda: Column("key", unit="key"), r"Column: multiple values for argument 'unit'"),
     ],
 )
-def test_a_word_says_which_arguments_it_takes(write: Callable[[], object], words: str) -> None:
+def test_wrong_arguments_of_rules_are_named(write: Callable[[], object], words: str) -> None:
     with pytest.raises(PolicyError, match=words):
         write()
 

@@ -149,7 +149,7 @@ def test_a_wrong_ratio_is_refused_by_name(ratio: Any, words: str) -> None:
             refuse()
 
 
-def test_what_does_nothing_yet_is_refused() -> None:
+def test_unknown_fit_options_are_refused() -> None:
     model = case_of("llama").make()
     with pytest.raises(ParallelError, match="fit has no option 'ration' \\(did you mean 'ratio'\\?\\)"):
         plan(model, 2, fit={"ration": (1, 3)})

@@ -50,7 +50,7 @@ def test_every_rank_equals_the_whole_model(case: Case, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [3])
 @pytest.mark.parametrize("case", [case for case in ALL if case.generates], ids=lambda case: case.name)
-def test_every_rank_generates_what_the_whole_model_generates(case: Case, world_size: int) -> None:
+def test_every_rank_generates_the_same_tokens(case: Case, world_size: int) -> None:
     if case.at_odds:
         pytest.skip(case.at_odds)
     model = case.make()

@@ -56,7 +56,7 @@ def test_fullest_device_is_within_one_layer_of_ideal(config: Any) -> None:
         for unit, device in device_map.items():
             device_tensors[device].update({id(tensor): tensor.nbytes for tensor in tensors_of(model, unit).values()})
         assert sum(len(mine) for mine in device_tensors.values()) == len(whole), (
-            "each tensor is on one device, tied ones too"
+            "each tensor is on one device, tied tensors too"
         )
         layer = max(sum(tensor.nbytes for tensor in tensors_of(model, unit).values()) for unit in device_map)
         for device, part in enumerate(ratio):
@@ -65,7 +65,7 @@ def test_fullest_device_is_within_one_layer_of_ideal(config: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ALL[::9], ids=lambda case: case.name)
-def test_every_tensor_lies_in_one_unit(case: Any) -> None:
+def test_every_tensor_is_in_one_unit(case: Any) -> None:
     model = case.make()
     tensors = [id(tensor) for unit in units(model) for tensor in tensors_of(model, unit).values()]
     assert set(tensors) == {id(tensor) for tensor in all_tensors(model).values()}
@@ -104,7 +104,7 @@ def test_a_device_map_is_taken_by_from_pretrained(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     where = balanced_device_map(config, 2, ratio=(1, 2), device_ids=["disk", "cpu"])
     assert {"disk", "cpu"} == set(where.values())
-    assert where["lm_head"] == where["model.embed_tokens"], "they are one tensor"
+    assert where["lm_head"] == where["model.embed_tokens"], "tied weights are one tensor"
     again = tf.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=where, offload_folder=str(tmp_path / "offload")
     )
@@ -123,7 +123,7 @@ def test_caches_are_counted() -> None:
     assert set(balanced_device_map(config, 2, device_ids=[3, 7]).values()) == {3, 7}
 
 
-def test_what_cannot_be_divided_so_is_refused() -> None:
+def test_impossible_device_maps_are_refused() -> None:
     config = tf.LlamaConfig(num_hidden_layers=2)
     with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 6"):
         balanced_device_map(config, 9)

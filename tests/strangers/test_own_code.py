@@ -44,7 +44,7 @@ def test_attentions_sharing_position_bias_are_cut_together(groups, make: Callabl
         assert largest_difference(cut(**inputs)[0], whole(**inputs)[0]) < 1e-4
 
 
-def test_the_plan_says_what_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_lists_uncut_modules(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder("Llama")
     sparse_feed_forward(model)
     shard_plan = plan(model)
@@ -66,7 +66,7 @@ def test_patched_classes_and_globals_reach_the_ranks(groups, monkeypatch, name: 
         assert_agree_in_a_batch(cut, whole, [prompt(9), prompt(12, seed=2)])
 
 
-def test_an_activation_is_one_of_the_model(groups) -> None:
+def test_shared_activation_belongs_to_one_model(groups) -> None:
     shared = nn.LeakyReLU(0.1)
     models = [decoder("Llama"), decoder("Llama"), decoder("Llama")]
     for model in models:

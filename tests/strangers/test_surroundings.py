@@ -89,7 +89,7 @@ def test_without_standard_error_there_is_no_bar(groups, monkeypatch: pytest.Monk
     cut.deparallelize()
 
 
-def test_without_proc_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_proc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     isdir = os.path.isdir
     monkeypatch.setattr(os.path, "isdir", lambda path: not str(path).startswith("/proc") and isdir(path))
     with pytest.raises(UnsupportedPlatformError, match="/proc, which is not mounted"):
@@ -162,7 +162,7 @@ def a_part(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [the_forward, a_layer, the_model, a_part])
-def test_what_is_compiled_is_refused_by_name(change: Callable[[Any], Any]) -> None:
+def test_compiled_models_are_refused_by_name(change: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"compiled by torch\.compile"):
         parallelize(change(decoder("Llama")), 2)
 

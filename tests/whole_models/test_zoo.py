@@ -30,7 +30,7 @@ def test_model_type_on_two_ranks_equals_whole(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "granite", "dinov2"])
-def test_and_on_four(model_type: str) -> None:
+def test_model_type_on_four_ranks_equals_whole(model_type: str) -> None:
     (verdict,) = judge(model_type, (4,))
     assert verdict["status"] == "equal", verdict
     assert verdict["share"] >= 0.8, verdict
