@@ -1,4 +1,4 @@
-"""Worker groups shared by all tests: starting one costs seconds, using one milliseconds."""
+"""Worker groups shared by all tests: a start costs seconds, a use milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.apart import find_packages
 from tests.helpers.rank_group import RankGroup
 
 torch.set_num_threads(1)
-# A shell that starts the tests in the background has them and all that they start ignore Ctrl-C, which some tests send.
+# Processes started in a shell's background ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -35,20 +35,21 @@ _LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Create again the warnings of any package that pytest-xdist sends between processes."""
+    """Make the separately installed packages importable for pytest-xdist's controller: it rebuilds warnings of any
+    package."""
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         find_packages()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest first, so that two processes that share the files end together."""
+    """Sort the longest files first, so that two processes sharing the files end together."""
     order = {f"test_{name}.py": number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Callable[[int], WorkerGroup]]:
-    """`groups(world_size)`: a CPU group of that size that runs and serves no model, started where there is none."""
+    """Yield `groups(world_size)`: a running CPU group of that size without a model, started if none exists."""
     running: list[WorkerGroup] = []
 
     def get(world_size: int) -> WorkerGroup:
@@ -75,7 +76,7 @@ def _pretended() -> Iterator[dict[int, WorkerGroup]]:
 def pretended_groups(
     _pretended: dict[int, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[int], WorkerGroup]:
-    """`pretended_groups(world_size)`: ranks on pretended CUDA devices, which serve one test after another."""
+    """Return `pretended_groups(world_size)`: ranks on pretended CUDA devices, shared by all tests."""
     from tests.pretend_cuda.caller import TARGET, believe
 
     believe(monkeypatch)
@@ -90,27 +91,27 @@ def pretended_groups(
 
 @pytest.fixture
 def pretended(pretended_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
-    """Two of them."""
+    """Return two ranks on pretended devices."""
     return pretended_groups(2)
 
 
 @pytest.fixture
 def pretended_one(pretended_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
-    """One, for what has nothing to do with the number of ranks."""
+    """Return one rank on a pretended device, for tests independent of the number of ranks."""
     return pretended_groups(1)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a test has the parts of a decode step computed in C."""
-    from tests.helpers.step_models import count_calls  # it takes a second, which most tests need not wait
+    """Return a counter of the parts of a decode step computed in C during a test."""
+    from tests.helpers.step_models import count_calls  # a slow import that most tests do not need
 
     return count_calls(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3, 4, 5), ids=lambda size: f"ranks{size}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    """Processes for collectives, of each world size in turn."""
+    """Yield processes for collectives, of each world size in turn."""
     group = RankGroup(request.param)
     yield group
     group.close()
@@ -118,7 +119,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankGroup]:
-    """Two processes for collectives."""
+    """Yield two processes for collectives."""
     group = RankGroup(2)
     yield group
     group.close()
@@ -126,7 +127,7 @@ def two_ranks() -> Iterator[RankGroup]:
 
 @pytest.fixture(scope="module")
 def tiny_whole() -> Any:
-    """The tiny model that servers of tests have, in this process."""
+    """Return the tiny model of the tests' servers, in this process."""
     from tests.helpers.server import tiny_model, tiny_tokenizer
 
     return tiny_model(tiny_tokenizer())
@@ -134,7 +135,7 @@ def tiny_whole() -> Any:
 
 @pytest.fixture(scope="module")
 def http(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
-    """A client of a server that has the tiny model on two ranks."""
+    """Yield a client of a server with the tiny model on two ranks."""
     from tests.helpers.server import serving_on, tiny_tokenizer
 
     with serving_on(groups(2), tiny_tokenizer()) as running, running.client() as client:

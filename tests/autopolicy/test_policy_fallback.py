@@ -101,7 +101,7 @@ def test_unpacked_model_is_not_quantized(groups: Callable[[int], WorkerGroup]) -
 
 
 @pytest.mark.parametrize("packed", ["integers", "float8", "another shape", "a tensor of its own kind"])
-def test_a_model_whose_weights_are_packed_is_refused(packed: str) -> None:
+def test_packed_weights_are_refused(packed: str) -> None:
     class Packed(torch.Tensor):
         pass
 

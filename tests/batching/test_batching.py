@@ -40,11 +40,12 @@ from tests.zoo.families import CASES, NEWER
 FAMILIES = {"llama": lambda: decoder("Llama", tied=True), "gpt2": gpt2, "bloom": bloom}
 FAMILIES |= {case.name: case.make for case in NEWER if case.name in ("mamba2", "qwen3-next")}  # with states
 ALONE = {"roformer-causal", "bart-causal", "reformer"}
-"""Their positions are counted from the longest row on, or their cache depends on the length of the sequence."""
+"""Families that count positions from the longest row, or whose cache depends on the length of the sequence."""
 
 
 def calls(count: int) -> list[dict[str, Any]]:
-    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with own settings."""
+    """Return `count` calls with prompts and lengths of all kinds, some sampled with a seed, some with special
+    settings."""
     numbers = torch.Generator().manual_seed(7)
     specs = []
     for number in range(count):
@@ -136,7 +137,7 @@ def test_streamer_is_called_in_its_callers_thread(groups):
     assert all(map(torch.equal, remote.pieces, local.pieces))
 
 
-def test_what_cannot_share_runs_alone_meanwhile(groups):
+def test_unshareable_call_runs_alone_beside_the_batch(groups):
     whole, prompt = gpt2(), torch.tensor([[5, 6, 7], [8, 9, 10]])
     beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
@@ -185,7 +186,7 @@ def test_sampled_call_draws_a_seed_among_others(groups):
         most = rows_of_each_round(model)
         torch.manual_seed(3)
         alone = model.generate(prompt, **options)
-        assert most == [0], "alone it draws from the caller's generator what it would draw in one process"
+        assert most == [0], "a call alone draws as in one process, from the caller's generator"
         for _ in range(20):  # on a busy machine one call may end before the next comes
             running = pool.submit(model.generate, prompt, max_new_tokens=55, do_sample=False)
             outputs = [future.result() for future in [pool.submit(model.generate, prompt, **options) for _ in range(4)]]
@@ -195,7 +196,7 @@ def test_sampled_call_draws_a_seed_among_others(groups):
     torch.manual_seed(3)
     assert torch.equal(alone, whole.generate(prompt, **options))
     assert max(most) > 1
-    assert len({tuple(each[0].tolist()) for each in outputs}) == 4, "two calls drew alike"
+    assert len({tuple(each[0].tolist()) for each in outputs}) == 4, "two calls drew the same numbers"
 
 
 class Counting(LogitsProcessor):
@@ -289,7 +290,7 @@ def test_stop_strings_end_a_row(groups, where):
     assert max(most) > 1
 
 
-def test_the_time_of_a_call_ends_it_early(groups):
+def test_max_time_ends_a_call_early(groups):
     prompt = torch.tensor([[5, 6, 7]])
     with parallelize(gpt2(), workers=groups(2), batching=True) as model:
         most = rows_of_each_round(model)
@@ -353,7 +354,7 @@ def test_sharing_starts_once_two_calls_meet(groups):
         most, trial = rows_of_each_round(model), remote_of(model).calls.shared[0].trial
         want = model.generate(prompt, **options)
         model.generate(prompt, **options)
-        assert not trial._has_begun, "it was tried for calls that came one after another"
+        assert not trial._has_begun, "the proof ran for calls that came one after another"
         end = time.monotonic() + PROMPTLY
         while trial._why_alone:
             assert time.monotonic() < end
@@ -401,7 +402,7 @@ def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @torch.inference_mode()
-def test_what_a_prompt_begins_with_runs_once(monkeypatch):
+def test_common_prefix_runs_once(monkeypatch):
     model, prefixes, numbers = gpt2(), Prefixes(150), torch.Generator().manual_seed(0)
     base = torch.randint(5, 95, (1, 40), generator=numbers)
     requests = [base, torch.cat((base[:, :30], base[:, :9]), -1), base[:, :12], base]
@@ -482,7 +483,7 @@ def test_worker_death_ends_rows_queue_continues():
         assert error.rank == 1
 
 
-def test_an_end_of_the_parallelization_ends_what_runs():
+def test_deparallelize_ends_running_calls():
     prompt = torch.tensor([[5, 6, 7]])
     model = parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True)
     with ThreadPoolExecutor(4) as pool:

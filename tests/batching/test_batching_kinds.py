@@ -1,4 +1,4 @@
-"""Model kinds whose calls share a batch: without a cache, with own caches, with states; and the proof of it."""
+"""Kinds of models whose calls share a batch: without a cache, with their own caches, with states; and the proof."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_kinds_that_share(kind: str) -> None:
 
 
 @pytest.mark.parametrize("make", [openai_gpt, mpt, minimax])
-def test_their_calls_share_on_the_ranks(groups: Any, make: Callable[[], Any]) -> None:
+def test_unusual_models_share_calls_on_ranks(groups: Any, make: Callable[[], Any]) -> None:
     numbers = torch.Generator().manual_seed(3)
     specs = [
         {
@@ -157,7 +157,7 @@ def test_steps_that_are_not_recorded_say_why() -> None:
     assert "nothing between steps" in captured.reason
 
 
-def test_what_cannot_be_padded_is_named() -> None:
+def test_argument_that_cannot_be_padded_is_named() -> None:
     model = openai_gpt()
     row = BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]])}))
     row.call.model_kwargs["boxes"] = torch.zeros(1, 3, 4)

@@ -28,7 +28,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import FitOptions, read_quantize
 from parallelformers_ng.sharding.plan import ShardPlan
 from tests.helpers.patience import await_incarnation, kill
-from tests.helpers.quantized_checkpoints import EXPECTED, FORMATS, GREEDY, HELD, READ_BY_KERNELS
+from tests.helpers.quantized_checkpoints import EXPECTED, FORMATS, GREEDY, KIND_ON_RANKS, READ_BY_KERNELS
 from tests.helpers.quantized_damage import DAMAGES, Damaged, damaged
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
@@ -64,17 +64,15 @@ def check(model: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_ranks_compute_what_transformers_computes_in_one_process(
-    name: str, world_size: int, checkpoints: Path, groups
-) -> None:
-    path, allowed = checkpoints / name, None if name in HELD else DEQUANTIZE
+def test_ranks_compute_the_same_as_transformers(name: str, world_size: int, checkpoints: Path, groups) -> None:
+    path, allowed = checkpoints / name, None if name in KIND_ON_RANKS else DEQUANTIZE
     if world_size == 4 and name in IN_GROUPS:
         with pytest.raises(UnsupportedModelError, match=r"'dequantize': True} allows it"):
             parallelize(path, workers=groups(world_size), dtype="float32")
         allowed = DEQUANTIZE
     model = parallelize(path, workers=groups(world_size), dtype="float32", quantize=allowed)
     if allowed is None:
-        assert {encoding.kind for encoding in model.shard_plan.quantized.values()} == {HELD[name]}
+        assert {encoding.kind for encoding in model.shard_plan.quantized.values()} == {KIND_ON_RANKS[name]}
         assert not model.shard_plan.misfits
     check(model, path)
     model.deparallelize()
@@ -83,7 +81,7 @@ def test_ranks_compute_what_transformers_computes_in_one_process(
 
 
 IN_GROUPS = ("fp8-blocks", "compressed-fp8-blocks", "torchao-int4", "gptq-symmetric", "experts-fp8-blocks")
-"""Weights of 32 inputs; four ranks have half a group each in heads of 16."""
+"""Formats with groups of 32 inputs; on four ranks, heads of 16 cut the groups in half."""
 
 
 def planned(path: Path, ranks: int = 2, quantize: Any = None) -> ShardPlan:
@@ -100,8 +98,8 @@ _OFTEN = ("fp8-blocks", "compressed-int8-packed", "torchao-int4", "gptq-symmetri
 def test_dequantize_is_needed_unless_kernels_read_the_format(name: str, checkpoints: Path) -> None:
     """Without `dequantize` nothing is dequantized, and a format that no kernel reads is refused."""
     assert bool(planned(checkpoints / name, quantize=DEQUANTIZE).quantized) == (name in READ_BY_KERNELS)
-    if name in HELD:
-        assert {encoding.kind for encoding in planned(checkpoints / name).quantized.values()} == {HELD[name]}
+    if name in KIND_ON_RANKS:
+        assert {encoding.kind for encoding in planned(checkpoints / name).quantized.values()} == {KIND_ON_RANKS[name]}
     else:
         with pytest.raises(
             UnsupportedModelError, match=r"is quantized by .*as it is stored: it (has|is) .*'dequantize'"
@@ -175,7 +173,7 @@ def test_saved_model_is_ordinary_or_sharded_checkpoint(name: str, checkpoints: P
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
     assert largest_difference(whole(**text_inputs()).logits, outputs["logits"]) <= 1e-4
     with parallelize(tmp_path / "cut", workers=groups(3)) as again:
-        assert bool(again.shard_plan.quantized) == (name in HELD)
+        assert bool(again.shard_plan.quantized) == (name in KIND_ON_RANKS)
         check(again, path)
 
 
@@ -187,7 +185,7 @@ def test_restarted_worker_reads_the_same_weights(checkpoints: Path) -> None:
         check(model, path)
 
 
-def test_eight_bits_of_what_was_in_other_ones(checkpoints: Path, groups) -> None:
+def test_other_formats_can_be_requantized_to_int8(checkpoints: Path, groups) -> None:
     both = {"scheme": "int8", "dequantize": True}
     path = checkpoints / "fp8-blocks"
     with parallelize(path, workers=groups(2), dtype="float32", quantize=both) as model:

@@ -151,10 +151,10 @@ def test_a_token_opens_a_gated_model_once(hub: list[tuple[str, str | None]], tmp
     cache = str(tmp_path / "cache")
     assert mark_of(Location(NAME, token="secret", cache_dir=cache)) == MARK
     assert {header for _, header in hub} == {"Bearer secret"}
-    assert sum(path.endswith("model.safetensors") for path, _ in hub) <= 2, "asked about, then fetched"
+    assert sum(path.endswith("model.safetensors") for path, _ in hub) <= 2, "one HEAD and one GET at most"
     del hub[:]
     assert mark_of(Location(NAME, cache_dir=cache, local_files_only=True)) == MARK
-    assert not hub, "local_files_only asks nobody"
+    assert not hub, "local_files_only sends no request"
 
 
 def test_a_gated_model_without_a_token_is_refused(hub: list[tuple[str, str | None]], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def check_shards(model: Any, want: Any, world_size: int) -> Checkpoint:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_reads_what_would_be_cut(name: str, world_size: int, saved: dict[str, Path]) -> None:
+def test_ranks_read_exactly_their_slices(name: str, world_size: int, saved: dict[str, Path]) -> None:
     model = load_skeleton(str(saved[name]))
     want = whole_model(name, saved[name])
     assert type(model) is type(want)

@@ -29,7 +29,7 @@ Answers = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def configs() -> list[peft.LoraConfig]:
-    """Return adapters of all layers, of some layers, and of one layer beside an own head."""
+    """Return adapters of all layers, of some layers, and of one layer together with a head."""
     targets = ("all-linear", ["q_proj", "o_proj", "up_proj"], ["down_proj"])
     heads = (None, None, ["lm_head"])
     return [
@@ -83,7 +83,7 @@ RANKS = [*((name, 2) for name in MADE), ("bitsandbytes-int8", 3), ("fp8-blocks",
 
 
 @pytest.mark.parametrize(("name", "ranks"), RANKS)
-def test_it_computes_and_comes_back(name: str, ranks: int, groups, tmp_path: Path) -> None:
+def test_adapted_model_computes_and_is_restored(name: str, ranks: int, groups, tmp_path: Path) -> None:
     make, scheme, kind = MADE[name]
     base, plain = make(scheme)
     model, alone = adapted(base), adapted(plain)

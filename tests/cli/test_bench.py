@@ -76,7 +76,7 @@ def test_configuration_alone_gets_random_weights(
     assert "64 positions" in capsys.readouterr().err
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: pytest.fail("measured before it was told"))
+    monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: pytest.fail("the measurement began before the message"))
     assert cli.main([*command, "--plot", str(tmp_path / "out.png")]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 

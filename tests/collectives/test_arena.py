@@ -26,7 +26,7 @@ def test_arena_refuses_more_than_the_available_memory(monkeypatch: pytest.Monkey
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_arena_refuses_what_does_not_fit() -> None:
+def test_arena_checks_ranks_and_seals_its_file() -> None:
     for world_size in (0, 257):
         with pytest.raises(ValueError, match="Arena"):
             Arena.create(world_size)
@@ -73,7 +73,7 @@ def test_tensors_on_other_devices_are_refused() -> None:
         communicator.close()
 
 
-def test_one_rank_needs_nobody() -> None:
+def test_single_rank_computes_without_exchange() -> None:
     with closing(Arena.create(1, SLOT_BYTES)) as arena:
         communicator = connect(
             "auto", rank=0, world_size=1, device=torch.device("cpu"), arena_fd=arena.fd, rendezvous=None, timeout=1.0

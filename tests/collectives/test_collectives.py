@@ -88,13 +88,13 @@ def _check_awkward_tensors(communicator: Communicator) -> None:
         result = communicator.all_reduce(view)
         assert torch.equal(result, expected.expand_as(result))
         assert result.is_contiguous()
-        assert torch.equal(base, kept), "a tensor that is not contiguous is left alone"
+        assert torch.equal(base, kept), "a tensor that is not contiguous stays unchanged"
     parameter = torch.nn.Parameter(base.clone())
     for tensor in (parameter, parameter * 1):
         result = communicator.all_reduce(tensor)
         assert torch.equal(result, total)
         assert not result.requires_grad
-        assert torch.equal(tensor, kept), "a tensor that needs a gradient is left alone"
+        assert torch.equal(tensor, kept), "a tensor that needs a gradient stays unchanged"
     with torch.inference_mode():
         assert torch.equal(communicator.all_reduce(base * 1), total)
     assert torch.equal(communicator.all_reduce(base[5:9]), total[5:9]), "a contiguous view is summed in place"

@@ -225,7 +225,7 @@ def test_unrecordable_options_run_without_graphs(
         ("counts", "a recorded step gives other logits than the step as it is", 1),
     ],
 )
-def test_what_a_model_does_not_admit(
+def test_uncapturable_models_run_without_graphs(
     pair: WorkerGroup, kind: str, reason: str, recordings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, inputs = decoder("Llama"), text_inputs()
@@ -291,7 +291,7 @@ def test_memory_that_moved_has_steps_recorded_again(pair: WorkerGroup) -> None:
         assert count(pair)[0] == 2
 
 
-def test_what_was_recorded_goes_with_the_model(pair: WorkerGroup) -> None:
+def test_recordings_are_dropped_with_their_model(pair: WorkerGroup) -> None:
     for make in (FAMILIES["llama"], FAMILIES["qwen3"]):
         whole, inputs = make(), text_inputs()
         with recorded(make(), pair) as model:

@@ -99,7 +99,7 @@ def test_a_model_that_transformers_does_not_compile() -> None:
         type(model)._can_compile_fullgraph = before
 
 
-def test_how() -> None:
+def test_compile_config_depends_on_device_and_ranks() -> None:
     def config(decode: Any, device: str, world_size: int) -> CompileConfig:
         steps, why = static_steps(decode, device, world_size)
         assert steps is not None

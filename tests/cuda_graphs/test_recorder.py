@@ -33,7 +33,9 @@ from tests.zoo.seq2seq import t5
 HOW: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
-def test_without_a_device_it_says_so(groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_device_is_reported_once(
+    groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture
+) -> None:
     whole, inputs = decoder("Llama"), text_inputs()
     with (
         caplog.at_level(logging.WARNING),
@@ -80,7 +82,7 @@ def test_long_caches_are_made_on_explicit_request() -> None:
         (lambda x: x.index_select(0, torch.arange(2)).masked_fill(x[:2] > 0, 0).double().softmax(-1), ""),
     ],
 )
-def test_capture_check_names_what_waits(step: Callable[[torch.Tensor], Any], finding: str) -> None:
+def test_capture_check_names_operators_that_wait(step: Callable[[torch.Tensor], Any], finding: str) -> None:
     with torch.inference_mode():
         x = torch.randn(3, 3)
         with CaptureCheck() as check:
@@ -215,5 +217,5 @@ def test_memory_stays_from_call_to_call() -> None:
     assert copied.layers[0].keys.data_ptr() not in places.pop()
     kept.renew()
     kept.cache.update(torch.ones(5, 2, 2, 8), torch.ones(5, 2, 2, 8), 0)
-    assert not kept.steps, "what was recorded used other memory"
+    assert not kept.steps, "the recording used other memory"
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]

@@ -122,7 +122,7 @@ def test_torch_has_names_without_cuda() -> None:
     assert [name for name in contract.missing() if not contract.NAMES[name].cuda_build] == []
 
 
-def test_stand_in_has_what_ranks_call() -> None:
+def test_stand_in_has_all_called_names() -> None:
     """Only the caller calls `is_initialized` of `torch.cuda`, and only the fork server `_is_in_bad_fork`."""
     called = [name.split(".")[2] for name in contract.NAMES if name.startswith("torch.cuda.")]
     assert {name for name in called if name not in stubs.STUBS} == {"_is_in_bad_fork"}

@@ -20,7 +20,7 @@ FAMILIES = (*CAPTURED, "t5", "bert", "mamba", "vit", "whisper")
 AT_ONCE = (("falcon", "eager"), *((family, "auto") for family in ("llama", "gpt2", "mixtral", "t5", "bert")))
 OTHERS = [(family, decode) for decode in ("auto", "eager") for family in FAMILIES if (family, decode) not in AT_ONCE]
 COMPUTED_AS_ONE = {"llama": 2 * 5, "mixtral": 2 * 3, "bert": 2 * 3, "t5": 4 * 3, "gpt2": 0}
-"""Layers whose products are one: q, k and v of each layer, gate and up, but not those that read another tensor."""
+"""Layers computed as one product: q, k and v of each layer, gate and up; not layers that read another tensor."""
 STEPS = 6  # the prompt, a checked step, two steps compared with a recording, and two more
 
 

@@ -67,7 +67,7 @@ def test_trainer_evaluates_and_does_not_train(pretended_one: WorkerGroup, tmp_pa
             training.train()
 
 
-def test_accelerate_leaves_the_model_where_it_is(pretended_one: WorkerGroup) -> None:
+def test_accelerate_does_not_move_the_model(pretended_one: WorkerGroup) -> None:
     with parallelize(small(), workers=pretended_one) as model:
         assert accelerate.Accelerator(cpu=True).prepare(model) is model
         with pytest.raises(ParallelError, match="setting hf_device_map"):

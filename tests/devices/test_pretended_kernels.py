@@ -264,6 +264,6 @@ def test_products_that_float16_cannot_hold(served: None) -> None:
 
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), t5], ids=["llama", "t5"])
 def test_notes_of_a_process_are_no_changes(make: Callable[[], Any], counting: WorkerGroup) -> None:
-    """Each process keeps own notes in its classes, as transformers 5.17 does; these are no changes."""
+    """Each process keeps notes of its own in classes, as transformers 5.17 does; these are no changes."""
     with parallelize(make(), workers=counting):
         assert counting.call("changed_code") == []

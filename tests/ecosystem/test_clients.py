@@ -61,7 +61,7 @@ SHOWN: Any = [
     {"role": "assistant", "content": '{"city": "Rome"}'},
     {"role": "user", "content": "The capital of Italy?"},
 ]
-"""Shows a small model what to write where no schema holds it to that."""
+"""Messages that show a small model what to write if no schema constrains it."""
 CHOICES: dict[str, Any] = {
     "required": "required",
     "named": {"type": "function", "function": {"name": "answer"}},

@@ -77,7 +77,7 @@ def test_train_is_refused_in_words(groups, tmp_path) -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_accelerate_prepares_and_places_what_is_placed_already(groups) -> None:
+def test_accelerate_prepares_but_cannot_place_the_model(groups) -> None:
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         want = model(input_ids=token_ids()).logits
         assert accelerate.Accelerator(cpu=True).prepare(model) is model

@@ -40,7 +40,7 @@ def want() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[PreTrainedModel]:
-    """Yield a model with own workers, since tests kill and replace them."""
+    """Yield a model with its own workers, since tests kill and replace them."""
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": 60, "max_restarts": 100})
     yield model
     model.deparallelize()
@@ -266,7 +266,7 @@ def test_two_models_at_once_and_many_threads(groups, model, want):
 
 
 def test_nothing_is_left_after_many_cycles(groups, want):
-    """Ten models on one group, and two models with own workers."""
+    """Ten models on one group, and two models with workers of their own."""
     me, group, model = psutil.Process(), groups(2), gpt2()
 
     def cycle(**options: Any) -> tuple[int, int, int]:

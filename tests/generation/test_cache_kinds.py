@@ -57,11 +57,11 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @torch.no_grad()
 def test_a_cache_in_int8_is_a_cache(llama: Any) -> None:
     for got, want in zip(play(llama), play(decoder("Llama")), strict=True):
-        assert 1e-4 < distance(got, want) <= 2e-2, "as exact as it can be, and no more"
+        assert 1e-4 < distance(got, want) <= 2e-2, "as exact as int8 allows, but not exact"
 
 
 @torch.no_grad()
-def test_ranks_have_what_one_process_has_in_int8(llama: Any, in_int8: None) -> None:
+def test_ranks_in_int8_equal_one_process(llama: Any, in_int8: None) -> None:
     whole = decoder("Llama")
     # A value may round to the next code.
     assert all(distance(*pair) <= 5e-3 for pair in zip(play(llama), play(whole), strict=True))
@@ -114,7 +114,7 @@ def test_two_thousand_tokens_take_few_bytes(groups: Any) -> None:
         first = parallel(ids, use_cache=True)
         hook.remove()
         outputs = [first.logits, parallel(token_ids(1, 1), past_key_values=first.past_key_values).logits]
-    assert 2 * nbytes[0] <= 0.3 * plain, "the rank that hooks tell of has one head of two"
+    assert 2 * nbytes[0] <= 0.3 * plain, "hooks run on the rank that has one of two heads"
     assert all(distance(*pair) <= 2e-2 for pair in zip(outputs, wanted, strict=True))
 
 
@@ -165,7 +165,7 @@ def test_codes_have_the_accuracy_of_eight_bits() -> None:
         (lambda: recurrent("Mamba"), {"fit": IN_INT8}, "MambaForCausalLM"),
     ],
 )
-def test_what_cannot_be_kept_so(groups: Any, make: Any, options: dict[str, Any], why: str) -> None:
+def test_unsupported_cache_kinds_are_refused(groups: Any, make: Any, options: dict[str, Any], why: str) -> None:
     with pytest.raises(ParallelError, match=why):
         parallelize(make(), workers=groups(2), **options)
 

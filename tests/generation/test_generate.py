@@ -198,7 +198,7 @@ class Keeping(BaseStreamer):
         self.pieces.append("end")
 
 
-def test_a_streamer_gets_what_it_would_have_got(pair: Pair) -> None:
+def test_streamer_gets_the_same_pieces(pair: Pair) -> None:
     one = {name: value[:1] for name, value in pair.inputs.items()}
     got, want = Keeping(), Keeping()
     pair.whole.generate(**one, max_new_tokens=6, streamer=want)

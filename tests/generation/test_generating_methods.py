@@ -48,7 +48,7 @@ def test_whisper_with_an_assistant(cut: bool, groups: Groups) -> None:
 
 
 class Answering(LlamaForCausalLM):
-    """A model with own methods that generate."""
+    """A model with additional methods that generate."""
 
     def answer(self, processor: LogitsProcessor) -> torch.Tensor:
         return self._answer([processor])

@@ -46,7 +46,7 @@ class Pair:
 
 
 @torch.inference_mode()
-def test_it_holds_what_concatenation_holds(grow: Callable[..., object]) -> None:
+def test_in_place_cache_equals_concatenation(grow: Callable[..., object]) -> None:
     pair = Pair(grow)
     pair.append(7)
     for _ in range(3 * LEAST_SPARE_TOKENS):
@@ -102,7 +102,7 @@ def test_tensors_of_others_are_not_overwritten(grow: Callable[..., object]) -> N
     torch.testing.assert_close(kept, before, rtol=0, atol=0)
 
 
-def test_what_does_not_fit_goes_the_old_way(grow: Callable[..., object]) -> None:
+def test_unfitting_tensors_are_concatenated(grow: Callable[..., object]) -> None:
     layer = DynamicLayer()
     with torch.inference_mode():
         grow(layer, torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))

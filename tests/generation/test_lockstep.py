@@ -48,7 +48,7 @@ def test_sequences_end_where_rank_0_ends_them(model, rank, length, beams):
 
 
 class Answering(GPT2LMHeadModel):
-    """A model with an own method that generates."""
+    """A model with an additional method that generates."""
 
     def answer(self, criterion: StoppingCriteria) -> torch.Tensor:
         return self.generate(PROMPT, max_new_tokens=8, do_sample=False, stopping_criteria=[criterion])

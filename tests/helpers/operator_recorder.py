@@ -84,7 +84,7 @@ class OperatorRecorder:
         return output, Recorded(self, tape)
 
     def destroy(self, recorded: Recorded) -> None:
-        assert recorded.tape is not None, "a recording is destroyed once"
+        assert recorded.tape is not None, "a recording was destroyed twice"
         recorded.tape = None
 
 
@@ -96,8 +96,8 @@ class Recorded:
         self.tape: Tape | None = tape
 
     def replay(self) -> None:
-        assert self._recorder.may_replay, "a recording runs while its connections may be going"
-        assert self.tape is not None, "a recording runs that was destroyed"
+        assert self._recorder.may_replay, "a recording runs although its connections may end"
+        assert self.tape is not None, "a destroyed recording runs"
         self._recorder.replays += 1
         self.tape.run()
 

@@ -1,6 +1,6 @@
 """Tiny quantized checkpoints, each made with the library of its format, and their logits in one process.
 
-`python -m tests.helpers.quantized_checkpoints FOLDER` writes them in an own process, since transformers looks for
+`python -m tests.helpers.quantized_checkpoints FOLDER` writes them in a separate process, since transformers looks for
 libraries when it is imported.
 
 FOLDER/NAME is the checkpoint; FOLDER/NAME/expected.safetensors has the logits, the greedy tokens and the dequantized
@@ -171,7 +171,7 @@ def compressed(path: Path, kind: str, **weights: Any) -> Any:
 
 
 def experts_in_8_bits(path: Path) -> Any:
-    """Save experts as compressed-tensors writes them: each expert's matrices have own scales."""
+    """Save experts as compressed-tensors writes them: each expert's matrices have their own scales."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
     said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
@@ -336,7 +336,7 @@ FORMATS: dict[str, Callable[[Path], Any]] = {
     "experts-int8": experts_in_8_bits,
     "experts-fp8-blocks": lambda path: fp8(path, [16, 32], qwen3_moe),
 }
-HELD = {
+KIND_ON_RANKS = {
     "compressed-int8": "int8",
     "compressed-int8-packed": "int8",
     "bitsandbytes-int8": "int8",
@@ -354,12 +354,12 @@ HELD = {
     "torchao-fp8": "fp8",
     "experts-fp8-blocks": "fp8",
 }
-"""What ranks hold those as that stay as they are stored."""
+"""Kind of encoding on the ranks, for formats that may stay quantized without `dequantize`."""
 READ_BY_KERNELS = (
     "compressed-int8", "bitsandbytes-int8", "bitsandbytes-int8-gpt2", "torchao-int8", "experts-int8", "torchao-int4",
     "gptq-symmetric",
 )  # fmt: skip
-"""Those that stay so where high precision is allowed, too."""
+"""Formats that stay quantized with `dequantize`, too."""
 
 
 def main(folder: Path) -> None:

@@ -28,7 +28,7 @@ PRELOAD = [
     "parallelformers_ng.sharding.linear",
     "tests.helpers.patience",
 ]
-"""What the modules of the functions that ranks run import: else each rank would, for seconds."""
+"""Imports of the functions that ranks run, made once: otherwise each rank would spend seconds on them."""
 
 
 def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:

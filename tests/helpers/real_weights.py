@@ -19,7 +19,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def folder_of(package: str) -> Path:
     folder = FOLDER / package
-    assert folder.is_dir(), f"{folder} is not there; make setup puts it there"
+    assert folder.is_dir(), f"{folder} is not installed; run make setup"
     return folder
 
 

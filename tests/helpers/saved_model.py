@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.zoo.build import build
 
 WORDS = ["<unk>", *(f"w{number}" for number in range(130))]
-"""Whole words, so that a streamer has a piece of text ready after every token."""
+"""Whole words, so that a streamer has text after every token."""
 
 
 def save_tiny_model(folder: Path) -> Path:

@@ -26,7 +26,7 @@ PARTS_TEMPLATE = """\
 {%- for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}
 {{- '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"""
-"""As Llava's: it looks at parts alone, and would leave out a string."""
+"""A template like Llava's: it reads only lists of parts, and would drop a plain string."""
 MIXED_TEMPLATE = """\
 {%- for message in messages %}{{ '<|start|>' + message.role + '\\n' }}
 {%- if message.content is string %}{{ message.content }}{% else %}

@@ -16,7 +16,7 @@ class SimulatedHosts:
 
     Args:
         *counts: number of ranks of each host.
-        apart: whether each host has own CPUs, as far as enough exist. It then has a fork server, too.
+        apart: whether hosts have disjoint CPUs, as far as enough exist. It then has a fork server, too.
     """
 
     threads = None

@@ -13,7 +13,7 @@ from types import TracebackType
 
 
 class Terminal:
-    """A Python REPL on an own pseudo-terminal.
+    """A Python REPL on a separate pseudo-terminal.
 
     Args:
         environment: environment variables of the interpreter.

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "bart": (lambda: without_dropout(bart()), seq2seq_inputs),
     "deberta": (lambda: without_dropout(encoder("DebertaV2", **DISENTANGLED)), text_inputs),
 }
-"""Name → what makes the model, always the same, and its inputs."""
+"""Name → function that makes the model, always the same, and its inputs."""
 
 
 @dataclass
@@ -260,7 +260,7 @@ class Walk(FaultMoves, CodeMoves):
                 trial = copy.deepcopy(model)
                 step(trial)
                 same = all(torch.equal(a, b) for a, b in zip(trial.parameters(), model.parameters(), strict=True))
-                assert same, "the parallelized model accepted what changes weights"
+                assert same, "the parallelized model accepted a change of weights"
             return step(model)
 
         return take

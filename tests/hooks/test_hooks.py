@@ -67,7 +67,7 @@ def use(model: Any) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", PLACES)
-def test_hooks_record_what_whole_model_would_show(family: str, world_size: int, when: str, groups: Groups) -> None:
+def test_hooks_record_the_whole_models_values(family: str, world_size: int, when: str, groups: Groups) -> None:
     make, paths = PLACES[family]
     whole, model = make(), make()
     want: list[Any] = []
@@ -113,7 +113,7 @@ def test_pre_hooks_keep_order_and_keyword_arguments(groups: Groups) -> None:
     assert got[:before] == want
 
 
-def test_hooks_that_change_what_goes_in_and_out(groups: Groups) -> None:
+def test_hooks_may_change_inputs_and_outputs(groups: Groups) -> None:
     vector = torch.linspace(-1, 1, 48)
 
     def register(model: Any) -> list[Any]:
@@ -136,15 +136,15 @@ def test_hooks_that_change_what_goes_in_and_out(groups: Groups) -> None:
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), plain.generate(**text_inputs(), **GREEDY))
 
 
-def test_what_is_recorded_is_what_the_hooks_made(groups: Groups) -> None:
-    outputs_asked = {"output_hidden_states": True, "output_attentions": True}
+def test_recorded_outputs_include_changes_by_hooks(groups: Groups) -> None:
+    requested_outputs = {"output_hidden_states": True, "output_attentions": True}
     whole = decoder("Llama")
     with parallelize(decoder("Llama"), workers=groups(2)) as model, torch.no_grad():
         for order in ("a hook before they are recorded", "a recorder before the hook"):
             handles = [m.model.layers[0].register_forward_hook(lambda *seen: seen[2] * 2) for m in (whole, model)]
             assert_same(
-                model(**text_inputs(), **outputs_asked).hidden_states,
-                whole(**text_inputs(), **outputs_asked).hidden_states,
+                model(**text_inputs(), **requested_outputs).hidden_states,
+                whole(**text_inputs(), **requested_outputs).hidden_states,
             )
             for handle in handles:
                 handle.remove()
@@ -264,7 +264,7 @@ class Failing:
             raise ZeroDivisionError("enough")
 
 
-def test_what_was_noted_before_an_error_is_here(groups: Groups) -> None:
+def test_notes_before_an_error_return(groups: Groups) -> None:
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         failing, ends = Failing(3), list[Any]()
         model.model.norm.register_forward_hook(failing)

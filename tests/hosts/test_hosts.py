@@ -55,7 +55,7 @@ def pair(path):
         cut.deparallelize()
 
 
-def test_all_ranks_take_part_and_rank_zero_answers(group):
+def test_all_ranks_run_rank_zero_answers(group):
     assert group.hosts.names == ["host-0", "host-1"]
     assert group.call("sum_of_ranks", 2.0) == 9.0
     assert group.call_each("own", [("a",), ("b",), ("c",)]) == [(0, "a"), (1, "b"), (2, "c")]
@@ -63,7 +63,7 @@ def test_all_ranks_take_part_and_rank_zero_answers(group):
     assert torch.equal(group.call("echo", large), large)
 
 
-def test_sums_and_gathers_are_those_of_one_host(group):
+def test_gathered_sums_equal_those_of_one_host(group):
     results = group.call_each("collect", [()])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
@@ -274,7 +274,7 @@ def test_stages_on_ray_fit_its_nodes(devices, world_size, each):
     assert ranks_of_each(world_size, {"CPU": 2, "GPU": 1}, nodes) == each
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch, path):
+def test_missing_ray_error_says_what_to_install(monkeypatch, path):
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(ParallelError, match=r"Ray is not installed; pip install 'parallelformers-ng\[ray\]'"):
         parallelize(path, 2, workers={"launcher": "ray", "device": "cpu"})
@@ -293,7 +293,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch, path):
         ),
     ],
 )
-def test_what_launchers_do_not_take_is_refused(options, message, monkeypatch):
+def test_unsupported_launcher_options_are_refused(options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ParallelError, match=message):
         start_group(2, **options)

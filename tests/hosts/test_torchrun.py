@@ -86,7 +86,7 @@ def test_other_processes_end_at_the_call(monkeypatch):
         ({"launcher": "slurm"}, r"launcher is 'slurm'; it takes one of 'auto', 'local', 'torchrun'"),
     ],
 )
-def test_what_a_job_cannot_do_is_refused(monkeypatch, arguments, message):
+def test_unsupported_options_in_a_job_are_refused(monkeypatch, arguments, message):
     job(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ParallelError, match=message):

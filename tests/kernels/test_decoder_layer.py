@@ -113,8 +113,8 @@ def test_modules_with_a_hook_are_called(name: str, when: str, calls: Counter[str
 def test_requested_hidden_states_cost_nothing_later(calls: Counter[str]) -> None:
     stock, fused = models("llama")
     calls.clear()
-    outputs_asked = {"output_hidden_states": True, "output_attentions": True}
-    got, wanted = (cached_step(model, **outputs_asked) for model in (fused, stock))
+    requested_outputs = {"output_hidden_states": True, "output_attentions": True}
+    got, wanted = (cached_step(model, **requested_outputs) for model in (fused, stock))
     assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
     assert all(distance(mine, its) < 1e-5 for mine, its in zip(got.hidden_states, wanted.hidden_states, strict=True))
     assert set(calls) == {"feed_half"}

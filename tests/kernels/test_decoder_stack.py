@@ -61,7 +61,7 @@ def test_bf16_stack_equals_single_layers_bitwise(family: str, calls: Counter[str
     assert calls == {"decoder_layers": 11, "attention_half": LAYERS * 11, "feed_half": LAYERS * 11}
 
 
-def test_what_comes_in_stays_as_it_is() -> None:
+def test_input_states_stay_unchanged() -> None:
     _, fused = models("llama", as_one=True)
     embedded = torch.randn(1, 1, 96)
     kept = embedded.clone()
@@ -124,8 +124,8 @@ def test_module_with_own_forward_keeps_it(name: str, left: int, calls: Counter[s
 
 def test_requested_hidden_states_cost_nothing_later(calls: Counter[str]) -> None:
     stock, fused = models("qwen2", as_one=True)
-    outputs_asked = {"output_hidden_states": True, "output_attentions": True}
-    got, wanted = (cached_step(model, **outputs_asked) for model in (fused, stock))
+    requested_outputs = {"output_hidden_states": True, "output_attentions": True}
+    got, wanted = (cached_step(model, **requested_outputs) for model in (fused, stock))
     assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
     assert all(distance(mine, its) < 1e-5 for mine, its in zip(got.hidden_states, wanted.hidden_states, strict=True))
     assert "decoder_layers" not in calls
@@ -266,7 +266,7 @@ class Counts(LogitsProcessor):
         return scores
 
 
-def test_workers_go_through_all_layers_in_one_call(tmp_path: Path) -> None:
+def test_workers_run_all_layers_in_one_call(tmp_path: Path) -> None:
     stock, _ = models("llama")
     wanted = stock.generate(**prompt(1), max_new_tokens=6, do_sample=False)
     model = parallelize(stock, num_gpus=2, workers={"device": "cpu"})

@@ -163,7 +163,7 @@ def test_norms_are_those_of_the_model(width: int, dtype: torch.dtype) -> None:
     assert x.grad is not None
     with torch.inference_mode():
         wide = torch.randn(2, 2 * width).to(dtype)[:, ::2]
-        assert torch.equal(fused(wide), plain(wide)), "strided: torch's own"
+        assert torch.equal(fused(wide), plain(wide)), "a strided input is left to torch"
 
 
 def test_only_norms_with_identical_code_are_changed() -> None:

@@ -32,7 +32,7 @@ def digests(*names: str) -> str:
 
 
 @pytest.mark.parametrize("names", [("roberta", "camembert"), ("llama", "qwen2")])
-def test_digests_are_the_same_whatever_was_digested_before(names: tuple[str, str]) -> None:
+def test_digests_are_independent_of_their_order(names: tuple[str, str]) -> None:
     assert digests(names[1]) == digests(*names)
 
 

@@ -20,7 +20,7 @@ from tests.zoo.decoders import gpt2
 
 
 @pytest.mark.parametrize("kept", ["nothing", "a cache", "a cycle"])
-def test_a_group_whose_model_was_dropped_serves_another(groups, kept):
+def test_group_of_a_dropped_model_serves_another(groups, kept):
     group = groups(2)
     with torch.no_grad():
         want = gpt2()(**text_inputs()).logits
@@ -79,9 +79,8 @@ def test_warnings_of_all_ranks_are_printed_once(capfd):
     def fail(input_ids, scores):
         raise LookupError("no way")
 
-    model = parallelize(
-        gpt2(), 2, workers={"device": "cpu"}
-    )  # own workers: a worker keeps the standard error of its start
+    # Not a shared group: a worker keeps the standard error of its start.
+    model = parallelize(gpt2(), 2, workers={"device": "cpu"})
     options = {**text_inputs(), "do_sample": False}
     model.generate(**options, max_new_tokens=1, logits_processor=[warn_twice])
     model.generate(**options, max_new_tokens=2, max_length=9)

@@ -128,7 +128,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
         torch.tensor([[1, 2]]), torch.tensor([[1, 1]])
     ),
 }
-"""How to ask what wants arguments; everything else is read, or called without any."""
+"""Calls of methods with arguments; all other names are read, or called without arguments."""
 
 
 def names_met(model: nn.Module) -> list[str]:
@@ -183,7 +183,7 @@ def test_answered_here_as_by_the_whole_model(llama: Pair, name: str) -> None:
     assert isinstance(llama.parallel, RemoteModule)
 
 
-def test_it_says_that_and_how_it_is_cut(llama: Pair) -> None:
+def test_model_text_says_how_it_is_cut(llama: Pair) -> None:
     text = str(llama.parallel)
     assert "parallelized over 2 workers (cpu:0, cpu:1) by LlamaPolicy" in text
     assert "(q_proj): Linear(in_features=48, out_features=48, bias=False, cut=(column: weight [" in text

@@ -59,7 +59,7 @@ def test_pipeline_does_not_move_to_the_gpu(llama, gpu) -> None:
     assert is_parallelized(llama)
 
 
-def test_pipeline_of_encoder_does_not_move_it(groups, gpu) -> None:
+def test_pipeline_of_encoder_does_not_move_the_model(groups, gpu) -> None:
     options = {"task": "feature-extraction", "tokenizer": word_tokenizer()}
     want = pipeline(model=encoder("Bert", "Model"), device="cpu", **options)("w9 w17")
     model = parallelize(encoder("Bert", "Model"), workers=groups(2))

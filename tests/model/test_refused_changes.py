@@ -98,7 +98,7 @@ def lose_a_weight(model: Any) -> None:
 
 
 @pytest.mark.parametrize("force", [nothing, swap_a_layer, drop_all, rename, lose_a_weight])
-def test_weights_return_whatever_happened_to_modules(groups, force) -> None:
+def test_weights_return_despite_changed_modules(groups, force) -> None:
     model = decoder("Llama")
     names, tensors = list(model.state_dict()), tensors_of(model)
     attributes = [(module, set(vars(module))) for module in model.modules()]

@@ -56,7 +56,7 @@ def generate(model: Any, **more: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_replica_gives_what_the_whole_model_gives(ranks: int) -> None:
+def test_each_replica_equals_the_whole_model(ranks: int) -> None:
     whole = gpt2()
     with torch.no_grad():
         want = whole(**text_inputs()).logits
@@ -104,7 +104,7 @@ def test_a_call_follows_its_cache(model: Any) -> None:
     gc.collect()
 
 
-def test_all_replicas_learn_what_the_caller_changes(model: Any) -> None:
+def test_changes_by_the_caller_reach_all_replicas(model: Any) -> None:
     before = generate(model)
     model.generation_config.max_new_tokens = 3
     try:
@@ -127,7 +127,7 @@ def test_calls_that_sample_side_by_side_draw_apart(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "tensor"), (2, "pipeline")])
-def test_where_one_dies_the_other_goes_on(ranks: int, strategy: str) -> None:
+def test_replicas_survive_the_death_of_one(ranks: int, strategy: str) -> None:
     with replicated(ranks, fit={"strategy": strategy}) as model:
         want, first = generate(model), Slow()
         replicas = deployment_of(model).replicas

@@ -234,7 +234,7 @@ def test_checksum_detects_flipped_bits_and_swapped_blocks() -> None:
     assert checksum(data.clone()) == before
 
 
-def test_a_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
+def test_written_file_is_readable_by_safetensors(tmp_path: Path) -> None:
     tensors = {
         "byte": torch.arange(5, dtype=torch.uint8), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3),
         "half": torch.randn(3, 5).half(), "turned": torch.randn(4, 6).t(), "flags": torch.tensor([True, False]),
@@ -277,7 +277,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_one_bar_each_shows_bytes_and_rate(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_show_bytes_and_rate(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading, both ways of saving and both ways of gathering reach the end; without a bar nothing is drawn."""
     BY_NAME["llama"].make().save_pretrained(tmp_path / "whole")
     # A model this small ends before the bar would be drawn a second time.

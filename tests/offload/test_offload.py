@@ -60,7 +60,7 @@ def test_offloaded_model_equals_the_whole_one(groups: Any, tmp_path: Path, cpu: 
         for name, tensor in whole.state_dict().items():
             assert torch.equal(saved[name], tensor)
             assert torch.equal(model.state_dict()[name], tensor)
-    assert not list((tmp_path / "folder").iterdir()), "files in the folder have no names and end with who has them open"
+    assert not list((tmp_path / "folder").iterdir()), "files in the folder have no names, and end with their processes"
 
 
 @pytest.mark.parametrize("make", [t5, lambda: decoder("Mixtral", width=80, layers=4, **EXPERTS)], ids=["T5", "Mixtral"])
@@ -158,7 +158,7 @@ def test_a_killed_worker_comes_back_with_its_files(tmp_path: Path) -> None:
         assert torch.equal(model.lm_head.weight.sum(), llama().lm_head.weight.sum())
 
 
-def test_the_table_says_it_beforehand(tmp_path: Path) -> None:
+def test_table_shows_tiers_beforehand(tmp_path: Path) -> None:
     shard_plan: ShardPlan = plan(llama(), 2, fit=a_third(llama(), 2, 100_000, offload_folder=str(tmp_path)))
     for rank in range(2):
         parts = [shard_plan.bytes_in(place, rank) for place in ("device", "cpu", "disk")]
@@ -188,7 +188,7 @@ def test_the_table_says_it_beforehand(tmp_path: Path) -> None:
         ({"offload_folder": "/tmp"}, "give max_memory as well"),
     ],
 )
-def test_what_is_refused(fit: dict[str, Any], why: str) -> None:
+def test_wrong_budgets_are_refused(fit: dict[str, Any], why: str) -> None:
     with pytest.raises(ParallelError, match=why):
         plan(llama(), 2, fit=fit)
 
@@ -266,7 +266,7 @@ def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
     ):
         if not (one and two):
             group.close()
-            pytest.skip("needs the right to make control groups")
+            pytest.skip("needs permission to make control groups")
         fit = {"max_memory": {0: room, 1: room, "cpu": cpu}, "offload_folder": str(tmp_path / "folder")}
         try:
             model = parallelize(tmp_path / "model", workers=group, fit=fit)

@@ -16,7 +16,7 @@ from parallelformers_ng.offload import moves, pages
 from parallelformers_ng.offload.moves import MappedLayer
 
 _COUNTS = (3 << 20, 9000, 1 << 20, 5000)
-"""Bytes of tensors that follow one another: pieces, pages of 2 MB, parts of a page, the end of a file within a page."""
+"""Bytes of consecutive tensors: pieces, pages of 2 MB, parts of a page, the end of a file within a page."""
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ PUBLISHED = {
     "Llama-3.1-8B": (LLAMA_3_8B, {1: 93.83, 2: 149.1, 4: 217.21, 8: 276.01}),
     "Llama-2-70B": (LLAMA_2_70B, {2: 21.32, 4: 38.01, 8: 62.5}),
 }
-"""Tokens per second of gpt-fast in bf16, by its README: number of A100-80GB → figure, one sequence, a short prompt."""
+"""Number of A100-80GB → tokens per second of gpt-fast in bf16, by its README: one sequence, a short prompt."""
 
 
 def on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -118,7 +118,7 @@ def test_states_do_not_grow_with_the_text() -> None:
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96)])
-def test_what_is_observed_is_what_a_model_does(config: PreTrainedConfig) -> None:
+def test_observations_agree_with_a_real_run(config: PreTrainedConfig) -> None:
     observed = seen(config, length=32)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
     ids = torch.ones(2, 31, dtype=torch.long)

@@ -1,24 +1,24 @@
-"""CUDA devices for machines that have none.
+"""CUDA devices for machines without any.
 
-Tensors here say that they are on `cuda:N`, and lie in host memory. They meet tensors of the host as CUDA's do: not at
-all, but for copies and for what CUDA allows. Copies between host and device, and what the host waits for, are counted.
+Tensors here claim to be on `cuda:N`, and are in host memory. They combine with host tensors as CUDA tensors do: only in
+copies, and in the few other ways that CUDA allows. Copies between host and device and waits of the host are counted.
 NCCL is gloo under another name. So the whole path of a CUDA worker runs, and most of its faults show, without a GPU.
 
-It keeps to `contract.py`: the promises of torch's and NCCL's sources for each name that the package uses. So it finds
-silent mistakes on a device: memory that is used after it was freed, also by graphs, work of another stream for which
-nothing waited, copies that are read before they have come. `misuse.py` does each on purpose.
+The stand-in follows `contract.py`: the promises of torch's and NCCL's sources for each name that the package uses. So
+it detects faults that a device hides: use of freed memory, also by graphs; missing waits between streams; copies that
+are read too early. `misuse.py` provokes each of them.
 
-What it cannot show: that anything runs on a GPU, how fast, and what comes of an order of kernels that streams allow.
+It cannot show that anything runs on a GPU, how fast, or which order of kernels a device chooses.
 
-- `guard.py`: the one part that has to be compiled.
-- `tensor.py`: the tensors, and the rules by which they meet.
-- `contract.py`: what is promised for each name, and where the source says so.
-- `memory.py`, `streams.py`, `graphs.py`: what is allocated, in which order, and what is captured.
-- `ledger.py`: what is counted.
-- `stubs.py`: what of `torch.cuda` is asked.
+- `guard.py`: the one part that is compiled.
+- `tensor.py`: the tensors, and the rules by which they combine.
+- `contract.py`: the promise for each name, and its source.
+- `memory.py`, `streams.py`, `graphs.py`: allocations, their order, and captures.
+- `ledger.py`: the counts.
+- `stubs.py`: the replaced names of `torch.cuda`.
 - `process_group.py`: NCCL.
-- `worker.py`: a rank on such a device; a group is started with it as its target.
-- `objects.py`, `faults.py`, `misuse.py`: what callers send to such ranks.
-- `ray_agent.py`: the agent of a Ray node that has such devices.
-- `caller.py`: what the process that calls `parallelize` has to believe.
+- `worker.py`: a rank on such a device; the target with which a group starts.
+- `objects.py`, `faults.py`, `misuse.py`: objects that callers send to such ranks.
+- `ray_agent.py`: the agent of a Ray node with such devices.
+- `caller.py`: the changes in the process that calls `parallelize`.
 """

@@ -1,4 +1,4 @@
-"""The beliefs of the process that calls `parallelize`."""
+"""Changes in the process that calls `parallelize`, so that it sees pretended devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGET = "tests.pretend_cuda.worker:PretendedRunner"
 
 
 def small() -> PreTrainedModel:
-    """The least of models that decode: one layer."""
+    """Return the smallest decoder: one layer."""
     return decoder("Llama", layers=1)
 
 

@@ -1,11 +1,11 @@
-"""The promises of CUDA, NCCL and NVML for every name that the package uses, and their place in the sources.
+"""The promises of CUDA, NCCL and NVML for each of their names that the package uses, and their sources.
 
-The stand-in of this folder keeps to this table. `tests/devices/test_cuda_contract.py` walks the package's syntax
-trees and fails on a name that is not here, and on a name here that nothing uses any more. A build of torch with
-CUDA, which needs no GPU to be installed, shows whether the names exist there: `missing()` says which do not.
+The stand-in of this folder follows this table. `tests/devices/test_cuda_contract.py` walks the package's syntax trees;
+it fails for a name that is not here, and for a name here that nothing uses. A build of torch with CUDA, which installs
+without a GPU, shows whether the names exist there: `missing()` returns the missing ones.
 
-Read were torch 2.8 to 2.13 (github.com/pytorch/pytorch; headers and Python files as the wheel of 2.13.0 has them), NCCL
-2.30 (github.com/NVIDIA/nccl) and the documentation of CUDA's runtime and of NVML.
+Sources: torch 2.8 to 2.13 (github.com/pytorch/pytorch; headers and Python files of the wheel of 2.13.0), NCCL 2.30
+(github.com/NVIDIA/nccl), and the documentation of CUDA's runtime and of NVML.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Entry:
     """The promise for one name.
 
     Attributes:
-        returns: value that a caller gets, or effect that it has.
+        returns: value that a caller gets, or effect of the call.
         source: file of the source, and symbol in it.
-        waits: event that the calling thread waits for.
-        frees: memory or handles that it releases.
-        thread: thread that may call it.
-        since: first version for which this holds, if it is not all that are supported (torch 2.11 and later).
+        waits: events that the calling thread waits for.
+        frees: memory or handles that the call releases.
+        thread: threads that may call it.
+        since: first version for which this holds, if not all supported ones (torch 2.11 and later).
         cuda_build: whether only a build of torch with CUDA has the name.
     """
 
@@ -130,7 +130,7 @@ STREAMS = {
         "a stream from a pool of 32 for each device", f"{_STREAMS}: Stream; c10/cuda/CUDAStream.cpp"
     ),
     "torch.cuda.Stream.wait_stream": Entry(
-        "None: what is queued here from now on runs after what the other stream holds now",
+        "None: later work on this stream runs after the work that the other stream holds now",
         f"{_STREAMS}: Stream.wait_stream",
     ),
     "torch.cuda.Stream.wait_event": Entry("None: as wait_stream, after the event", f"{_STREAMS}: Stream.wait_event"),
@@ -150,7 +150,9 @@ STREAMS = {
     "torch.cuda.Event.record": Entry(
         "None: the event is after what the current stream holds now", f"{_STREAMS}: Event.record"
     ),
-    "torch.cuda.Event.synchronize": Entry("None", f"{_STREAMS}: Event.synchronize", waits="what the event is after"),
+    "torch.cuda.Event.synchronize": Entry(
+        "None", f"{_STREAMS}: Event.synchronize", waits="all that was queued before the event"
+    ),
 }
 
 GRAPHS = {
@@ -172,7 +174,7 @@ GRAPHS = {
     ),
     "torch.cuda.graph": Entry(
         "context manager that captures what is queued within it: nothing runs. A call that waits for the device, and"
-        " a copy from pageable memory, fail; capture_error_mode='thread_local' binds the calling thread alone. Where it"
+        " a copy from pageable memory, fail; capture_error_mode='thread_local' binds the calling thread alone. If it"
         " fails, the end of the capture raises an error of its own",
         f"{_GRAPHS}: graph.__enter__, graph.__exit__; {_GRAPH}: capture_begin, capture_end",
         waits="the whole device, and empties the cache, before the capture begins",
@@ -257,7 +259,7 @@ NCCL = {
     ),
     "torch.distributed.ProcessGroupNCCL.Options": Entry("its options", f"{_GROUP}: Options", cuda_build=True),
     "torch.distributed.ProcessGroupNCCL.Options._timeout": Entry(
-        "of collectives, to the watchdog; and how long abort waits before it raises",
+        "limit of collectives, for the watchdog; and of abort's wait before it raises",
         f"{_GROUP}: checkTimeout, abort",
         cuda_build=True,
     ),
@@ -308,7 +310,7 @@ NVML = {
 }
 
 NAMES = DEVICES | MEMORY | STREAMS | GRAPHS | RANDOM | DISTRIBUTED | NCCL | NVML
-"""What the package calls, by its full name; a keyword argument ends with `=`."""
+"""Entries by full name; a keyword argument ends with `=`."""
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": Entry(
@@ -334,7 +336,7 @@ ENVIRONMENT = {
         "the same, by its old name", "torch/csrc/distributed/c10d/FlightRecorder.hpp"
     ),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": Entry(
-        "3 by default: the watchdog, where a collective failed or timed out, waits four times"
+        "3 by default: the watchdog, after a collective failed or timed out, waits four times"
         " TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC and ends the process. 0: it says so in the log, and goes on",
         f"{_GROUP}: Watchdog::runLoop, WorkNCCL::handleException, SHOULD_TEAR_DOWN",
     ),
@@ -351,25 +353,25 @@ ENVIRONMENT = {
         "1: torchrun's agent has its own store", "torch/distributed/rendezvous.py"
     ),
 }
-"""Variables that the package sets, or names to its users."""
+"""Environment variables that the package sets, or names to its users."""
 
 
 def missing() -> list[str]:
-    """Names of the table that the installed torch does not have, as a build with CUDA should."""
+    """Return the table's names that the installed torch lacks; a build with CUDA must have all."""
     return [name for name in NAMES if not name.endswith("=") and not _exists(name)]
 
 
 def _exists(name: str) -> bool:
     parts = name.split(".")
-    found: Any = None
+    value: Any = None
     for count in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:count]))
+            value = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError:
             continue
         break
     for part in parts[count:]:
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             return False
-        found = getattr(found, part)
+        value = getattr(value, part)
     return True

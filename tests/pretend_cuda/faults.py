@@ -1,4 +1,4 @@
-"""Faults of devices, as a processor has them strike. They are here so that workers need import no more than this."""
+"""Device faults, caused by a processor on a rank. They are here so that workers import nothing more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _run_out(scores: torch.Tensor) -> None:
 
 
 def _look_beyond(scores: torch.Tensor) -> None:
-    """An assertion on the device, after which nothing works in the process."""
+    """Trigger an assertion on the device, after which nothing works in the process."""
     scores.gather(1, torch.full((len(scores), 1), VOCABULARY, device=scores.device))
 
 
@@ -47,10 +47,11 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        strikes: fault on one rank, given the scores of a step. None: the request is at fault, see `spoil`.
-        raises: error for the caller.
-        says: part of its message.
-        restarts: whether the workers are due to be started again.
+        strikes: function that causes it on one rank, given the scores of a step. None: the request causes it, see
+        `spoil`.
+        raises: type of the caller's exception.
+        says: part of the message.
+        restarts: whether the workers must restart.
     """
 
     strikes: Callable[[torch.Tensor], None] | None
@@ -72,7 +73,7 @@ KINDS = {
 
 
 class Cancels(BaseStreamer):
-    """Has enough after some tokens, in the caller."""
+    """A streamer that cancels its call after some tokens, in the caller."""
 
     def __init__(self, tokens: int) -> None:
         self.left = tokens + 1  # the prompt comes first
@@ -87,7 +88,7 @@ class Cancels(BaseStreamer):
 
 
 def spoil(name: str, arguments: dict[str, Any], step: int) -> None:
-    """Have the arguments of a request be to blame for a kind of fault, at a step of it."""
+    """Change the arguments of a request so that they cause this kind of fault, at a step of it."""
     if name == "bad id":
         arguments["input_ids"][1, 3] = VOCABULARY + 5
     elif name == "mistyped keyword":
@@ -99,7 +100,7 @@ def spoil(name: str, arguments: dict[str, Any], step: int) -> None:
 
 
 class Fault(LogitsProcessor):
-    """Strikes in one process, at one step."""
+    """A processor that strikes in one process, at one step."""
 
     def __init__(self, kind: str, pid: int, length: int) -> None:
         self.kind, self.pid, self.length = kind, pid, length

@@ -1,8 +1,8 @@
-"""CUDA graphs on pretended devices: the operators of a step, run again on the memory that they had.
+"""CUDA graphs on pretended devices: the operators of a step, run again on the same memory.
 
-Written after `CUDAGraph.cpp`, `graphs.py` and `CUDACachingAllocator.cpp` of torch: see `contract.py`. A capture
-computes nothing, so that what it wrote is as it was afterwards. A graph keeps the memory of its pool and no other. What
-graphs of one pool leave in it may be overwritten by any of them.
+They follow `CUDAGraph.cpp`, `graphs.py` and `CUDACachingAllocator.cpp` of torch: see `contract.py`. A capture computes
+nothing, so the memory it writes is unchanged afterwards. A graph keeps the memory of its pool only. Each graph of a
+pool may overwrite the memory that another one left there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _handles = itertools.count(1)
 
 
 class Recording:
-    """The record of a capture.
+    """The operators and collectives of a capture.
 
     Attributes:
         groups: process groups of NCCL whose collectives are in it.
-        is_valid: whether nothing was done that a capture does not permit.
+        is_valid: whether it has done only what a capture permits.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,15 @@ class Recording:
         self._last: torch.Tensor | None = None
 
     def operator(self, func: Any, args: Any, kwargs: Any, compute: Callable[[Any, Any], Any]) -> Any:
-        """Note an operator on tensors of the host, and what it makes.
+        """Note an operator on host tensors, and the tensors it makes.
 
         Args:
-            compute: runs it.
+            func: the operator.
+            args, kwargs: its arguments.
+            compute: function that runs it.
         """
         args, kwargs = tree_map_only(torch.Tensor, self._address, (args, kwargs))
-        given = {key_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        arguments = {key_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         writes = False
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -57,7 +59,7 @@ class Recording:
                 self._remember(written)
         output = compute(args, kwargs)
         leaves = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(output)]
-        fresh = [None if leaf is None or key_of(leaf) in given else leaf for leaf in leaves]
+        fresh = [None if leaf is None or key_of(leaf) in arguments else leaf for leaf in leaves]
         for leaf in fresh:
             if leaf is not None:
                 self._made[key_of(leaf)] = self._last = leaf
@@ -67,19 +69,19 @@ class Recording:
                 if old is not None:
                     old.copy_(new)
 
-        if writes or not leaves or any(leaf is not None for leaf in fresh):  # not for a view
+        if writes or not leaves or any(leaf is not None for leaf in fresh):  # a view needs no step
             self._steps.append(again)
         return output
 
     def collective(self, group: Any, hosts: list[torch.Tensor], run: Callable[[], None]) -> None:
-        """Note an exchange of a group, which runs when the graph does."""
+        """Note an exchange of a group; it runs with the graph."""
         for host in hosts:
             self._address(host)
         self.groups.add(group)
         self._steps.append(run)
 
     def finish(self, pool: Pool) -> None:
-        """The capture has ended: what it wrote was never written."""
+        """End the capture and undo its writes."""
         self.undo()
         for key, tensor in self._made.items():
             pool.storages[key] = tensor.untyped_storage().nbytes()
@@ -87,14 +89,14 @@ class Recording:
             memory.watch(key, self)
 
     def leave(self, pool: Pool) -> None:
-        """Leave of a pool what tensors lie in."""
+        """Remove from the pool the memory without live tensors."""
         for key in self._made:
             if not memory.is_live(key):
                 pool.storages.pop(key, None)
 
     def undo(self) -> None:
-        for key, held in self._before.items():
-            self._outside[key].copy_(held)
+        for key, contents in self._before.items():
+            self._outside[key].copy_(contents)
         self._before.clear()
 
     def run(self) -> None:
@@ -104,16 +106,16 @@ class Recording:
             step()
 
     def overwrite(self) -> None:
-        """Another graph of the pool has run."""
+        """Fill the recording's memory after another graph of the pool has run."""
         for tensor in self._made.values():
             poison(tensor)
 
     def on_freed(self, key: int) -> None:
-        """Memory was freed of which this has the address: others may write there."""
+        """Fill freed memory whose address this recording has, since others may write there."""
         poison(self._outside[key])
 
     def spoil(self) -> None:
-        """Have the last operator give something else."""
+        """Change the result of the last operator."""
         assert self._last is not None
         self._last.mul_(2)
 
@@ -121,7 +123,7 @@ class Recording:
         key = key_of(host)
         if key not in self._made:
             if not memory.is_live(key):
-                return host.clone()  # a number of the host is a constant of the graph
+                return host.clone()  # a host number is a constant of the graph
             self._outside.setdefault(key, bytes_of(host))
         return host
 
@@ -133,11 +135,11 @@ class Recording:
 
 
 class CUDAGraph:
-    """A graph.
+    """A CUDA graph.
 
     Attributes:
-        recordings, replays: how many there were in this process.
-        fault: "refused" where nothing can be captured, "wrong" where a graph gives something else.
+        recordings, replays: numbers of captures and replays in this process.
+        fault: "refused" if nothing can be captured, "wrong" if replays give wrong results.
     """
 
     recordings = 0
@@ -149,7 +151,7 @@ class CUDAGraph:
         self._pool: Pool | None = None
 
     def has_collectives_of(self, group: Any) -> bool:
-        """Whether NCCL keeps something of a group for this graph."""
+        """Return whether NCCL keeps state of a group for this graph."""
         return self.recording is not None and group in self.recording.groups
 
     def replay(self) -> None:
@@ -179,15 +181,15 @@ class CUDAGraph:
 
 
 capturing: Recording | None = None
-"""What captures now in this process."""
+"""Recording of the capture that runs in this process, if any."""
 
 
 @contextlib.contextmanager
 def capture(graph: CUDAGraph, handle: Any, index: int) -> Iterator[None]:
-    """Capture what runs within it. The cache was emptied before.
+    """Capture the operators of the block. The caller has emptied the cache.
 
     Raises:
-        RuntimeError: the pool has tensors, and all its graphs were reset; or something was not permitted.
+        RuntimeError: the pool has tensors, and all its graphs were reset; or an operation was not permitted.
     """
     global capturing
     assert capturing is None, "one capture at a time"
@@ -216,10 +218,10 @@ def capture(graph: CUDAGraph, handle: Any, index: int) -> Iterator[None]:
 
 
 def refuse() -> None:
-    """Refuse an operation during a capture, which it makes invalid.
+    """Invalidate a running capture, for operations that no capture permits.
 
     Raises:
-        RuntimeError: something is captured.
+        RuntimeError: a capture is running.
     """
     if capturing is not None:
         capturing.is_valid = False

@@ -1,4 +1,4 @@
-"""A guard for CUDA devices, which the dispatcher asks for whenever a tensor says that it is on one."""
+"""A guard for CUDA devices, which the dispatcher calls for each tensor that claims to be on one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 @functools.cache
 def load() -> None:
-    """Have this process switch between CUDA devices by doing nothing. Compiled once for a version of torch: seconds."""
+    """Let this process switch between CUDA devices without effect. Compiled once per version of torch, in seconds."""
     torch.ops.load_library(str(_built()))
 
 
@@ -30,16 +30,16 @@ def _built() -> Path:
     library = Path(tempfile.gettempdir()) / f"parallelformers_ng-pretend-cuda-{os.getuid()}" / f"{version}.so"
     if library.exists():
         return library
-    from torch.utils.cpp_extension import include_paths  # seconds, which a library that is there need not wait
+    from torch.utils.cpp_extension import include_paths  # a slow import, needed only to compile
 
     library.parent.mkdir(mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        source, made = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source, compiled = Path(folder, "guard.cpp"), Path(folder, "guard.so")
         source.write_text(_SOURCE)
         includes = [f"-I{path}" for path in include_paths()]
         libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10"]
         assert COMPILER is not None
-        command = [COMPILER, "-std=c++20", "-fPIC", "-shared", *includes, str(source), "-o", str(made), *libraries]
+        command = [COMPILER, "-std=c++20", "-fPIC", "-shared", *includes, str(source), "-o", str(compiled), *libraries]
         subprocess.run(command, check=True)
-        made.replace(library)  # at once, whoever else builds it
+        compiled.replace(library)  # atomic, if several processes build it
     return library

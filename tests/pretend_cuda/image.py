@@ -1,7 +1,7 @@
-"""Python as a GPU image has it, with a device that is pretended: `python -m tests.pretend_cuda.image -m pytest …`.
+"""Python like that of a GPU image, with a pretended device: `python -m tests.pretend_cuda.image -m pytest …`.
 
-It stands for the interpreter of `benchmarks/gpu.sh`. Packages that such an image lacks cannot be imported, neither here
-nor in the workers. What a compiler would make is the step as it is.
+It replaces the interpreter of `benchmarks/gpu.sh`. Packages that such an image lacks cannot be imported, neither here
+nor in workers. The compiler returns the step uncompiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Absent(MetaPathFinder):
 
 
 def pretend() -> None:
-    """Have this process be one with pretended devices, whose workers have them, too."""
+    """Turn this process into one with pretended devices, whose workers have them too."""
     os.environ["PRETENDED_COMPILER"] = "as it is"
     import torch
 
@@ -33,13 +33,13 @@ def pretend() -> None:
     from tests.pretend_cuda.tensor import DeviceMode, DeviceTensor
 
     torch.distributed.is_nccl_available = lambda: True
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # as `.cuda()` needs for tensors of a class
-    torch.cuda.is_initialized = lambda: False  # nothing here but the stand-in, which forks well
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.cuda()` needs this for tensor subclasses
+    torch.cuda.is_initialized = lambda: False  # the stand-in survives forks
     profile = torch.profiler.profile
-    torch.profiler.profile = lambda activities: profile(activities=activities[:1])  # that of the host
+    torch.profiler.profile = lambda activities: profile(activities=activities[:1])  # the host's profiler
     groups.RUNNER = TARGET
     for cls in (DeviceTensor, DeviceMode):
-        cls.__module__ = "torch"  # a device is no code of the program's
+        cls.__module__ = "torch"  # the stand-in does not count as the program's code
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """Kernels that a device launches for the operators of a step, and the bytes that they read and write.
 
-An operator is a kernel, with exceptions: views, unfilled memory, exchanges (one rank has none), and the operators
-below. torch's source (2.13) decides each; the table names the place. A copy into a part of a tensor counts that part.
+An operator is one kernel, except for views, allocations without a fill, exchanges (a single rank has none), and the
+operators below. The table names the place in torch's source (2.13). A copy into a part of a tensor counts that part.
 
 | operator | kernels | source |
 | --- | --- | --- |
 | `linear`, `matmul` | one product | `native/Linear.cpp`, `native/LinearAlgebra.cpp`; `cuda/Blas.cpp` |
-| `rms_norm` | 1 if input and weight are of one type, else those that it is made of | `rms_norm_symint` in `native/layer_norm.cpp`; `_fused_rms_norm` has a CUDA kernel in `native_functions.yaml` |
+| `rms_norm` | 1 if input and weight are of one type, else those of its parts | `rms_norm_symint` in `native/layer_norm.cpp`; `_fused_rms_norm` has a CUDA kernel in `native_functions.yaml` |
 | `layer_norm` | 1 | `native_layer_norm`, `cuda/layer_norm_kernel.cu` |
 | `scaled_dot_product_attention` | 1; 2 more for a mask of booleans | `convert_boolean_attn_mask_` in `native/transformers/attention.cpp`: a fill and a `where`; its output is `[batch, queries, heads, width]` in memory, `mem_eff_attention`'s and cuDNN's |
 """  # noqa: E501
@@ -43,10 +43,10 @@ _EXCHANGES = {torch.ops.parallelformers_ng.all_reduce.default, torch.ops.paralle
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts within it.
+    """A counter of kernels.
 
     Attributes:
-        kernels: their names, in order.
+        kernels: names of the kernels, in order.
         moved: for each kernel, the shapes and bytes of the tensors that it reads and writes.
     """
 
@@ -56,19 +56,19 @@ class KernelCount(TorchDispatchMode):
         self.moved: list[list[tuple[tuple[int, ...], int]]] = []
 
     def bytes_of(self, numel: int) -> int:
-        """Bytes that were read and written of tensors with so many numbers."""
+        """Return the bytes read and written of tensors with `numel` elements."""
         return sum(size for tensors in self.moved for shape, size in tensors if torch.Size(shape).numel() == numel)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _WHOLE or (func is aten.rms_norm.default and args[0].dtype is not args[2].dtype):
-            with self:  # in inference mode, operators made of others come as they are
+            with self:  # in inference mode, composite operators arrive whole
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
         if func is aten.scaled_dot_product_attention.default:
-            output = output.transpose(1, 2).contiguous().transpose(1, 2)  # as the device's kernels lay it out
+            output = output.transpose(1, 2).contiguous().transpose(1, 2)  # the layout of the device's kernels
         if not (_is_view(func) or func in _NOTHING or func in _EXCHANGES or _is_on_host(output)):
             kernels = [str(func)] * _WHOLE.get(func, 1)
             mask = next(iter(args[3:4]), kwargs.get("attn_mask"))
@@ -83,10 +83,10 @@ class KernelCount(TorchDispatchMode):
 
 
 class CountingRecorder(CudaRecorder):
-    """Records steps, and counts what each launches.
+    """A recorder that counts the kernels of each step.
 
     Attributes:
-        latest: kernels of the latest recording.
+        latest: count of the latest recording.
     """
 
     latest = KernelCount()
@@ -101,27 +101,27 @@ class CountingRecorder(CudaRecorder):
 
 
 class CountingRunner(PretendedRunner):
-    """A rank that says what its latest recording launches."""
+    """A rank that reports the kernels of its latest recording."""
 
     def recorder(self) -> CudaRecorder | str:
         usual = super().recorder()
         return usual if isinstance(usual, str) else CountingRecorder(self.device)
 
     def launched(self) -> dict[str, int]:
-        """Kernels of the latest recording: name → how often."""
+        """Return the kernels of the latest recording: name → number."""
         return dict(Counter(CountingRecorder.latest.kernels))
 
     def changed_code(self) -> list[str]:
-        """Places that hold code of the caller's program."""
+        """Return the places with code of the caller's program."""
         return sorted(self.code.of_step)
 
     def norms(self) -> dict[str, int]:
-        """Norms with one kernel: class → how many there are."""
+        """Return the norms with one kernel: class → number."""
         kinds = (DeviceRMSNorm, DeviceLayerNorm)
         return dict(Counter(type(module).__name__ for module in self.model.modules() if isinstance(module, kinds)))
 
     def moved(self, numel: int) -> int:
-        """See `KernelCount.bytes_of`."""
+        """Return `KernelCount.bytes_of` of the latest recording."""
         return CountingRecorder.latest.bytes_of(numel)
 
 

@@ -1,4 +1,4 @@
-"""The traffic between host and device, by place in the code."""
+"""Counts of transfers and waits between host and device, by place in the code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Ledger:
     """Counts by kind and place: `entries[TO_HOST, "runner.py:120 copy_"]`.
 
     Attributes:
-        launched: operators that ran on a device so far.
-        waits: for each wait for an event, how many were launched after it, and all counts then.
+        launched: number of operators that have run on a device.
+        waits: for each wait for an event, the number of operators launched after it, and all counts at that time.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Ledger:
         """Note that the host waits for an event.
 
         Args:
-            launched: value of `launched` at the recording.
+            launched: value of `launched` when the event was recorded.
         """
         self.note(WAITS, "Event.synchronize")
         totals = Counter({LAUNCHES: self.launched})
@@ -44,7 +44,7 @@ class Ledger:
         self.waits.append((self.launched - launched, totals))
 
     def take(self) -> dict[str, dict[str, int]]:
-        """Return the counts since the last call: kind → place → count."""
+        """Return the counts since the last call: kind → place → number."""
         taken: dict[str, dict[str, int]] = {TO_DEVICE: {}, TO_HOST: {}, WAITS: {}, PAGEABLE: {}}
         for (kind, place), count in self.entries.items():
             taken[kind][place] = count
@@ -53,7 +53,7 @@ class Ledger:
 
 
 def _place() -> str:
-    """The innermost line that is neither torch's nor this package's."""
+    """Return the innermost line outside torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""The memory of pretended devices, as torch's caching allocator counts it, and what is done with it once it was freed.
+"""The memory of pretended devices, counted like torch's caching allocator does, and faults with freed memory.
 
-Memory of dropped tensors stays reserved until the cache is emptied. Memory that a graph was captured with is not freed
-before each graph of its pool was reset. A graph holds addresses and no tensors: freed memory is filled with ones, which
-are NaN, and a replay that would read or write it is a fault.
+Memory without tensors stays reserved until the cache is emptied. A graph's memory is freed only after each graph of its
+pool was reset. A graph holds addresses and no tensors. Freed memory of a graph is filled with ones, which are NaN. A
+replay that would read or write it is a fault.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _GIBIBYTE = 1 << 30
 
 
 class Pool:
-    """The memory of graphs that share it.
+    """The memory shared by some graphs.
 
     Attributes:
-        users: graphs that were captured with it and not reset, weakly held: one that is collected is reset.
-        index: the device.
-        storages: its memory, and the bytes of each.
+        users: graphs captured with it and not reset, weakly referenced: a collected graph counts as reset.
+        index: index of the device.
+        storages: storages of the pool, with their bytes.
     """
 
     def __init__(self, index: int) -> None:
@@ -40,14 +40,14 @@ class Pool:
 
 
 class Memory:
-    """The memory of tensors on each device.
+    """The memory that tensors take on each device.
 
     Attributes:
-        limit: bytes that each device has.
-        faults: uses of freed memory, in words.
+        limit: bytes of each device.
+        faults: descriptions of faults with freed memory.
         pools: pools of graphs, by handle.
-        pool: the one in which memory is taken now, during a capture.
-        on_take, on_free: called with each storage that is allocated, and freed.
+        pool: pool from which memory is taken now, during a capture.
+        on_take, on_free: functions called with each storage that is allocated, and freed.
     """
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class Memory:
         self.on_take: list[Callable[[int], None]] = []
         self.on_free: list[Callable[[int], None]] = []
         self._reserved: Counter[int] = Counter()
-        self._tensors: dict[int, int] = {}  # storage → how many tensors lie in it
+        self._tensors: dict[int, int] = {}  # storage → number of its tensors
         self._places: dict[int, tuple[int, int]] = {}  # storage → device and bytes
         self._allocated: Counter[int] = Counter()
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._watchers: dict[int, weakref.WeakSet[Any]] = {}  # storage → recordings that have its address
+        self._watchers: dict[int, weakref.WeakSet[Any]] = {}  # storage → recordings with its address
         self._lock = threading.RLock()
 
     def take(self, tensor: Any, host: torch.Tensor, index: int) -> None:
         """Count a new tensor of a device.
 
         Raises:
-            OutOfMemoryError: its memory is new, and more than there is room for.
+            OutOfMemoryError: its memory is new, and exceeds the free room.
         """
         storage = host.untyped_storage()
         key = storage._cdata
@@ -81,31 +81,31 @@ class Memory:
             self._references[number] = weakref.ref(tensor, functools.partial(self._let_go, number, key))
 
     def is_live(self, key: int) -> bool:
-        """Whether a tensor lies in a storage."""
+        """Return whether a storage has a tensor."""
         return key in self._tensors
 
     def watch(self, key: int, recording: Any) -> None:
-        """Have a recording know when a storage is freed whose address it has: its `on_freed` is called."""
+        """Call the recording's `on_freed` when a storage with this address is freed."""
         self._watchers.setdefault(key, weakref.WeakSet()).add(recording)
 
     def allocated(self, index: int) -> int:
-        """Bytes of the tensors on a device."""
+        """Return the bytes of the tensors on a device."""
         return self._allocated[index]
 
     def reserved(self, index: int) -> int:
-        """Bytes that torch has taken from a device."""
+        """Return the bytes that torch has reserved on a device."""
         self._reserved[index] = max(self._reserved[index], self._used(index))
         return self._reserved[index]
 
     def empty_cache(self, index: int) -> None:
-        """Give back what no tensor and no graph needs."""
+        """Free the memory that no tensor and no graph needs."""
         for handle, pool in list(self.pools.items()):
             if not pool.users and pool is not self.pool and not any(map(self.is_live, pool.storages)):
                 del self.pools[handle]
         self._reserved[index] = self._used(index)
 
     def _used(self, index: int) -> int:
-        """Return the memory that cannot be given back: live tensors, and pools; of a pool without graphs, its live
+        """Return the bytes that cannot be freed: live tensors, and pools; of a pool without graphs, its live
         tensors."""
         used = self._allocated[index]
         for pool in self.pools.values():
@@ -149,18 +149,18 @@ class Memory:
 
 
 def key_of(host: torch.Tensor) -> int:
-    """Return the name of the memory of a host tensor."""
+    """Return the key of a host tensor's memory."""
     return host.untyped_storage()._cdata
 
 
 def poison(host: torch.Tensor) -> None:
-    """Fill the whole memory that a tensor lies in with ones, which are NaN."""
+    """Fill the whole storage of a tensor with ones, which are NaN."""
     storage = host.untyped_storage()
     ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
 
 
 def bytes_of(host: torch.Tensor) -> torch.Tensor:
-    """The whole memory that a tensor lies in, as bytes."""
+    """Return the whole storage of a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
 
 

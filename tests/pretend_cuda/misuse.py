@@ -1,4 +1,4 @@
-"""Silent mistakes on a device, made on purpose: the stand-in has to find each."""
+"""Misuses that a device hides, done on purpose: the stand-in must detect each."""
 
 from __future__ import annotations
 
@@ -13,86 +13,86 @@ def _device(value: float = 1.0) -> torch.Tensor:
     return torch.full((8,), value, device="cuda:0")
 
 
-def _captured(given: torch.Tensor) -> tuple[CUDAGraph, torch.Tensor]:
-    made = CUDAGraph()
-    with graph(made):
-        output = given * 2
-    return made, output
+def _captured(tensor: torch.Tensor) -> tuple[CUDAGraph, torch.Tensor]:
+    recorded = CUDAGraph()
+    with graph(recorded):
+        output = tensor * 2
+    return recorded, output
 
 
 def use_without_waiting(right: bool) -> None:
-    """A tensor of one stream is read on another."""
-    side, given = Stream(), _device()
+    """Read a tensor of one stream on another."""
+    side, tensor = Stream(), _device()
     torch.cuda.synchronize()
     with side:
-        given.add_(1)
+        tensor.add_(1)
     if right:
         torch.cuda.current_stream().wait_stream(side)
-    given.sum()
+    tensor.sum()
 
 
 def overwrite_without_waiting(right: bool) -> None:
-    """A tensor that another stream reads is written."""
-    side, given = Stream(), _device()
+    """Write a tensor that another stream reads."""
+    side, tensor = Stream(), _device()
     side.wait_stream(torch.cuda.current_stream())
     with side:
-        given.sum()
+        tensor.sum()
         read = Event()
         read.record()
     if right:
         read.wait()
-    given.zero_()
+    tensor.zero_()
 
 
 def let_go_without_lending(right: bool) -> None:
-    """Memory of one stream is taken again while another reads it."""
+    """Reuse memory of one stream while another reads it."""
     side = Stream()
     with side:
-        given = _device()
+        tensor = _device()
     torch.cuda.current_stream().wait_stream(side)
-    given.sum()
+    tensor.sum()
     if right:
-        record_stream(given, torch.cuda.current_stream())
-    del given
+        record_stream(tensor, torch.cuda.current_stream())
+    del tensor
     with side:
         _device()
 
 
 def read_too_early(right: bool) -> None:
-    """A copy to the host is read that nobody has waited for."""
-    given = _device(3.0)
-    copy = given.to("cpu", non_blocking=True)
+    """Read a copy to the host that nobody has waited for."""
+    tensor = _device(3.0)
+    copy = tensor.to("cpu", non_blocking=True)
     if right:
         torch.cuda.current_stream().synchronize()
-    assert copy.tolist() == [3.0] * 8, "the copy has not come"
+    assert copy.tolist() == [3.0] * 8, "the copy has not arrived"
 
 
 def refill_too_early(right: bool) -> None:
-    """Page-locked memory is written while a copy leaves it."""
-    buffer, given = torch.empty(8, pin_memory=True), _device()
-    given.copy_(buffer, non_blocking=True)
+    """Write page-locked memory while a copy leaves it."""
+    buffer, tensor = torch.empty(8, pin_memory=True), _device()
+    tensor.copy_(buffer, non_blocking=True)
     if right:
         torch.cuda.synchronize()
     buffer.fill_(2)
 
 
 def free_what_a_graph_needs(right: bool) -> None:
-    """A graph reads memory that was freed."""
-    given = _device()
-    made, _ = _captured(given)
+    """Replay a graph that reads freed memory."""
+    tensor = _device()
+    recorded, _ = _captured(tensor)
     if not right:
-        del given
-    made.replay()
+        del tensor
+    recorded.replay()
 
 
 def keep_the_output_of_another_graph(right: bool) -> None:
-    """Graphs of one pool overwrite what each other left there."""
-    given, pool = _device(), torch.cuda.graph_pool_handle()
+    """Use the output of a graph after another graph of the pool has overwritten it."""
+    tensor, pool = _device(), torch.cuda.graph_pool_handle()
     graphs = [CUDAGraph(), CUDAGraph()]
     outputs = []
-    for made in graphs:
-        with graph(made, pool=pool):
-            outputs.append(given * 2)
+    for recorded in graphs:
+        with graph(recorded, pool=pool):
+            outputs.append(tensor * 2)
     graphs[0].replay()
     kept = outputs[0].clone() if right else outputs[0]
     graphs[1].replay()
@@ -100,23 +100,23 @@ def keep_the_output_of_another_graph(right: bool) -> None:
 
 
 def capture_into_a_pool_without_graphs(right: bool) -> None:
-    """Each graph of a pool was reset, and a tensor of it lives."""
-    given, pool = _device(), torch.cuda.graph_pool_handle()
+    """Capture into a pool whose graphs were all reset, while one of its tensors lives."""
+    tensor, pool = _device(), torch.cuda.graph_pool_handle()
     first, second = CUDAGraph(), CUDAGraph()
     with graph(first, pool=pool):
-        output = given * 2
+        output = tensor * 2
     first.reset()
     if right:
         del output
     with graph(second, pool=pool):
-        given * 2
+        tensor * 2
 
 
 def wait_in_a_capture(right: bool) -> None:
-    """The host asks for a number of the device."""
-    given = _device()
+    """Read a number of the device during a capture."""
+    tensor = _device()
     with graph(CUDAGraph()):
-        total = given.sum()
+        total = tensor.sum()
         if not right:
             total.item()
 
@@ -132,4 +132,4 @@ MISUSES: dict[str, Callable[[bool], None]] = {
     "pool": capture_into_a_pool_without_graphs,
     "wait": wait_in_a_capture,
 }
-"""Each is done wrong, or right."""
+"""Misuses by name; each function takes whether to do it right."""

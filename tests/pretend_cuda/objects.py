@@ -1,4 +1,4 @@
-"""Processors and criteria of callers. They are here, and not in the tests, so that workers need not import those."""
+"""Processors and criteria of callers. They are here, and not in the tests, so that workers need not import tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Pair(NamedTuple):
 
 
 class Favours(LogitsProcessor):
-    """Adds to the scores, and keeps what it saw."""
+    """A processor that adds a bias to the scores, and keeps its inputs."""
 
     def __init__(self, bias: torch.Tensor) -> None:
         self.bias = Pair(bias, bias * 2)
@@ -38,7 +38,7 @@ class EndsAt(StoppingCriteria):
 
 
 class Draws(LogitsProcessor):
-    """Has a random stream of its own, of the host."""
+    """A processor with its own random stream on the host."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(3)
@@ -57,20 +57,20 @@ class Counts(LogitsProcessor):
 
 
 class RaisesOn(StoppingCriteria):
-    """Raises on one rank, which has its peers wait for it in an exchange."""
+    """A criterion that raises on one rank, while its peers wait for it in an exchange."""
 
     def __init__(self, pid: int, length: int) -> None:
         self.pid, self.length = pid, length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if os.getpid() == self.pid and input_ids.shape[1] == self.length:
-            time.sleep(0.2)  # by now the peer waits in the exchange
+            time.sleep(0.2)  # after this the peer waits in the exchange
             raise ValueError("only here")
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Breaks(StoppingCriteria):
-    """Has the next collective of one rank fail, and NCCL tell its watchdog so."""
+    """A criterion that makes one rank's next collective fail, and NCCL report the failure to its watchdog."""
 
     def __init__(self, pid: int, length: int) -> None:
         self.pid, self.length = pid, length

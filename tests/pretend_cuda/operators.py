@@ -1,4 +1,4 @@
-"""The behaviour of operators on CUDA, as far as it is known without running them."""
+"""Properties of operators on CUDA, as far as they are known without running them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ _TAKE_HOST_SCALARS = {
     *(aten.where.self, aten.where.self_out),
 }
 _ARITHMETIC = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default}
-"""Made of others, in which nothing is copied or waited for. To look at these as one saves half of the time."""
+"""Composite operators without copies or waits inside. To treat each as one operator halves the time."""
 
 
 class Operator:
-    """Facts about an operator, needed each time that it runs.
+    """The properties of an operator that are needed each time it runs.
 
     Attributes:
-        is_composite: it is made of others, which are looked at in its place.
-        is_copy: it goes from one device to another.
-        indexes: it takes indices, also such as lie on the host.
-        looks_up, asserts: the device asserts and the host raises: if an index is out of range; in
-            any case.
-        takes_numbers: it takes tensors of the host that hold one number.
-        writes_first: its first argument is written to.
-        writes: places and names of the arguments that are written to.
-        waits: the host has to know its result, or the result's shape.
-        has_device, has_generator: it has an argument of this name.
-        changes_view: it changes the shape of its argument in place.
+        is_composite: whether it is made of others, which are examined instead.
+        is_copy: whether it copies between devices.
+        indexes: whether it takes indices, which may be on the host.
+        looks_up, asserts: whether the device asserts if an index is out of range, or in any case; the host raises.
+        takes_numbers: whether it takes host tensors with one number.
+        writes_first: whether it writes its first argument.
+        writes: places and names of the arguments that it writes.
+        waits: whether the host must know its result, or the shape of its result.
+        has_device, has_generator: whether it has an argument of this name.
+        changes_view: whether it changes the shape of its argument in place.
     """
 
     def __init__(self, func: Any) -> None:
@@ -64,5 +63,5 @@ class Operator:
 
 @functools.cache
 def operator(func: Any) -> Operator:
-    """See `Operator`."""
+    """Return the `Operator` of a function."""
     return Operator(func)

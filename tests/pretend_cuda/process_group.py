@@ -24,21 +24,21 @@ from tests.pretend_cuda.tensor import DeviceTensor
 _POLL_SECONDS = 0.0005
 
 MISHAP = "PRETENDED_NCCL_MISHAP"
-"""The environment variable by which a group cannot connect ("raise"), sums wrongly ("sum"), or waits ("hang")."""
+"""Environment variable that makes a group fail to connect ("raise"), sum wrongly ("sum"), or wait ("hang")."""
 
 fail_next = False
 """Whether the next collective of this process fails."""
 
-made = 0
-"""How many groups this process has made."""
+groups_made = 0
+"""Number of groups that this process has made."""
 
 
 class ProcessGroupNCCL:
-    """The package's needs of torch's class of this name. Ranks meet in the first collective, as they do there.
+    """The parts of torch's class of this name that the package uses. Ranks meet in the first collective, as with NCCL.
 
-    Written after torch's `ProcessGroupNCCL.cpp`, whose synchronous collectives return no work since torch 2.8: they
-    are on the current stream. `torch/distributed/distributed_c10d.py` therefore waits only for a work that is there
-    ("Backward compatible with backends that don't sync at CPP level").
+    It follows torch's `ProcessGroupNCCL.cpp`, whose synchronous collectives return no work since torch 2.8: they are on
+    the current stream. `torch/distributed/distributed_c10d.py` therefore waits only if a work is returned ("Backward
+    compatible with backends that don't sync at CPP level").
     """
 
     class Options:
@@ -46,8 +46,8 @@ class ProcessGroupNCCL:
             self._timeout = timedelta(seconds=600)
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        global made
-        made += 1
+        global groups_made
+        groups_made += 1
         self._store, self._rank, self._size, self._timeout = store, rank, size, options._timeout
         self._gloo: Any = None
         self._mishap = os.environ.get(MISHAP, "")
@@ -67,7 +67,7 @@ class ProcessGroupNCCL:
         self._queue([whole, own], options, lambda gloo: gloo.allgather([parts], [own.view(-1)]), [whole])
 
     def abort(self) -> None:
-        """Returns when nothing that was captured has collectives of this group, however long that takes."""
+        """Abort, and return once no capture has collectives of this group, however long that takes."""
         with self._mutex:
             self.aborted = True
             while any(graph.has_collectives_of(self) for graph in self.graphs):
@@ -80,9 +80,9 @@ class ProcessGroupNCCL:
         begin: Callable[[Any], Any],
         outputs: list[torch.Tensor] | None = None,
     ) -> None:
-        assert not options.asyncOp, "a collective goes through a stream of its own"
+        assert not options.asyncOp, "a collective uses another stream than the current one"
         outputs = hosts if outputs is None else outputs
-        with self._mutex:  # as getNCCLComm
+        with self._mutex:  # like getNCCLComm
             self._check()
         gloo = self._connected()
 
@@ -96,8 +96,10 @@ class ProcessGroupNCCL:
             order.queued(map(key_of, hosts), map(key_of, outputs), "a collective")
 
     def _finish(self, work: Any, outputs: list[torch.Tensor]) -> None:
-        """Wait for gloo. As NCCL's, a collective whose group was aborted ends like any other, with anything in its
-        tensors."""
+        """Wait for gloo.
+
+        As with NCCL, a collective of an aborted group ends normally, with arbitrary values in its tensors.
+        """
         while not (self.aborted or work.is_completed()) or self._mishap == "hang":
             time.sleep(_POLL_SECONDS)
         if not self.aborted:
@@ -120,7 +122,7 @@ class ProcessGroupNCCL:
             raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
 
     def _watchdog(self) -> None:
-        """Do the watchdog's work, in a thread of its own, after an error of NCCL."""
+        """Do what NCCL's watchdog does, in a thread of its own, after NCCL has reported an error."""
         handling = _variable("ASYNC_ERROR_HANDLING", 3)
         if handling in (1, 3):
             seconds = 4 * _variable("WAIT_TIMEOUT_DUMP_MILSEC", 15000) / 1000
@@ -138,10 +140,10 @@ class ProcessGroupNCCL:
         return self._gloo
 
     def _unique_id(self) -> str:
-        """Return the meeting point of gloo's ranks. As with NCCL, only the first rank's address goes through the
+        """Return the place where gloo's ranks meet. As with NCCL, the first rank puts it, and nothing else, into the
         store."""
         if self._rank == 0:
-            self._meeting = create_rendezvous()  # open for as long as this process lives
+            self._meeting = create_rendezvous()  # stays open until this process ends
             self._store.set("0", rendezvous_path(self._meeting))
             return rendezvous_path(self._meeting)
         return self._store.get("0").decode()

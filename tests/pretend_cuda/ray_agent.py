@@ -8,7 +8,7 @@ from parallelformers_ng.hosts.ray_actor import Agent
 
 
 class PretendedAgent(Agent):
-    """Ray believes in the devices already: this has torch believe in them."""
+    """An agent that makes torch see the devices; Ray already does."""
 
     def serve(self, *arguments: Any) -> None:
         import torch

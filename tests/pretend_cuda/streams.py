@@ -1,10 +1,10 @@
-"""Streams of pretended devices: the work of one runs in order; two streams have no order between them.
+"""Streams of pretended devices: the work of one stream runs in order, and without order relative to other streams.
 
-Everything is computed when it is queued. But each tensor notes the streams that wrote and read it, and each stream
-notes how far it has waited for the others. A use that nothing orders after another is a fault. An awaited copy to the
-host has come; until then its tensor holds ones, which are NaN.
+Everything is computed when it is queued. For each tensor, the streams that have read and written it are known, and how
+far each stream has waited for others. So a use without a wait for an earlier use is noted as a fault. A copy to the
+host has not arrived before a wait: until then its tensor holds ones, which are NaN.
 
-Written after `streams.py`, `CUDAStream.cpp` and `CUDACachingAllocator.cpp` of torch: see `contract.py`.
+The model follows `streams.py`, `CUDAStream.cpp` and `CUDACachingAllocator.cpp` of torch: see `contract.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.pretend_cuda.ledger import WAITS, ledger
 from tests.pretend_cuda.memory import memory, poison
 
 Marks = dict["Stream", int]
-"""How far streams have come."""
+"""Positions reached, by stream."""
 
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 class Stream:
-    """A stream.
+    """A stream of a device.
 
     Attributes:
-        position: how much was queued on it.
-        seen: its progress on the other streams.
+        position: number of operations queued on it.
+        seen: positions of other streams that it has waited for.
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def marks(self) -> Marks:
-        """Run a function after all queued work."""
+        """The positions reached once all work of this stream is done."""
         return {**self.seen, self: self.position}
 
     def wait_stream(self, other: Stream) -> None:
@@ -73,7 +73,7 @@ class Stream:
 
 
 class Event:
-    """An event in a stream. One that was never recorded is waited for by nobody."""
+    """An event in a stream. A wait for an event that was never recorded returns at once."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.recorded = False
@@ -105,25 +105,24 @@ _thread = _Thread()
 
 
 class Order:
-    """In which order what is queued may run.
+    """The order in which queued work may run.
 
     Attributes:
-        default: the stream on which most is queued.
+        default: stream with most of the work.
+        leaving: for each host storage, positions of copies that leave it, and a reference to its tensor.
     """
 
     def __init__(self) -> None:
         self.default = Stream(0)
-        self._begun: int | None = None  # position of the default stream when another was used first
-        self._done: Marks = {}  # what the host has waited for
-        self._written: dict[int, tuple[Stream, int]] = {}  # storage → where it was written last
-        self._read: dict[int, Marks] = {}  # storage → where it was read since
-        self._taken: dict[int, Stream] = {}  # storage → where it was allocated, if not on the default stream
-        self._lent: dict[int, set[Stream]] = {}  # storage → streams that were recorded for it
-        self._freed: dict[Stream, Marks] = {}  # allocated there → uses elsewhere of what was freed
+        self._begun: int | None = None  # position of the default stream at the first use of another stream
+        self._done: Marks = {}  # positions that the host has waited for
+        self._written: dict[int, tuple[Stream, int]] = {}  # storage → stream and position of the last write
+        self._read: dict[int, Marks] = {}  # storage → positions of reads since then
+        self._taken: dict[int, Stream] = {}  # storage → stream of its allocation, if not the default one
+        self._lent: dict[int, set[Stream]] = {}  # storage → streams passed to record_stream
+        self._freed: dict[Stream, Marks] = {}  # stream → uses by other streams of its freed memory
         self._coming: list[tuple[Marks, torch.Tensor, torch.Tensor]] = []
-        self.leaving: dict[
-            int, tuple[Marks, weakref.ref[torch.Tensor]]
-        ] = {}  # storage of the host → copies, its tensor
+        self.leaving: dict[int, tuple[Marks, weakref.ref[torch.Tensor]]] = {}
         memory.on_free.append(self._forget)
         memory.on_take.append(self._take)
 
@@ -132,10 +131,11 @@ class Order:
         return _thread.stack[-1] if _thread.stack else self.default
 
     def queued(self, reads: Iterable[int], writes: Iterable[int], what: Any) -> None:
-        """Note that something was queued on the current stream.
+        """Note work queued on the current stream.
 
         Args:
-            reads, writes: storages.
+            reads, writes: storages that it reads and writes.
+            what: description of the work.
         """
         stream = self.current
         stream.position += 1
@@ -153,11 +153,11 @@ class Order:
             self._written[key] = stream, stream.position
 
     def lend(self, key: int, stream: Stream) -> None:
-        """Keep the memory of a storage, once it is freed, for as long as a stream may use it."""
+        """Keep a freed storage reserved as long as a stream may use it."""
         self._lent.setdefault(key, set()).add(stream)
 
     def host_waits(self, marks: Marks | None = None) -> None:
-        """The host has waited; None: for the whole device."""
+        """Note that the host has waited for these positions; None: for the whole device."""
         if marks is None:
             marks = self.current.marks
             for stream in list(_streams):
@@ -171,15 +171,17 @@ class Order:
                     target.copy_(value)
 
     def bring(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor of the host to which a value is on its way."""
+        """Return the host tensor in which a value will arrive."""
         target = torch.empty_like(value)
         poison(target)
         self._coming.append(({self.current: self.current.position}, target, value.clone()))
         return target
 
     def carry_on(self, source: torch.Tensor) -> None:
-        """A copy to a device is queued from a host tensor, which may itself be the target of a running copy. If its
-        stream waits for that, it reads the new values; the host need not wait."""
+        """Deliver a value to its host tensor if a device copy reads it on a stream that waits for it.
+
+        The host itself need not have waited.
+        """
         for arrival in [each for each in self._coming if each[1].data_ptr() == source.data_ptr()]:
             due, target, value = arrival
             if all(self._is_before(mark, self.current) for mark in due.items()):
@@ -188,13 +190,15 @@ class Order:
                     target.copy_(value)
 
     def leave(self, key: int, owner: weakref.ref[torch.Tensor]) -> None:
-        """Note a copy from page-locked memory, which the host is not to change before it has waited. Once no tensor has
-        the memory, torch keeps it until the copy has left."""
+        """Note a copy from page-locked memory, which the host must not change before it has waited.
+
+        Once no tensor uses the memory, torch keeps it until the copy has left.
+        """
         marks, _ = self.leaving.get(key, ({}, owner))
         self.leaving[key] = {**marks, self.current: self.current.position}, owner
 
     def host_writes(self, key: int, what: Any) -> None:
-        """The host writes to memory of its own."""
+        """Note a write by the host to its own memory."""
         marks, owner = self.leaving.pop(key, ({}, None))
         late = any(self._done.get(stream, 0) < position for stream, position in marks.items())
         if late and owner is not None and owner() is not None:

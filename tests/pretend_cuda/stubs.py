@@ -1,4 +1,4 @@
-"""The parts of `torch.cuda` that the package, transformers and torch itself use."""
+"""Names of `torch.cuda` that the package, transformers and torch itself use of a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pretend_cuda.tensor import device_mode
 DEVICES = 4
 MEMORY = memory.limit
 DRIVER = "PRETENDED_DRIVER"
-"""The environment variable with the number of NVML's devices that CUDA has, or "old" if it has none."""
+"""Environment variable with the number of NVML's devices that CUDA has, or "old" for a driver without any."""
 
 
 def _index(device: Any = None) -> int:
@@ -28,8 +28,8 @@ def _index(device: Any = None) -> int:
         return device_mode.current
     if isinstance(device, int):
         return device
-    found = torch.device(device).index
-    return device_mode.current if found is None else found
+    index = torch.device(device).index
+    return device_mode.current if index is None else index
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def lazy_init() -> None:
 
 
 def device_count() -> int:
-    """By NVML until CUDA is initialized, then by CUDA."""
+    """Return the number by NVML until CUDA is initialized, then by CUDA."""
     return int(os.environ.get(DRIVER, DEVICES)) if _initialized else DEVICES
 
 
@@ -130,7 +130,7 @@ def no_compiler(function: Any = None, **_: Any) -> Any:
 
 
 emptied: list[int] = []
-"""How many bytes were allocated whenever `empty_cache` was called."""
+"""Bytes allocated at each call of `empty_cache`."""
 
 STUBS: dict[str, Any] = {
     "_lazy_init": lazy_init,
@@ -171,7 +171,7 @@ STUBS: dict[str, Any] = {
 
 
 def install() -> None:
-    """Have `torch.cuda` speak of the pretended devices, for as long as this process lives."""
+    """Replace names of `torch.cuda` by those of the pretended devices, until this process ends."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]

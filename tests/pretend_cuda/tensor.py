@@ -1,4 +1,4 @@
-"""Tensors that claim to be on a CUDA device, and the rules for mixing them with host tensors."""
+"""Tensors that claim to be on a CUDA device, and the rules by which they combine with host tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.pretend_cuda.streams import order
 aten = torch.ops.aten
 
 MULTIPROCESSORS = "PRETENDED_MULTIPROCESSORS"
-"""The environment variable that has how many each device has, separated by commas."""
-_BLOCK = 256  # threads
+"""Environment variable with the number of multiprocessors of each device, separated by commas."""
+_BLOCK = 256  # threads per block
 _MATH_ATTENTION = 0
 
 
@@ -30,7 +30,7 @@ class DeviceTensor(torch.Tensor):
     """A tensor on a device.
 
     Attributes:
-        host: the same memory, as a tensor of the host.
+        host: host tensor with the same memory.
     """
 
     host: torch.Tensor
@@ -42,7 +42,7 @@ class DeviceTensor(torch.Tensor):
         if host.is_inference() == torch.is_inference_mode_enabled():
             self = cls._wrapped(host, device)
         else:
-            with torch.inference_mode(host.is_inference()):  # a view is what its base is, whatever the mode
+            with torch.inference_mode(host.is_inference()):  # a view is an inference tensor exactly if its base is
                 self = cls._wrapped(host, device)
         self.host = host.detach() if host.requires_grad else host
         memory.take(self, self.host, device.index)
@@ -86,13 +86,13 @@ class DeviceTensor(torch.Tensor):
 
 
 class DeviceMode(TorchDispatchMode):
-    """Within it, operators make tensors on devices, and run on those.
+    """A mode whose operators create tensors on devices and run there.
 
     Attributes:
-        current: the index of the current device.
-        generators: the random stream of each device.
-        pinned: storages of the host that are page-locked, as long as the tensors live with which they were taken.
-        broken: text of a device-side assertion. As on CUDA, nothing works in the process afterwards.
+        current: index of the current device.
+        generators: random stream of each device.
+        pinned: page-locked host storages, each with the tensor for which it was allocated.
+        broken: message of a device-side assertion. As on CUDA, nothing works in the process afterwards.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class DeviceMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; to see to that takes a tenth of the time
+        return False  # nothing is compiled here; the default check takes a tenth of the time
 
     def generator(self, index: int) -> torch.Generator:
         if index not in self.generators:
@@ -112,8 +112,11 @@ class DeviceMode(TorchDispatchMode):
         return self.generators[index]
 
     def drawing(self, index: int, args: Any) -> torch.Generator:
-        """Return the random state of an operator. If it needs more blocks of threads than a device runs at once,
-        their number counts for the draws and for the next state: `calc_execution_policy` of torch."""
+        """Return the generator of an operator.
+
+        If it needs more blocks of threads than a device runs at once, the number of blocks changes the values, and how
+        far the stream moves: `calc_execution_policy` of torch.
+        """
         stream = self.generator(index)
         count = args[0].numel() if isinstance(args[0], torch.Tensor) else math.prod(args[0])
         if count <= _BLOCK * self.blocks(index):
@@ -124,7 +127,7 @@ class DeviceMode(TorchDispatchMode):
 
     @staticmethod
     def blocks(index: int) -> int:
-        """Blocks of threads that a device runs at once, here one for each of its multiprocessors."""
+        """Return the number of blocks of threads that a device runs at once, here one per multiprocessor."""
         counts = os.environ.get(MULTIPROCESSORS, "132").split(",")
         return int(counts[index % len(counts)])
 
@@ -132,11 +135,11 @@ class DeviceMode(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator, on the device of its tensors, or on the one that it is asked to make one on."""
+        """Run an operator on the device of its tensors, or on the device on which it is asked to make one."""
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
-        there = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
+        on_device = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
         device = self._indexed(kwargs.get("device"))
-        if not there and (device is None or device.type != "cuda"):
+        if not on_device and (device is None or device.type != "cuda"):
             return self._on_host(func, args, kwargs)
         known = operator(func)
         if known.is_composite:
@@ -149,17 +152,17 @@ class DeviceMode(TorchDispatchMode):
             return self._copy(func, known, args, kwargs, device)
         if func is aten._fused_sdp_choice.default:
             return _MATH_ATTENTION
-        _check_places(func, known, tensors, there, args)
+        _check_places(func, known, tensors, on_device, args)
         if known.waits or (known.indexes and _waits_for_mask(func, args)):
             graphs.refuse()
             ledger.note(WAITS, str(func))
             order.host_waits(order.current.marks)
-        place = device or there[0].device
+        place = device or on_device[0].device
         output = self._run(func, known, _mapped(args, _host), self._host_kwargs(known, kwargs), place)
-        given = {id(tensor.host): tensor for tensor in there}
+        wrappers = {id(tensor.host): tensor for tensor in on_device}
 
         def placed(part: torch.Tensor) -> torch.Tensor:
-            return given[id(part)] if id(part) in given else _placed(part, place)
+            return wrappers[id(part)] if id(part) in wrappers else _placed(part, place)
 
         wrapped = placed(output) if isinstance(output, torch.Tensor) else _mapped_output(output, placed)
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if known.changes_view else wrapped
@@ -195,14 +198,14 @@ class DeviceMode(TorchDispatchMode):
         if graphs.capturing is not None:
             return graphs.capturing.operator(func, args, kwargs, compute)
         output = compute(args, kwargs)
-        given = {key_of(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
+        reads = {key_of(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
         written = [args[at] if at < len(args) else kwargs.get(name) for at, name in known.writes]
-        made = {key_of(tensor) for tensor in _tensors([output])} - given
-        order.queued(filter(memory.is_live, given), [*made, *map(key_of, _tensors(written))], func)
+        new = {key_of(tensor) for tensor in _tensors([output])} - reads
+        order.queued(filter(memory.is_live, reads), [*new, *map(key_of, _tensors(written))], func)
         return output
 
     def _compute(self, func: Any, known: Operator, args: Any, kwargs: Any) -> Any:
-        if func is aten.histc.default and not args[0].is_floating_point():  # integers, which it takes on CUDA alone
+        if func is aten.histc.default and not args[0].is_floating_point():  # only CUDA takes integers here
             return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         try:
             return func(*args, **kwargs)
@@ -233,7 +236,7 @@ class DeviceMode(TorchDispatchMode):
         return target
 
     def _left(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> None:
-        """A copy to a device was queued: the host waits, unless the memory that it is from is page-locked."""
+        """Note a queued copy to a device: the host waits, unless the source is page-locked."""
         if source.device.type == "cpu" and device.type == "cuda" and source.dim():
             owner = self.pinned.get(key_of(source))
             if owner is None or owner() is None:
@@ -260,7 +263,7 @@ def _placed(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors among the arguments of an operator, also within lists."""
+    """Yield the tensors among an operator's arguments, also within lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -284,14 +287,14 @@ def _mapped_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def _check_places(
-    func: Any, known: Operator, tensors: list[torch.Tensor], there: list[DeviceTensor], args: Sequence[Any]
+    func: Any, known: Operator, tensors: list[torch.Tensor], on_device: list[DeviceTensor], args: Sequence[Any]
 ) -> None:
-    """Refuse tensors of host and device together where CUDA does: it takes numbers, and indices."""
-    devices = {tensor.device for tensor in there}
+    """Refuse host and device tensors together if CUDA does: it accepts numbers, and indices."""
+    devices = {tensor.device for tensor in on_device}
     if len(devices) > 1:
         first, second, *_ = sorted(map(str, devices))
         _refuse(func, first, second)
-    if not there or len(there) == len(tensors):
+    if not on_device or len(on_device) == len(tensors):
         return
     for tensor in tensors:
         if type(tensor) is DeviceTensor:
@@ -300,7 +303,7 @@ def _check_places(
         if tensor.dim() and known.indexes and not is_first and not tensor.is_floating_point():
             ledger.note(TO_DEVICE, f"{func} of indices")
         elif tensor.dim() or not known.takes_numbers or (is_first and known.writes_first):
-            _refuse(func, str(there[0].device), "cpu")
+            _refuse(func, str(on_device[0].device), "cpu")
 
 
 def _refuse(func: Any, *devices: str) -> None:
@@ -323,10 +326,10 @@ def _count_copy(source: torch.device, target: torch.device, non_blocking: bool) 
 
 
 def _waits_for_mask(func: Any, args: Any) -> bool:
-    """Return whether the host has to know the number of true elements of an operator's mask."""
+    """Return whether the host must know the number of true elements of an indexing operator's mask."""
     masks = any(isinstance(value, DeviceTensor) and value.dtype is torch.bool for value in args[1])
     return masks and (func is aten.index.Tensor or args[2].numel() != 1)
 
 
 device_mode = DeviceMode()
-"""The one of this process. A thread enters it for itself."""
+"""The mode of this process. Each thread enters it by itself."""

@@ -1,4 +1,4 @@
-"""A rank on a pretended device. Imported by workers alone: the import makes the process one that has such devices."""
+"""A rank on a pretended device. Imported by workers alone: the import gives the process such devices."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 guard.load()
 stubs.install()
 dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
-torch._C._set_only_lift_cpu_tensors(True)  # what `torch.tensor(…, device="cuda")` makes is copied in the mode's sight
+torch._C._set_only_lift_cpu_tensors(True)  # the mode then sees the copy of `torch.tensor(…, device="cuda")`
 device_mode.__enter__()
 
 
 def _check() -> None:
-    """See that nothing was done that a device does in silence, with anything in the result.
+    """Assert that nothing happened that a device would hide.
 
     Raises:
-        AssertionError: memory was used that had been freed.
+        AssertionError: freed memory was used.
     """
     faults, memory.faults = memory.faults, []
     assert not faults, faults
@@ -50,15 +50,14 @@ def _no_room(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nThe rest is advice.")
 
 
-message.TENSOR_CLASSES.add(DeviceTensor)  # a tensor of a GPU has no class of its own
+message.TENSOR_CLASSES.add(DeviceTensor)  # a GPU tensor has no class of its own
 
 
 class PretendedRunner(ModelRunner):
-    """Runs as on a GPU, and counts the traffic between host and device. Mistakes that a device would bear in silence
-    are errors."""
+    """A runner as on a GPU, which also reports transfers. Faults that a device would hide are errors."""
 
     def differences(self, digests: Digests) -> Digests:
-        """The caller has the real torch; its objects must not come here."""
+        """Return the differences without torch.cuda: the caller's real one must not come here."""
         return super().differences(
             {place: each for place, each in digests.items() if not place.startswith(("torch.cuda", "torch:"))}
         )
@@ -68,28 +67,30 @@ class PretendedRunner(ModelRunner):
         _check()
         return answer
 
-    def decode_rows(self, asked: Round) -> News:
-        news = super().decode_rows(asked)
+    def decode_rows(self, requested: Round) -> News:
+        news = super().decode_rows(requested)
         _check()
         return news
 
     def counted(self) -> dict[str, dict[str, int]]:
-        """See `Ledger.take`."""
+        """Return `Ledger.take`."""
         return ledger.take()
 
     def last_step(self) -> dict[str, int]:
-        """Return the traffic between the last two tokens of a generation that waits for events, none if it did not
-        wait. "ahead" is the number of operators that the host had launched when it asked whether the token before
-        was the last."""
-        *_, (_, before), (ahead, after), _, _ = ledger.waits or [(0, Counter())] * 4  # two at the end
+        """Return the counts between the last two tokens of a generation that waits for events, 0 if it does not.
+
+        "ahead" is the number of operators that the host had launched when it checked whether the previous token was the
+        last.
+        """
+        *_, (_, before), (ahead, after), _, _ = ledger.waits or [(0, Counter())] * 4  # two more waits follow at the end
         ledger.waits.clear()
         return {"ahead": ahead, **{kind: count - before[kind] for kind, count in after.items()}}
 
     def graphs(self, fault: str = "") -> tuple[int, int]:
-        """Recordings and replays since this was last asked.
+        """Return the numbers of recordings and replays since the last call.
 
         Args:
-            fault: fault from now on: see `stubs.CUDAGraph`; "no room" if the last rank has none for caches.
+            fault: fault from now on: see `stubs.CUDAGraph`; "no room" if the last rank has no memory for caches.
         """
         graphs = stubs.CUDAGraph
         counts = graphs.recordings, graphs.replays
@@ -100,22 +101,22 @@ class PretendedRunner(ModelRunner):
         return counts
 
     def static_caches(self) -> int:
-        """How many caches are kept for recordings."""
+        """Return the number of caches kept for recordings."""
         return len(self.kept.steps["call"]._caches) if "call" in self.kept.steps else 0
 
     def computed_as_one(self) -> int:
-        """Layers that share a product with others."""
+        """Return the number of layers that share a product with others."""
         return sum(isinstance(module, PartOfProduct) and module.side_by_side.agree for module in self.model.modules())
 
     def prefetch_as_in_5_17(self) -> None:
-        """Have transformers' caches bring back from host memory what may be on its way there."""
+        """Make transformers' caches prefetch from host memory without waiting for the copy to it, as in 5.17."""
         source = inspect.getsource(Cache.update)
         wait = "self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))"
-        exec(textwrap.dedent(source).replace(wait, "pass"), vars(cache_utils), found := {})
-        Cache.update = found["update"]
+        exec(textwrap.dedent(source).replace(wait, "pass"), vars(cache_utils), names := {})
+        Cache.update = names["update"]
 
     def misuse(self, name: str, right: bool) -> str:
-        """Return the message of a misuse, "" if there is none."""
+        """Return the error of a misuse, "" if there is none."""
         try:
             MISUSES[name](right)
             torch.cuda.synchronize()
@@ -125,20 +126,20 @@ class PretendedRunner(ModelRunner):
         return ""
 
     def live_graphs(self) -> int:
-        """How many graphs were captured and not destroyed."""
+        """Return the number of graphs captured and not destroyed."""
         return sum(len(pool.users) for pool in memory.pools.values())
 
     def limit(self, free: int | None) -> int:
-        """Have so many bytes be free on the device; None: as many as at first. Returns the size of its memory."""
+        """Leave `free` bytes free on the device; None restores the initial size. Return the size of its memory."""
         torch.cuda.empty_cache()
         memory.limit = stubs.MEMORY if free is None else memory.reserved(self.device.index) + free
         return memory.limit
 
     def reserved(self, collect: bool = False) -> int:
-        """Bytes that stay taken once the cache is emptied.
+        """Return the bytes that stay reserved once the cache is emptied.
 
         Args:
-            collect: count nothing that is only kept until the garbage collector runs.
+            collect: whether to run the garbage collector first.
         """
         if collect:
             gc.collect()
@@ -146,27 +147,27 @@ class PretendedRunner(ModelRunner):
         return torch.cuda.memory_reserved(self.device)
 
     def emptied(self) -> list[int]:
-        """See `stubs.emptied`."""
+        """Return `stubs.emptied`."""
         return stubs.emptied
 
     def devices(self) -> set[str]:
-        """Return the devices of weights and buffers."""
+        """Return the devices of the weights and buffers."""
         return {str(tensor.device) for tensor in (*self.model.parameters(), *self.model.buffers())}
 
     def allocated(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes on the device."""
         return torch.cuda.memory_allocated(self.device)
 
     def environment(self, names: list[str]) -> list[str | None]:
-        """Variables of the process."""
+        """Return the values of environment variables."""
         return [os.environ.get(name) for name in names]
 
     def connections(self) -> int:
-        """How many NCCL groups this rank has made."""
-        return process_group.made
+        """Return the number of NCCL groups that this rank has made."""
+        return process_group.groups_made
 
     def fail_once(self, message: str, mishap: bool = False) -> None:
-        """Raise on rank 1, for which the others wait; the group that is connected next may have a mishap there."""
+        """Raise on rank 1 while the others wait for it; with `mishap`, its next group fails to connect."""
         if self.rank == 1:
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
@@ -174,19 +175,20 @@ class PretendedRunner(ModelRunner):
         self.ping()
 
     def fail_alone(self) -> None:
-        """Raise on rank 1, after an exchange of all and for nobody who waits."""
+        """Raise on rank 1 after an exchange of all, while nobody waits."""
         self.ping()
         if self.rank == 1:
             raise ValueError("for nobody")
 
     def connect_alone(self, absent: int) -> int:
-        """Connect a stage of this rank alone, for which all have to meet; one raises instead. Returns its ranks."""
+        """Connect a stage of this rank alone, for which all must meet; `absent` raises instead. Return its number of
+        ranks."""
         if self.rank == absent:
             raise ValueError("not today")
         return self.communicator.within(1).world_size
 
     def launch_after_abort(self) -> None:
-        """Fail a recorded step as if a peer had given up."""
+        """Launch a recorded step after a peer has aborted."""
         self.communicator.abort("a peer gave up")
         with self.communicator.launching():
             raise AssertionError("it would run on connections that are gone")

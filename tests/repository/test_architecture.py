@@ -19,7 +19,7 @@ from parallelformers_ng.runtime.group import WorkerGroup
 ROOT = Path(parallelformers_ng.__file__).parent
 MAP = ROOT.parent / "docs" / "architecture.md"
 ASIDE = ("errors.py", "progress.py", "interrupts.py")
-"""Files that a call may enter without a place in the walk."""
+"""Files that a call may enter although the walk does not name them."""
 
 
 class FileTrace:
@@ -40,7 +40,7 @@ class FileTrace:
 
 
 TRACE = FileTrace()
-"""Of a worker."""
+"""Trace of this worker."""
 
 
 class TraceSwitch(LogitsProcessor):

@@ -81,11 +81,11 @@ def test_code_blocks_run_except_marked_ones() -> None:
         matches = BLOCK.findall(document.read_text())
         assert len(matches) * 2 == len(re.findall(r"^ *```", document.read_text(), flags=re.MULTILINE)), document
         assert {kind for _, _, kind, _ in matches} <= {"python", "sh", "text"}, (
-            f"{document}: a language that no test runs"
+            f"{document}: no test runs this language"
         )
         marks[named(document)] = sum(bool(mark) for mark, *_ in matches)
         written = re.findall(r"^<!-- not run", document.read_text(), flags=re.MULTILINE)
-        assert len(written) == marks[named(document)], f"{document}: a mark of no block"
+        assert len(written) == marks[named(document)], f"{document}: a mark without a block"
     assert +marks == NOT_RUN
 
 
@@ -106,7 +106,7 @@ def test_make_targets_and_files_that_are_named_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_that_are_not_run_name_what_exists(document: Path) -> None:
+def test_commands_not_run_name_existing_things(document: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for line in "\n".join(blocks(document, "sh", marked=True)).splitlines():
         command = shlex.split(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line), comments=True)
@@ -151,12 +151,12 @@ def test_error_in_policy_md_is_real() -> None:
     assert str(error.value) in " ".join((ROOT / "POLICY.md").read_text().split())
 
 
-def test_the_dockerfile_names_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dockerfile_names_existing_files(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docker/Dockerfile").read_text()
     for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
         for source in sources.split():
             assert (ROOT / source).exists(), source
-    assert text.index("USER server") < text.index("ENTRYPOINT"), "the server runs without rights"
+    assert text.index("USER server") < text.index("ENTRYPOINT"), "the server runs without root's rights"
     health = re.search(r'CMD \["python", "-m", "(.*)"\]\n', text)
     assert health
     assert importlib.util.find_spec(health.group(1))
@@ -171,7 +171,7 @@ def served(arguments: list[str]) -> argparse.Namespace:
     return cli._parser().parse_args(arguments)
 
 
-def test_the_compose_files_name_what_exists() -> None:
+def test_compose_files_name_existing_files() -> None:
     yaml = pytest.importorskip("yaml")
     composed = yaml.safe_load((ROOT / "docker/compose.yml").read_text())
     service = composed["services"]["server"]
@@ -273,7 +273,7 @@ def test_the_site_has_every_document_once() -> None:
 def test_the_api_reference_has_all_that_is_exported() -> None:
     shown = re.findall(r"^::: parallelformers_ng\.(\S+)$", (ROOT / "docs/api.md").read_text(), flags=re.MULTILINE)
     exported = set(parallelformers_ng.__all__)
-    assert exported - set(shown) == exported & set(vars(errors)), "those of errors are shown together"
+    assert exported - set(shown) == exported & set(vars(errors)), "errors are documented together"
     assert "errors" in shown
     for name in exported:
         assert getattr(parallelformers_ng, name).__doc__, f"{name} has no docstring"

@@ -34,7 +34,7 @@ def test_workflows_and_forms_are_valid(schema: str) -> None:
 
 
 @pytest.mark.parametrize("workflow", SCHEMAS["github-workflows"], ids=lambda path: path.stem)
-def test_what_a_workflow_runs_exists(workflow: Path) -> None:
+def test_workflows_run_existing_commands(workflow: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     commands = [step["run"] for job in _yaml(workflow)["jobs"].values() for step in job["steps"] if "run" in step]
     text = "\n".join(commands)
@@ -69,7 +69,9 @@ def test_make_setup_uses_the_constrained_versions(tmp_path: Path) -> None:
     (tmp_path / "bin" / "python").touch()
     (tmp_path / ".installed-tested").touch()
     assert "requirements-dev.txt" not in commands()
-    assert "requirements-dev.txt" in commands("CONSTRAINTS=constraints/oldest.txt"), "another choice installs anew"
+    assert "requirements-dev.txt" in commands("CONSTRAINTS=constraints/oldest.txt"), (
+        "another choice of versions installs again"
+    )
 
 
 def test_pre_commit_hooks_equal_make_quality() -> None:
@@ -126,7 +128,7 @@ def test_changes_of_the_zoo_are_told(
     assert zoo_changes.main([str(before), str(after)]) == status
     printed = capsys.readouterr().out
     assert said in printed
-    assert bool(said) == bool(printed), "nothing changed, nothing said"
+    assert bool(said) == bool(printed), "without a change nothing is printed"
 
 
 def test_coverage_table_is_compared_unless_cut_short() -> None:

@@ -94,7 +94,7 @@ def test_from_a_clone_the_library_is_whole(clone: Path, installed: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_what_is_installed_is_whole_elsewhere(installed: Path, tmp_path: Path) -> None:
+def test_installed_wheel_is_complete_elsewhere(installed: Path, tmp_path: Path) -> None:
     package, policy, *_ = use(tmp_path, installed)
     assert Path(package) == installed / "parallelformers_ng" / "__init__.py"
     assert Path(policy) == installed / "parallelformers_ng" / "policies" / "gpt2.py"

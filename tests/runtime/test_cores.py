@@ -39,7 +39,7 @@ def test_ranks_are_pinned_only_when_using_all_cpus(machine: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
-def test_a_quota_counts_wherever_it_is_set(machine: Path, limit: str, expected: int) -> None:
+def test_quota_counts_at_any_level(machine: Path, limit: str, expected: int) -> None:
     (machine / "cgroup" / "app" / "cpu.max").write_text(limit + "\n")
     assert cores.usable_cpus() == expected
     assert (cores.cpus_of_ranks(2, 4) is None) == (expected < 8)

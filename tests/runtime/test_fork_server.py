@@ -104,7 +104,7 @@ def test_fork_equals_a_fresh_process(monkeypatch, tmp_path):
         assert parents(group) == {os.getpid()}
         fresh = group.call("call_it", state_of_process)
     drawn = [draw for state in (*forked, fresh) for draw in state.pop("random")]
-    assert len(set(drawn)) == len(drawn), "two ranks draw alike"
+    assert len(set(drawn)) == len(drawn), "two ranks draw the same numbers"
     fresh["environment"].pop(forks.SWITCH)
     fresh["environment of C"] = re.sub(rf"{forks.SWITCH}=0\n", "", fresh["environment of C"])
     for state in forked:

@@ -116,7 +116,7 @@ def test_text_that_resembles_a_call_is_text(size):
 
 
 @pytest.mark.parametrize("properties", [{"a": {"anyOf": 5}}, {"a": {"type": 7}}, [], {"a": None}])
-def test_a_tool_whose_schema_is_none_disturbs_nothing(properties):
+def test_tool_with_invalid_schema_is_harmless(properties):
     template, text = response_template(TOKENIZER, None), '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
     assert template is not None
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
@@ -152,7 +152,7 @@ SCHEMA = {
 }
 
 
-def test_every_choice_that_a_schema_leaves_meets_it():
+def test_constrained_answers_meet_their_schema():
     end, random_scores = TOKENIZER.eos_token_id, torch.Generator().manual_seed(1)
     for _ in range(10):
         grammar, ids = SCHEMAS.processor(SCHEMAS.grammar(Constraint("json", SCHEMA)), prompt=2), torch.tensor([[1, 2]])

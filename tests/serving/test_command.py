@@ -1,4 +1,4 @@
-"""`parallelformers-ng serve` as a user runs it: an own process, signals, a key in the environment."""
+"""`parallelformers-ng serve` as a user runs it: a process of its own, signals, a key in the environment."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_server_completes_running_requests_after_sigterm(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_ends_it_at_once(tmp_path):
+def test_second_ctrl_c_ends_the_server_at_once(tmp_path):
     with command(save_served_model(tmp_path / "model")) as (process, client, _), ThreadPoolExecutor(1) as pool:
         workers = workers_of(process.pid)
         pending = pool.submit(client.post, "/v1/completions", json={"prompt": ["x"] * 16, "max_tokens": 500})
@@ -116,7 +116,7 @@ def test_ctrl_c_twice_ends_it_at_once(tmp_path):
         (["serve", "no/such/model", "--port", "0"], "no/such/model"),
     ],
 )
-def test_what_cannot_be_served_is_said(arguments, why, capsys, monkeypatch):
+def test_unservable_models_are_named(arguments, why, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert commands.main(arguments) == 2
     assert why in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The example servers as users run them: own processes, a real port, many clients at once."""
+"""The example servers as users run them: separate processes, a real port, many clients at once."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ VLLM = {
     RERANK: f"{_POOLING} query documents top_n",
     TOKENIZE: f"{_TEMPLATE} model prompt messages add_special_tokens return_token_strs tools media_io_kwargs",
 }
-"""Fields beside OpenAI's, of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
+"""Further fields: those of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
 `entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
 OURS = {
     TOKENIZE: {"documents", "reasoning_effort"},  # as for chats, whose prompts this route shows
@@ -100,7 +100,7 @@ def acting(route: str) -> set[str]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_field_stands_in_one_table(route):
+def test_every_field_is_in_one_table(route):
     known = set(VLLM[route].split()).union(*(typing.get_type_hints(each) for each in OPENAI[route]))
     acts = acting(route)
     refused = {name for name, field in REFUSED.items() if route in field.routes}
@@ -119,7 +119,7 @@ ASKING: dict[str, Any] = {
     "thinking_token_budget": 0, "use_activation": False, "use_beam_search": True, "watermarking": True,
     "bad_words": ["no"], "prompt_embeds": ["x"], "allowed_token_ids": [1], "logprob_token_ids": [1],
 }  # fmt: skip
-"""Values that ask for something, where any will not do."""
+"""Values that request an effect, for fields with harmless values."""
 
 
 @pytest.fixture(scope="module")

@@ -112,5 +112,5 @@ def test_hostile_requests_are_refused_without_disturbance(groups):
             running.until(lambda: running.app.in_flight == 0)
             assert http.post("/v1/completions", json=HONEST).json()["choices"] == want
         assert outcomes.keys() <= ALLOWED | {"200"}, outcomes
-        assert outcomes["200"] < 24, "most of them mean no good"
+        assert outcomes["200"] < 24, "most of the requests are hostile"
         assert deployment_of(model).pids == pids

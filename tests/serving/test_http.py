@@ -170,7 +170,7 @@ def test_too_large_body_is_refused_unread():
             assert b"413" in raw.recv(1 << 16).splitlines()[0]
 
 
-def test_slow_and_silent_clients_get_an_error():
+def test_slow_and_silent_clients_are_disconnected():
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, client_timeout=0.2) as running:
         for request in (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{",

@@ -130,7 +130,7 @@ def test_adapters_are_listed_unknown_names_refused(running):
         assert client.get("/status").json()["models"] == [*NAMES]
 
 
-def test_the_flag_loads_them(folder, expected):
+def test_lora_modules_flag_loads_adapters(folder, expected):
     """This holds also for an adapter's folder as the model."""
     words = {"served_model_name": "org/sql-v1.5", "lora_modules": [f"chat={folder / 'chat'}"]}
     model, tokenizer = load(ServeOptions(str(folder / "sql"), 2, device="cpu", **words))
@@ -169,14 +169,14 @@ def test_an_adapter_of_another_model_is_refused(groups, folder, tmp_path):
             parallelize(folder / "base", workers=groups(2), adapters={"good": folder / "sql", "one": tmp_path / name})
 
 
-def test_a_model_that_is_loaded_takes_none(groups, folder):
+def test_loaded_model_takes_no_adapters(groups, folder):
     with pytest.raises(ParallelError, match="put them into the LlamaForCausalLM with peft"):
         parallelize(
             LlamaForCausalLM.from_pretrained(folder / "base"), workers=groups(2), adapters={"a": folder / "sql"}
         )
 
 
-def test_a_model_without_text_takes_none(tmp_path, capsys):
+def test_model_without_text_takes_no_adapters(tmp_path, capsys):
     from tests.serving.test_kinds import written
 
     flags = ["--port", "0", "--device", "cpu", "--lora-modules", "a=b"]

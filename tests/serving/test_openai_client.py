@@ -79,7 +79,7 @@ def test_settings_and_seeds_are_those_of_each_answer(client, whole):
     assert without[0] != without[1]
 
 
-def test_a_chat_streams_what_it_answers(client):
+def test_streamed_chat_equals_the_whole_answer(client):
     arguments = {"model": "tiny", "messages": HELLO, "max_tokens": 15, "seed": 3, "n": 2}
     whole = client.chat.completions.create(**arguments)
     texts, finish, usage = ["", ""], {}, None
@@ -168,7 +168,7 @@ def test_many_callers_get_their_own_answers(running, whole):
     assert asyncio.run(ask()) == want
 
 
-def test_the_server_says_how_it_is(running, client):
+def test_status_routes_describe_the_server(running, client):
     http = running.client()
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"

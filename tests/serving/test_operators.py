@@ -154,7 +154,7 @@ def test_waiting_call_counts_as_queued():
             thread.join()
         series_sums = values(http)
     assert used == 0.15, "one row with a prompt of 15 tokens"
-    assert series_sums["vllm:request_queue_time_seconds_sum"] >= 0.4, "two of them waited"
+    assert series_sums["vllm:request_queue_time_seconds_sum"] >= 0.4, "two calls waited"
     assert series_sums["vllm:kv_cache_usage_perc"] == 0
 
 

@@ -192,7 +192,9 @@ def test_the_page_is_used_by_keyboard_alone(page):
         page.keyboard.press("Enter")
         shows(page, "#outcome", "Stopped.")
         assert page.evaluate("document.activeElement.id") == "prompt"
-        assert page.get_by_label("Your message").input_value() == "Hello", "it has no answer, and may be sent again"
+        assert page.get_by_label("Your message").input_value() == "Hello", (
+            "the message has no answer, and can be sent again"
+        )
         reached = set()
         for _ in range(40):
             page.keyboard.press("Tab")
@@ -265,7 +267,7 @@ def test_markdown_becomes_elements(page):
         ["https://example.org/x", "_blank", "noopener noreferrer nofollow"],
         ["https://example.org/", "_blank", "noopener noreferrer nofollow"],
     ]
-    assert "its page (example.org)" in answer.inner_text(), "a link says where it leads"
+    assert "its page (example.org)" in answer.inner_text(), "a link shows its address"
 
 
 def test_a_hostile_answer_is_text(page):

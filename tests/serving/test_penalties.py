@@ -116,7 +116,7 @@ def test_penalized_and_plain_rows_equal_one_process(http, tiny_whole):
     assert together == wanted
     assert sampled == [ask(number, temperature=1.5, seed=3) for number in range(16)]
     plain = [expected(tiny_whole, f"Number {number}", {}) for number in range(16)]
-    assert sum(mine != other for mine, other in zip(together, plain, strict=True)) >= 6, "the penalties act"
+    assert sum(mine != other for mine, other in zip(together, plain, strict=True)) >= 6, "the penalties have an effect"
 
 
 def test_models_own_penalty_is_applied_too(groups):

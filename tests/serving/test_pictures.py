@@ -108,7 +108,7 @@ def test_answers_are_those_of_transformers(running, whole):
         (ask(running, "No picture."), user(words("No picture."))),
     ]
     assert [answer for answer, _ in told] == [whole(messages) for _, messages in told]
-    assert len({answer for answer, _ in told}) == 3, "the pictures act, and the text"
+    assert len({answer for answer, _ in told}) == 3, "pictures and text have an effect"
 
 
 def test_a_picture_of_an_earlier_turn_is_seen(running, whole):
@@ -208,12 +208,12 @@ def bomb(width: int, height: int) -> str:
         ([{"type": "image_url", "image_url": None}], "reads text and pictures"),
     ],
 )  # fmt: skip
-def test_what_is_no_picture_is_refused(running, parts, message):
+def test_invalid_pictures_are_refused(running, parts, message):
     assert message in ask(running, [*parts, words("What?")], status=400)
 
 
 def test_picture_size_is_checked_before_decoding(running, monkeypatch):
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("it is decoded"))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("the picture was decoded"))
     large, small = data_url(picture(200, 200)), data_url(picture())
     assert "more than 20000 pixels" in ask(running, [shown(small), shown(large)], status=400)
 

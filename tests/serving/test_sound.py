@@ -79,7 +79,7 @@ def test_the_text_is_that_of_transformers(running, whole):
     requests: list[dict[str, Any]] = [{}, {"language": "de"}, {"language": "EN", "prompt": "Names: Ada"}]
     want = [whole(short), whole(short, language="de"), whole(short, language="en", prompt="Names: Ada")]
     assert [ask(running, sound_file(short), **fields) for fields in requests] == want
-    assert len({*want, whole(tone(1.0))}) == 4, "sound, language and prompt act"
+    assert len({*want, whole(tone(1.0))}) == 4, "sound, language and prompt have an effect"
 
 
 def test_sound_beyond_the_models_window_is_read(running, whole):
@@ -143,12 +143,12 @@ def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
     ],
     ids=lambda value: "file" if isinstance(value, bytes) else value,  # bytes would put a time into the test's id
 )
-def test_what_is_no_sound_is_refused(running, data, message):
+def test_invalid_sound_is_refused(running, data, message):
     assert message in ask(running, data, status=400)
 
 
 def test_a_long_file_is_not_decoded(running, monkeypatch):
-    monkeypatch.setattr("soundfile.SoundFile.read", lambda *_, **__: pytest.fail("it is decoded"))
+    monkeypatch.setattr("soundfile.SoundFile.read", lambda *_, **__: pytest.fail("the sound was decoded"))
     assert "longer than 6 s" in ask(running, sound_file(tone(6.5)), status=400)
 
 
@@ -198,7 +198,7 @@ def test_unsupported_formats_and_models_are_refused(running):
         assert "reads no sound" in ask(other, sound_file(tone(1)), status=400)
 
 
-def test_the_command_loads_it_with_its_processor(folder, tmp_path):
+def test_command_loads_model_with_its_processor(folder, tmp_path):
     options = ServeOptions(str(folder), 2, device="cpu", dtype="float32")
     model, processor = load(options, kind_of(options.model))
     with model:

@@ -165,7 +165,9 @@ def test_answer_continues_past_ignored_and_early_ends(groups):
         assert stopped["finish_reason"] == "stop"
         assert stopped["completion_tokens"] == tokens.index(tokens[first + 3]) + 1
         forced = greedy(http, min_tokens=9, structured_outputs={"choice": ["ab"]})
-        assert (forced["text"], forced["finish_reason"]) == ("ab", "stop"), "a constraint goes before min_tokens"
+        assert (forced["text"], forced["finish_reason"]) == ("ab", "stop"), (
+            "a constraint takes precedence over min_tokens"
+        )
 
 
 def test_stop_strings_act_after_min_tokens(http):
@@ -227,7 +229,7 @@ def test_fields_of_the_template_reach_the_prompt(scripted, fields, want):
 
 @pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_tool_call_where_several_are_not_wanted(fields, stream):
+def test_parallel_tool_calls_can_be_disabled(fields, stream):
     calls = "".join(f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</tool_call>' for a in (1, 2))
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     body = {**HELLO, "tools": tools, "stream": stream, "max_tokens": 400, **fields}

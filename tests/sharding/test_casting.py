@@ -1,4 +1,4 @@
-"""A cast gives what `from_pretrained(dtype=…)` gives: data types, values, and what the code believes of them."""
+"""A cast equals `from_pretrained(dtype=…)`: data types, values, and types noted in modules."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ IDS = torch.arange(3, 10)[None]
 
 
 def openai_gpt() -> tf.PreTrainedModel:
-    """Masks by a float buffer that no checkpoint holds."""
+    """Return a model that masks by a float buffer which no checkpoint holds."""
     return tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(vocab_size=131, n_embd=32, n_layer=2, n_head=4, n_positions=32))
 
 
 def m2m_100() -> tf.PreTrainedModel:
-    """Adds positions from a buffer that no checkpoint holds, of the default type."""
+    """Return a model that adds positions from a buffer of default type which no checkpoint holds."""
     return tf.M2M100ForConditionalGeneration(tf.M2M100Config(**ENCODER_DECODER))
 
 
 def t5() -> tf.PreTrainedModel:
-    """Keeps `wo` in fp32 where the rest is fp16, and not where it is bf16."""
+    """Return a model that keeps `wo` in fp32 if the rest is fp16, but not if it is bf16."""
     return tf.T5ForConditionalGeneration(
         tf.T5Config(vocab_size=131, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     )
 
 
 def llama() -> tf.PreTrainedModel:
-    """Keeps its rotary frequencies in fp32, whatever the rest is."""
+    """Return a model that always keeps its rotary frequencies in fp32."""
     return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2))
 
 
 def deepseek() -> tf.PreTrainedModel:
-    """Keeps a router's bias, a buffer of its checkpoints, in fp32."""
+    """Return a model that keeps a router's bias, a buffer of its checkpoints, in fp32."""
     return tf.DeepseekV3ForCausalLM(
         tf.DeepseekV3Config(
             **SIZES, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4, n_group=2, topk_group=1,
@@ -58,7 +58,7 @@ def deepseek() -> tf.PreTrainedModel:
 
 
 def deberta() -> tf.PreTrainedModel:
-    """Makes two of its parameters fp32 by name."""
+    """Return a model that makes two parameters fp32 by name."""
     return tf.DebertaModel(tf.DebertaConfig(**SIZES, intermediate_size=48))
 
 
@@ -83,12 +83,12 @@ def test_ranks_hold_the_types_that_from_pretrained_gives(
 ) -> None:
     model = saved(make, tmp_path)
     want = type(model).from_pretrained(tmp_path, dtype=dtype)
-    made = plan(model, dtype=dtype)
-    assert {n: t.dtype for n, t in made.tensors.items()} == {n: t.dtype for n, t in tensors(want).items()}
+    shard_plan = plan(model, dtype=dtype)
+    assert {n: t.dtype for n, t in shard_plan.tensors.items()} == {n: t.dtype for n, t in tensors(want).items()}
 
 
 @pytest.mark.parametrize("make", [openai_gpt, m2m_100, t5, llama], ids=lambda make: make.__name__)
-def test_a_cast_model_is_what_from_pretrained_gives(
+def test_cast_model_equals_from_pretrained(
     make: Callable[[], tf.PreTrainedModel], groups: Callable[[int], WorkerGroup], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path)
@@ -114,23 +114,23 @@ def test_weights_of_a_model_on_meta_are_cast(groups: Callable[[int], WorkerGroup
     model.deparallelize()
 
 
-def test_what_modules_believe_of_their_type_is_cast(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
+def test_types_noted_in_modules_are_cast(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
     """PaliGemma notes its text model's type when it is built."""
     text = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
     vision = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 8, "projection_dim": 32}
     config = tf.PaliGemmaConfig(text_config={"model_type": "gemma", **text}, vision_config=vision, image_token_index=5)
     model = tf.PaliGemmaForConditionalGeneration(config).eval()
     before = plan(model).settings
-    made = plan(model, dtype="bfloat16").settings
+    settings = plan(model, dtype="bfloat16").settings
     assert not before
-    assert made["model.text_config_dtype"] == made["config.text_config.dtype"] == torch.bfloat16
+    assert settings["model.text_config_dtype"] == settings["config.text_config.dtype"] == torch.bfloat16
     parallelize(model, workers=groups(2), dtype="bfloat16")
     assert model.model.text_config_dtype == model.config.text_config.dtype == torch.bfloat16
     model.deparallelize()
 
 
 class Scaled(nn.Linear):
-    """A layer of the user's: a buffer in checkpoints, and one outside."""
+    """A user's own layer, with a buffer in checkpoints, and one that is not."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -138,16 +138,16 @@ class Scaled(nn.Linear):
         self.register_buffer("table", torch.ones(width), persistent=False)
 
 
-def test_modules_of_the_users_own_are_cast_where_checkpoints_hold_them() -> None:
+def test_own_modules_are_cast_like_their_checkpoints() -> None:
     model = llama()
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), Scaled(48))
-    made = plan(model, dtype=torch.float16)
-    types = {name.rpartition(".")[2]: t.dtype for name, t in made.tensors.items() if "act_fn" in name}
+    shard_plan = plan(model, dtype=torch.float16)
+    types = {name.rpartition(".")[2]: t.dtype for name, t in shard_plan.tensors.items() if "act_fn" in name}
     assert types == {"weight": torch.float16, "bias": torch.float16, "scale": torch.float16, "table": torch.float32}
 
 
 class Told(tf.LlamaForCausalLM):
-    """Cannot be built from its configuration alone."""
+    """A model that cannot be built from its configuration alone."""
 
     def __init__(self, config: tf.LlamaConfig, answer: int) -> None:
         super().__init__(config)
@@ -155,7 +155,7 @@ class Told(tf.LlamaForCausalLM):
 
 def test_a_class_that_cannot_be_built_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "parallelformers_ng"):
-        made = plan(Told(llama().config, answer=42), dtype=torch.float16)
+        shard_plan = plan(Told(llama().config, answer=42), dtype=torch.float16)
     assert "Told cannot be built from its configuration alone" in caplog.text
-    assert made.tensors["lm_head.weight"].dtype == torch.float16
-    assert made.tensors["model.rotary_emb.inv_freq"].dtype == torch.float32
+    assert shard_plan.tensors["lm_head.weight"].dtype == torch.float16
+    assert shard_plan.tensors["model.rotary_emb.inv_freq"].dtype == torch.float32

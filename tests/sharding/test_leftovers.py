@@ -1,4 +1,4 @@
-"""Large modules that no policy cuts: cut in ways that are always right, or reported."""
+"""Large layers that no policy cuts are cut in ways that are right in any model, or reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.zoo.build import randomise
 
 
 class Attention(nn.Module):
-    """Heads that one whole layer mixes, each by itself: what it gets differs from rank to rank."""
+    """An attention whose heads one replicated layer mixes, each by itself: its input differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class AttentionPolicy(Policy):
 
 
 class Model(nn.Module):
-    """Layers of every kind beside blocks that a policy cuts."""
+    """A model with layers of every kind beside blocks that a policy cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,25 +69,25 @@ def model() -> Model:
     return randomise(Model()).eval()  # type: ignore[return-value]
 
 
-def kinds(made: ShardPlan, path: str) -> set[Any]:
-    return {layer.cls for layer in made.layers if layer.path == path}
+def kinds(shard_plan: ShardPlan, path: str) -> set[Any]:
+    return {layer.cls for layer in shard_plan.layers if layer.path == path}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_whatever_is_left_gives_cut_what_it_gives_whole(world_size: int) -> None:
+def test_leftover_cuts_equal_the_whole_model(world_size: int) -> None:
     whole, x = model().double(), torch.randn(2, 8, 24, dtype=torch.float64)
-    made = build_plan(
+    shard_plan = build_plan(
         whole, world_size, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True
     )
     wanted = whole(x)
-    for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(x)):
+    for got in run_ranks(world_size, lambda c: cut(whole, shard_plan, c.rank, c)(x)):
         for mine, want in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-9)
-    assert not [name for name in made.replicated if whole.get_parameter(name).ndim > 1]
+    assert not [name for name in shard_plan.replicated if whole.get_parameter(name).ndim > 1]
 
 
-def test_a_recurrent_layer_is_held_in_parts_only_where_much_lies_whole() -> None:
-    """A decoder may read it whole for every token."""
+def test_recurrent_layers_are_cut_if_little_is_replicated() -> None:
+    """A decoder may read the whole layer for every token."""
 
     def cut_share(width: int) -> float:
         parts = nn.ModuleDict({"large": nn.Linear(512, 512), "memory": nn.LSTM(width, width)})
@@ -97,57 +97,66 @@ def test_a_recurrent_layer_is_held_in_parts_only_where_much_lies_whole() -> None
     assert 0.5 < cut_share(64) < 1.0
 
 
-def test_only_what_gets_the_same_on_all_ranks_is_cut_by_its_outputs() -> None:
-    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True)
-    assert kinds(made, "called") == kinds(made, "image") == {GatheredColumnParallel}
-    assert kinds(made, "layers.1.mix") == kinds(made, "attention") == kinds(made, "grouped") == {StoredInParts}
+def test_only_layers_with_equal_inputs_get_cut_outputs() -> None:
+    shard_plan = build_plan(
+        model(), 2, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True
+    )
+    assert kinds(shard_plan, "called") == kinds(shard_plan, "image") == {GatheredColumnParallel}
+    assert (
+        kinds(shard_plan, "layers.1.mix")
+        == kinds(shard_plan, "attention")
+        == kinds(shard_plan, "grouped")
+        == {StoredInParts}
+    )
     alone = build_plan(model(), 2, Selection((), ""), exhaustive=True)
     assert kinds(alone, "layers.1.mix") == {GatheredColumnParallel}
 
 
-def test_a_module_that_holds_parameters_in_parts_is_no_more_whole_for_it() -> None:
-    made = build_plan(model(), 2, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True)
-    assert StoredInParts in kinds(made, "layers.1")
-    assert alone(made, "layers.1") is Alone.UNSURE
-    assert alone(made, "layers.1.query") is Alone.PART
-    assert alone(made, "layers.1.mix") is alone(made, "attention") is Alone.WHOLE
+def test_module_with_stored_parts_is_not_whole() -> None:
+    shard_plan = build_plan(
+        model(), 2, Selection((AttentionPolicy,), "custom", customs=(AttentionPolicy,)), exhaustive=True
+    )
+    assert StoredInParts in kinds(shard_plan, "layers.1")
+    assert alone(shard_plan, "layers.1") is Alone.UNSURE
+    assert alone(shard_plan, "layers.1.query") is Alone.PART
+    assert alone(shard_plan, "layers.1.mix") is alone(shard_plan, "attention") is Alone.WHOLE
 
 
 def test_a_parameter_in_two_places_stays_whole() -> None:
     tied = model()
     tied.layers[1].mix.weight = tied.layers[0].mix.weight
-    made = build_plan(tied, 2, Selection((), ""), exhaustive=True)
-    assert made.tensors["layers.0.mix.weight"].is_replicated
-    assert not made.tensors["layers.0.query.weight"].is_replicated
+    shard_plan = build_plan(tied, 2, Selection((), ""), exhaustive=True)
+    assert shard_plan.tensors["layers.0.mix.weight"].is_replicated
+    assert not shard_plan.tensors["layers.0.query.weight"].is_replicated
 
 
-def test_what_is_small_beside_the_rest_stays_whole() -> None:
+def test_small_layers_stay_whole() -> None:
     large = nn.ModuleDict({"large": nn.Linear(512, 512), "small": nn.Linear(8, 8)})
-    made = build_plan(large, 2, Selection((), ""))
-    assert not made.tensors["large.weight"].is_replicated
-    assert made.tensors["small.weight"].is_replicated
+    shard_plan = build_plan(large, 2, Selection((), ""))
+    assert not shard_plan.tensors["large.weight"].is_replicated
+    assert shard_plan.tensors["small.weight"].is_replicated
 
 
-def test_all_of_a_large_module_counts_as_cuttable() -> None:
-    """A stack of experts of a class of its own, as a bare parameter; convolutions do not count."""
-    made = build_plan(model(), 2, Selection((), "", False, leftovers=False))
-    assert {"bare", "attention.in_proj_weight", "memory.weight_ih_l0"} <= made.cuttable
-    assert not {"image.weight", "called.bias"} & made.cuttable
-    assert made.cut_share == 0.0
-    assert made.whole_share == 1.0
+def test_all_weights_of_large_modules_are_cuttable() -> None:
+    """A custom stack of experts counts as one bare parameter; convolutions do not count."""
+    shard_plan = build_plan(model(), 2, Selection((), "", False, leftovers=False))
+    assert {"bare", "attention.in_proj_weight", "memory.weight_ih_l0"} <= shard_plan.cuttable
+    assert not {"image.weight", "called.bias"} & shard_plan.cuttable
+    assert shard_plan.cut_share == 0.0
+    assert shard_plan.whole_share == 1.0
 
 
-def test_ranks_with_more_heads_have_less_of_the_rest_where_they_would_have_far_too_much() -> None:
+def test_ranks_with_more_heads_get_fewer_columns() -> None:
     with torch.device("meta"):
         whole = tf.LlamaForCausalLM(
             tf.LlamaConfig(
                 vocab_size=512, hidden_size=640, num_hidden_layers=2, num_attention_heads=10, intermediate_size=1024
             )
         )
-    made = plan(whole, 8)
-    even = made.bytes_whole / 8
-    assert max(made.bytes_per_rank) <= 1.2 * even
-    up = made.tensors["model.layers.0.mlp.up_proj.weight"]
+    shard_plan = plan(whole, 8)
+    even = shard_plan.bytes_whole / 8
+    assert max(shard_plan.bytes_per_rank) <= 1.2 * even
+    up = shard_plan.tensors["model.layers.0.mlp.up_proj.weight"]
     rows = [shard.shape(up.shape)[0] for shard in up.shards]
     assert sum(rows) == 1024
     assert max(rows[:2]) < min(rows[2:])
@@ -155,25 +164,25 @@ def test_ranks_with_more_heads_have_less_of_the_rest_where_they_would_have_far_t
 
 
 @pytest.mark.parametrize(("heads", "world_size"), [(4, 3), (5, 4)])
-def test_uneven_shares_of_the_rest_give_what_is_given_whole(heads: int, world_size: int) -> None:
+def test_uneven_shares_equal_the_whole_model(heads: int, world_size: int) -> None:
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=128, hidden_size=160, head_dim=32, num_hidden_layers=2, num_attention_heads=heads,
         intermediate_size=128,
     )  # fmt: skip
     whole = randomise(tf.LlamaForCausalLM(config)).eval().double()
-    made = plan(whole, world_size)
-    up = made.tensors["model.layers.1.mlp.up_proj.weight"]
+    shard_plan = plan(whole, world_size)
+    up = shard_plan.tensors["model.layers.1.mlp.up_proj.weight"]
     rows = [shard.shape(up.shape)[0] for shard in up.shards]
     assert max(rows) - min(rows) >= 8
     ids = torch.tensor([[5, 9, 17, 31]])
     want = whole(ids).logits
-    for got in run_ranks(world_size, lambda c: cut(whole, made, c.rank, c)(ids).logits):
+    for got in run_ranks(world_size, lambda c: cut(whole, shard_plan, c.rank, c)(ids).logits):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_with_no_forward_is_held_in_parts(groups: Any) -> None:
-    """Its methods still run, as they do whole."""
+def test_model_without_forward_is_stored_in_parts(groups: Any) -> None:
+    """Its methods run as on the whole model."""
     from parallelformers_ng import parallelize
 
     config = tf.GlmImageVQVAEConfig(embed_dim=32, latent_channels=32, num_embeddings=50)
@@ -189,26 +198,26 @@ def test_a_model_with_no_forward_is_held_in_parts(groups: Any) -> None:
 
 
 class Scaled(tf.GPT2LMHeadModel):
-    """With a long vector, which is not cut."""
+    """A model with a long vector, which is not cut."""
 
     def __init__(self, config: tf.GPT2Config) -> None:
         super().__init__(config)
         self.scales = nn.Parameter(torch.ones(20_000))
 
 
-def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_replicated_bytes_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     config = tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)
     with caplog.at_level(logging.WARNING, "parallelformers_ng"):
-        made = plan(Scaled(config), 2)
+        shard_plan = plan(Scaled(config), 2)
         assert "of the bytes of Scaled stay whole on every rank" in caplog.text
         assert "scales" in caplog.text
-        assert f"warning: {made.warning}" in str(made)
+        assert f"warning: {shard_plan.warning}" in str(shard_plan)
         caplog.clear()
         assert plan(tf.GPT2LMHeadModel(config), 2).warning == ""
         assert not caplog.text
 
 
-def test_and_when_it_is_parallelized(caplog: pytest.LogCaptureFixture, groups: Any) -> None:
+def test_parallelize_reports_replicated_bytes_too(caplog: pytest.LogCaptureFixture, groups: Any) -> None:
     from parallelformers_ng import parallelize
 
     whole = Scaled(tf.GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=131, n_positions=32)).eval()

@@ -1,4 +1,4 @@
-"""Models with peft's adapters: how they are cut, against peft in one process. The ranks are threads."""
+"""Cuts of models with peft's adapters, compared with peft in one process. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ SIZES = {
     "bert": (3,),
 }
 
-ROUNDING = {
-    "idefics2": 1e-3,
-    "blip-2": 1e-3,
-}  # fp32 differs from fp64 by 4e-4 in one process; in fp64 cut ones are equal
+# In one process fp32 differs from fp64 by 4e-4; in fp64 cut models are equal.
+ROUNDING = {"idefics2": 1e-3, "blip-2": 1e-3}
 
 
 def outputs(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +51,7 @@ def outputs(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(model: Any, case: Case, ranks: int, fit: FitOptions | None = None, **options: Any) -> Any:
-    """Compare a model cut over so many ranks with the same whole, and see that its adapters count."""
+    """Compare a model cut over `ranks` ranks with the whole one, and check that its adapters have an effect."""
     inner = model.get_base_model()
     with model.disable_adapter():
         without, _ = outputs(inner, case)
@@ -75,7 +73,7 @@ def test_families(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("case", [case for case in ALL if case.name not in SIZES], ids=lambda case: case.name)
 def test_every_written_policy(case: Case) -> None:
     try:
-        model = adapted(case.make(), use_rslora=False)  # scaled less: some of these make much of rounding
+        model = adapted(case.make(), use_rslora=False)  # a smaller scale: some models amplify rounding
         outputs(model.get_base_model(), case)
     except (ValueError, AttributeError, NotImplementedError) as error:
         pytest.skip(f"peft: {error}")
@@ -83,7 +81,7 @@ def test_every_written_policy(case: Case) -> None:
         check(model, case, 3)
     except UnsupportedModelError as error:
         if case.name not in ("wavlm", "wavlm-stable"):
-            with pytest.raises(UnsupportedModelError):  # not for its adapters
+            with pytest.raises(UnsupportedModelError):  # refused even without adapters
                 make_plan(case.make(), 3, None, None, FitOptions())
             pytest.skip(str(error))
 
@@ -107,7 +105,7 @@ def test_embeddings_and_head(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_modules_to_save_are_cut_as_those_that_they_stand_for(tied: bool) -> None:
+def test_modules_to_save_are_cut_like_their_originals(tied: bool) -> None:
     copies = ["embed_tokens", "lm_head", "input_layernorm", "mlp"]
     model = adapted(decoder("Llama", tied=tied), target_modules=["q_proj", "o_proj"], modules_to_save=copies)
     plan = check(model, FAMILIES["llama"], 3)
@@ -146,7 +144,7 @@ def test_dora(name: str, ranks: int, fit: FitOptions | None) -> None:
     model = adapted(
         FAMILIES[name].make(), use_dora=True, target_modules={"gpt2": ["c_attn", "c_proj"]}.get(name, "all-linear")
     )
-    with torch.no_grad():  # magnitudes like those of the weights
+    with torch.no_grad():  # make the magnitudes positive, like norms of weights
         for parameter in (value for key, value in model.named_parameters() if "magnitude" in key):
             parameter.abs_()
     plan = check(model, FAMILIES[name], ranks, fit)
@@ -158,14 +156,17 @@ def test_dora(name: str, ranks: int, fit: FitOptions | None) -> None:
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
 def test_stages(name: str, ranks: int, tensor: int | None) -> None:
-    """Adapters of one rank, or of two: an adapter lies with its layer."""
+    """Stages of one rank, or of two that cut the layers: an adapter is where its layer is."""
     fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
     plan = check(adapted(FAMILIES[name].make()), FAMILIES[name], ranks, fit)
     added = [tensor for name, tensor in plan.tensors.items() if "lora_" in name]
     assert len(added) > 8
     for each in added:
-        held = [bool(each.bytes_on(rank)) for rank in range(ranks)]
-        assert held in ([True] * (ranks // 2) + [False] * (ranks // 2), [False] * (ranks // 2) + [True] * (ranks // 2))
+        ranks_with_bytes = [bool(each.bytes_on(rank)) for rank in range(ranks)]
+        assert ranks_with_bytes in (
+            [True] * (ranks // 2) + [False] * (ranks // 2),
+            [False] * (ranks // 2) + [True] * (ranks // 2),
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -183,7 +184,7 @@ def test_stages_with_embeddings_heads_and_copies(ranks: int, tensor: int | None,
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
-def test_parts_of_a_module_with_a_trained_copy_are_in_all_stages(ranks: int, tensor: int | None) -> None:
+def test_parts_beside_trained_copies_are_in_all_stages(ranks: int, tensor: int | None) -> None:
     case = FAMILIES["roberta-classifier"]
     model = adapted(case.make(), target_modules=["query", "output.dense"], task_type="SEQ_CLS")
     fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
@@ -194,7 +195,7 @@ def test_parts_of_a_module_with_a_trained_copy_are_in_all_stages(ranks: int, ten
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_on_a_quantized_base(name: str) -> None:
-    """The layers are int8, the adapters are not, nor are experts that adapters add to."""
+    """The layers are int8; adapters are not, nor are experts with adapters."""
     model = adapted(FAMILIES[name].make())
     inner = model.get_base_model()
     plan = make_plan(inner, 2, None, None, FitOptions(), QuantizeOptions("int8"))
@@ -214,8 +215,8 @@ def test_on_a_quantized_base(name: str) -> None:
 @pytest.mark.parametrize(
     "target", ["q_proj", "o_proj", "gate_proj", "down_proj", "input_layernorm", "norm", "self_attn"]
 )
-def test_the_kernels_of_a_decode_step_leave_no_adapter_out(target: str) -> None:
-    """All layers without adapters are computed in C, those beside one too."""
+def test_decode_kernels_include_every_adapter(target: str) -> None:
+    """All layers without adapters are computed in C, also beside layers with adapters."""
     copies = [target] if "norm" in target or target == "self_attn" else None
     model = adapted(decoder("Llama"), r=4, target_modules=["up_proj"] if copies else [target], modules_to_save=copies)
     inner = model.get_base_model()
@@ -263,8 +264,8 @@ def test_a_merged_adapter_is_refused() -> None:
         make_plan(model.get_base_model(), 2, None, None, FitOptions())
 
 
-def test_an_adapter_that_the_modelling_code_reads_past_is_refused() -> None:
-    """WavLM hands the weights of its projections to torch, so that in one process their adapters do nothing."""
+def test_adapter_bypassed_by_modelling_code_is_refused() -> None:
+    """WavLM passes the weights of its projections to torch, so adapters do nothing even in one process."""
     model = adapted(FAMILIES["wavlm"].make(), target_modules=["k_proj"]).get_base_model()
     with pytest.raises(UnsupportedModelError, match="reads its weight"):
         make_plan(model, 2, None, None, FitOptions())

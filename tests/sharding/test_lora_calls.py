@@ -1,4 +1,4 @@
-"""Models with peft's adapters on workers: who computes with which."""
+"""Models with peft's adapters on workers: each call computes with its adapter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 LONG = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
-"""So many that a call takes several rounds, and others come meanwhile."""
+"""Enough tokens for several rounds, so that other calls come in between."""
 
 
 def one_row() -> dict[str, torch.Tensor]:
@@ -47,18 +47,18 @@ def one_row() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def long() -> dict[str, torch.Tensor]:
-    """Return the tokens of one row of `LONG`, with each adapter."""
-    alone, found = four_adapters(), {}
+    """Return the tokens of one row with `LONG`, for each adapter."""
+    alone, tokens = four_adapters(), {}
     for name in NAMES:
         alone.set_adapter(name)
-        found[name] = alone.generate(**one_row(), **LONG)
-    return found
+        tokens[name] = alone.generate(**one_row(), **LONG)
+    return tokens
 
 
 @pytest.fixture(scope="module")
 def model(groups) -> Iterator[Any]:
-    yield (found := parallelize(four_adapters(), workers=groups(2)))
-    found.deparallelize()
+    yield (parallel := parallelize(four_adapters(), workers=groups(2)))
+    parallel.deparallelize()
 
 
 def test_adapters_by_name_and_none(model, whole) -> None:
@@ -105,7 +105,7 @@ def test_a_task_names_its_adapter(model, whole) -> None:
 
 
 class _FirstPut(BaseStreamer):
-    """Says that a call has begun."""
+    """A streamer that signals the start of a call."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -118,7 +118,7 @@ class _FirstPut(BaseStreamer):
 
 
 def switching(model: Any, long: dict[str, torch.Tensor], calls: int) -> None:
-    """Eight threads generate, one row each, while each sets its adapter as soon as the call before it has begun."""
+    """Generate in eight threads, one row each; each thread sets its adapter once the previous call has begun."""
     free, answers = threading.Semaphore(8), list[tuple[str, Future[torch.Tensor]]]()
     with ThreadPoolExecutor(8) as threads:
         for number in range(calls):
@@ -144,16 +144,16 @@ def test_adapters_are_switched_a_thousand_times(groups, long) -> None:
         switching(model, long, 1000)
 
 
-def test_calls_that_overlap_are_decoded_each_with_its_adapter(groups, long) -> None:
-    """All four are under way before the first one ends."""
+def test_overlapping_calls_keep_their_adapters(groups, long) -> None:
+    """Calls of all adapters are running before the first one ends."""
 
     async def together(model: Any) -> list[torch.Tensor]:
         calls = (model.agenerate(**one_row(), **LONG, adapter_names=[name]) for name in (*NAMES, *NAMES))
         return await asyncio.gather(*calls)
 
     with parallelize(four_adapters(), workers=groups(2), batching=True) as model:
-        found = asyncio.run(together(model))
-    assert all(torch.equal(tokens, long[name]) for tokens, name in zip(found, (*NAMES, *NAMES), strict=True))
+        outputs = asyncio.run(together(model))
+    assert all(torch.equal(tokens, long[name]) for tokens, name in zip(outputs, (*NAMES, *NAMES), strict=True))
 
 
 def test_layers_that_come_before_they_run(groups, whole, tmp_path: Path) -> None:
@@ -186,14 +186,14 @@ def test_stages(groups, whole, long, tmp_path: Path, ranks: int, fit: dict[str, 
         model.set_adapter("adapter3")
     alone.save_pretrained(tmp_path / "alone")
     for file in (tmp_path / "alone").rglob("*.safetensors"):
-        want, found = load_file(file), load_file(tmp_path / "cut" / file.relative_to(tmp_path / "alone"))
-        assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+        want, saved = load_file(file), load_file(tmp_path / "cut" / file.relative_to(tmp_path / "alone"))
+        assert all(torch.equal(saved[name], tensor) for name, tensor in want.items())
     assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole["adapter3"])
     assert same(answers(model), whole)
 
 
 class _Switches(StoppingCriteria):
-    """Cannot cross to the workers, so that the loop runs here; sets another adapter at the first token."""
+    """A criterion that keeps the loop in this process and sets another adapter at the first token."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.lock = model, threading.Lock()
@@ -203,7 +203,7 @@ class _Switches(StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def test_a_loop_in_this_process_goes_on_with_its_adapter(model, whole) -> None:
+def test_local_loop_keeps_its_adapter(model, whole) -> None:
     model.set_adapter("default")
     tokens = model.generate(**text_inputs(), **GREEDY, stopping_criteria=[_Switches(model)])
     assert torch.equal(tokens, whole["default"])
@@ -211,13 +211,13 @@ def test_a_loop_in_this_process_goes_on_with_its_adapter(model, whole) -> None:
 
 
 def of_values() -> Any:
-    """Two adapters that differ in their use of earlier tokens."""
+    """Return a model with two adapters of keys and values, so that their caches differ."""
     configs = [peft.LoraConfig(r=8, lora_alpha=64, target_modules=["k_proj", "v_proj"]) for _ in range(2)]
     return adapted(decoder("Llama"), *configs)
 
 
-def test_what_a_prompt_left_is_not_used_by_another_adapter(groups) -> None:
-    """Prompts of a batch that begin alike share what has run of them, if they run with the same adapters."""
+def test_prefix_of_another_adapter_is_not_used(groups) -> None:
+    """Prompts of a batch share the computed prefix only if their adapters are equal."""
     alone, prompt = of_values(), torch.randint(5, 95, (1, 40), generator=torch.Generator().manual_seed(5))
     want = {}
     for name in NAMES[:2]:
@@ -229,7 +229,7 @@ def test_what_a_prompt_left_is_not_used_by_another_adapter(groups) -> None:
             assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False), want[name])
 
 
-@pytest.mark.slow  # four more processes that import peft, and all that it finds
+@pytest.mark.slow  # four more processes that import peft and its optional packages
 def test_adapters_survive_a_worker_death(whole) -> None:
     with parallelize(four_adapters(), 2, workers={"device": "cpu"}) as model:
         model.set_adapter("adapter2")

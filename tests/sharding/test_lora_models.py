@@ -1,4 +1,4 @@
-"""Models with peft's adapters on workers: what is saved, given back, quantized and refused."""
+"""Models with peft's adapters on workers: saving, giving back, quantization and refusals."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def whole() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def model(groups) -> Iterator[Any]:
-    yield (found := parallelize(four_adapters(), workers=groups(2)))
-    found.deparallelize()
+    yield (parallel := parallelize(four_adapters(), workers=groups(2)))
+    parallel.deparallelize()
 
 
 def test_saved_files_are_pefts(model, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_saved_files_are_pefts(model, tmp_path: Path) -> None:
     assert files == sorted(
         path.relative_to(tmp_path / "cut") for path in (tmp_path / "cut").rglob("*") if path.is_file()
     )
-    assert len(files) == 9  # a card, and two for each adapter
+    assert len(files) == 9  # a card, and two files per adapter
     for file in files:
         one, other = tmp_path / "alone" / file, tmp_path / "cut" / file
         if file.suffix == ".safetensors":
@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_weights_is_refused(model, whole, name: str) -> None:
+def test_changes_of_weights_are_refused(model, whole, name: str) -> None:
     modules, names = list(model.named_modules()), list(model.peft_config)
     with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
         getattr(model, name)(*REFUSED[name])
@@ -103,7 +103,7 @@ def test_what_would_change_weights_is_refused(model, whole, name: str) -> None:
     assert list(model.peft_config) == names
 
 
-def test_what_is_no_adapter_in_a_model_is_refused_by_name() -> None:
+def test_prompt_learning_is_refused_by_name() -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(UnsupportedModelError, match="PREFIX_TUNING"):
         parallelize(peft.get_peft_model(decoder("Llama"), config), 2)
@@ -116,7 +116,7 @@ def test_a_sharded_directory_is_refused(model, tmp_path: Path) -> None:
 
 
 def test_a_directory_with_an_adapter(groups, tmp_path: Path) -> None:
-    """Its base is read by the ranks, as of any path."""
+    """The ranks read its base like any path."""
     base = decoder("Llama")
     base.save_pretrained(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")
@@ -144,9 +144,9 @@ def test_the_plan_of_a_peft_model() -> None:
 def test_cast_and_quantized(groups) -> None:
     model = four_adapters()
     with parallelize(model, workers=groups(2), quantize="int8", dtype="bfloat16") as model:
-        held = model.get_base_model().shard_plan
-        assert held.quantized
-        assert {tensor.dtype for name, tensor in held.tensors.items() if "lora" in name} == {torch.bfloat16}
+        shard_plan = model.get_base_model().shard_plan
+        assert shard_plan.quantized
+        assert {tensor.dtype for name, tensor in shard_plan.tensors.items() if "lora" in name} == {torch.bfloat16}
         logits = {}
         for name in NAMES:
             model.set_adapter(name)
@@ -159,7 +159,7 @@ def test_cast_and_quantized(groups) -> None:
         assert all(largest_difference(logits[other], want) > 0.2 for other in NAMES if other != name)
 
 
-# -- adapters that transformers has put in --------------------------------------------------------------------------
+# -- adapters added by transformers ---------------------------------------------------------------------------------
 
 
 def with_transformers(*names: str) -> Any:
@@ -182,16 +182,16 @@ def test_adapters_of_transformers(groups, tmp_path: Path) -> None:
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
     outputs = []
     for each in (alone, model):
-        found = []
+        logits = []
         for name in ("one", "two"):
             each.set_adapter(name)
             assert each.active_adapters() == [name]
-            found.append(each(**text_inputs()).logits)
+            logits.append(each(**text_inputs()).logits)
         each.disable_adapters()
-        found.append(each(**text_inputs()).logits)
+        logits.append(each(**text_inputs()).logits)
         each.enable_adapters()
-        found.append(each(**text_inputs()).logits)
-        outputs.append(found)
+        logits.append(each(**text_inputs()).logits)
+        outputs.append(logits)
     assert all(largest_difference(one, other) <= 1e-4 for one, other in zip(*outputs, strict=True))
     assert largest_difference(outputs[0][0], outputs[0][1]) > 1e-2
     model.deparallelize()

@@ -1,4 +1,4 @@
-"""Models computed in stages: each rank has some of the layers, and all ranks have every result."""
+"""Models computed in stages: each rank has some of the layers, and all ranks get every result."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def deep_llama(layers: int = 5, **more: Any) -> Any:
 IDS = torch.tensor([[5, 9, 17, 31], [3, 4, 8, 2]])
 
 
-# -- what one rank computes for all --------------------------------------------------------------------------------
+# -- one rank computes for all -----------------------------------------------------------------------------------------
 
 
-def test_a_result_reaches_every_rank_whatever_its_size_and_structure() -> None:
+def test_result_of_any_structure_reaches_all_ranks() -> None:
     large = torch.arange(3 * FIRST_BYTES, dtype=torch.float64).view(3, -1)
-    sent = {"a": (large, None, torch.ones(2, 0)), "b": [torch.tensor(True), 7, large.to(torch.bfloat16).T]}
+    shared_value = {"a": (large, None, torch.ones(2, 0)), "b": [torch.tensor(True), 7, large.to(torch.bfloat16).T]}
 
     def run(communicator: Any) -> Any:
-        return share(communicator, 1, (lambda: sent) if communicator.rank == 1 else None, CPU)
+        return share(communicator, 1, (lambda: shared_value) if communicator.rank == 1 else None, CPU)
 
     for got in run_ranks(3, run):
-        torch.testing.assert_close(got, sent, rtol=0, atol=0)
+        torch.testing.assert_close(got, shared_value, rtol=0, atol=0)
 
 
-def test_an_exception_of_one_rank_ends_the_call_of_all(groups: Groups) -> None:
-    """It is not the last layer of the stage that raises, for whose result the others wait."""
+def test_exception_of_one_rank_ends_the_call(groups: Groups) -> None:
+    """Rank 0 raises before the last layer of the stage; the others wait for that layer's result."""
     model = deep_llama()
     parallelize(model, workers=groups(2), fit=PIPELINE)
     for _ in range(2):
@@ -99,8 +99,8 @@ SHAPES = (
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_rank_gives_what_the_whole_model_gives(name: str, width: int) -> None:
-    """In two stages of one rank, or of two that cut its layers."""
+def test_every_rank_equals_the_whole_model(name: str, width: int) -> None:
+    """Two stages of one rank each, or of two ranks that cut the layers."""
     case = case_of(name)
     model, inputs = case.make(), case.inputs()
     prompt = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
@@ -108,11 +108,11 @@ def test_every_rank_gives_what_the_whole_model_gives(name: str, width: int) -> N
         want = model(**inputs)[0]
         tokens = model.generate(**prompt, **GREEDY) if case.generates else None
     within = UNCUT if width == 1 else select(model, None, width)
-    made = in_stages(build_plan(model, width, within), model, [0.5, 0.5], merged=name != "qwen3-vl")
-    assert (made.world_size, made.stage_width) == (2 * width, width)
+    shard_plan = in_stages(build_plan(model, width, within), model, [0.5, 0.5], merged=name != "qwen3-vl")
+    assert (shard_plan.world_size, shard_plan.stage_width) == (2 * width, width)
 
     def run(communicator: Any) -> Any:
-        part = cut(model, made, communicator.rank, communicator)
+        part = cut(model, shard_plan, communicator.rank, communicator)
         with torch.no_grad():
             return part(**inputs)[0], part.generate(**prompt, **GREEDY) if case.generates else None
 
@@ -127,14 +127,14 @@ def test_stages_of_any_number_and_ratio(ratio: tuple[float, ...], tied: bool) ->
     model = deep_llama(9, tie_word_embeddings=tied)
     want = model.generate(IDS, **GREEDY)
     shares = [part / sum(ratio) for part in ratio]
-    made = in_stages(build_plan(model, 1, UNCUT), model, shares)
+    shard_plan = in_stages(build_plan(model, 1, UNCUT), model, shares)
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     copies = model.lm_head.weight.nbytes if tied else 0
-    for held, part in zip(made.bytes_per_rank, shares, strict=True):
-        assert held <= (made.bytes_whole + copies) * part + layer
+    for rank_bytes, part in zip(shard_plan.bytes_per_rank, shares, strict=True):
+        assert rank_bytes <= (shard_plan.bytes_whole + copies) * part + layer
 
     def run(communicator: Any) -> torch.Tensor:
-        return cut(model, made, communicator.rank, communicator).generate(IDS, **GREEDY)
+        return cut(model, shard_plan, communicator.rank, communicator).generate(IDS, **GREEDY)
 
     assert all(torch.equal(tokens, want) for tokens in run_ranks(len(ratio), run))
 
@@ -176,21 +176,21 @@ def test_caches_batches_and_errors(world_size: int, fit: dict[str, Any], groups:
     assert largest_difference(model(input_ids=IDS[:, :1], past_key_values=first.past_key_values).logits, then) <= 1e-4
     with pytest.raises(IndexError, match="index out of range"):
         model(torch.tensor([[99]]))
-    found: list[Any] = [None] * len(alone)
+    tokens: list[Any] = [None] * len(alone)
 
     def generate(number: int) -> None:
-        found[number] = model.generate(IDS[:1], max_new_tokens=5 + number, do_sample=False)
+        tokens[number] = model.generate(IDS[:1], max_new_tokens=5 + number, do_sample=False)
 
     threads = [threading.Thread(target=generate, args=(number,)) for number in range(len(alone))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(mine, its) for mine, its in zip(found, alone, strict=True))
+    assert all(torch.equal(mine, its) for mine, its in zip(tokens, alone, strict=True))
     model.deparallelize()
 
 
-def test_hooks_see_blocks_and_are_refused_within_them(groups: Groups) -> None:
+def test_hooks_run_on_blocks_not_within_them(groups: Groups) -> None:
     model = deep_llama()
     with torch.no_grad():
         want = model(IDS, output_hidden_states=True).hidden_states
@@ -212,7 +212,7 @@ def test_hooks_see_blocks_and_are_refused_within_them(groups: Groups) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "fit"), [(2, PIPELINE), (4, BOTH)])
-def test_a_worker_that_dies_comes_back_with_its_stage(world_size: int, fit: dict[str, Any], tmp_path: Path) -> None:
+def test_dead_worker_returns_with_its_stage(world_size: int, fit: dict[str, Any], tmp_path: Path) -> None:
     model = deep_llama()
     want = model.generate(IDS, **GREEDY)
     uneven = {**fit, "ratio": (1, 2)}
@@ -224,13 +224,13 @@ def test_a_worker_that_dies_comes_back_with_its_stage(world_size: int, fit: dict
     save_sharded(model, tmp_path / "cut")
     model.save_pretrained(tmp_path / "whole")
     model.deparallelize()
-    for name, how in (("cut", None), ("cut", fit), ("whole", fit)):
-        with parallelize(str(tmp_path / name), world_size, workers={"device": "cpu"}, fit=how) as again:
+    for name, options in (("cut", None), ("cut", fit), ("whole", fit)):
+        with parallelize(str(tmp_path / name), world_size, workers={"device": "cpu"}, fit=options) as again:
             assert torch.equal(again.generate(IDS, **GREEDY), want)
 
 
 @pytest.mark.parametrize("fit", [{"ratio": (1, 3)}, {"cache": "int8"}], ids=str)
-def test_a_worker_that_dies_comes_back_with_its_part(fit: dict[str, Any]) -> None:
+def test_dead_worker_returns_with_its_part(fit: dict[str, Any]) -> None:
     with parallelize(deep_llama(), 2, workers={"device": "cpu"}, fit=fit) as model:
         want, parts = model.generate(IDS, **GREEDY), model.memory_allocated()
         kill(deployment_of(model).pids[1])
@@ -239,7 +239,7 @@ def test_a_worker_that_dies_comes_back_with_its_part(fit: dict[str, Any]) -> Non
         assert torch.equal(model.generate(IDS, **GREEDY), want)
 
 
-# -- what is done, and what is refused ---------------------------------------------------------------------------------
+# -- other options, and refusals -------------------------------------------------------------------------------------
 
 
 def test_blocks_are_merged_where_that_is_proven() -> None:
@@ -247,7 +247,7 @@ def test_blocks_are_merged_where_that_is_proven() -> None:
     assert not may_merge(case_of("qwen3-vl").make())
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_impossible_pipelines_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="MobileBertForMaskedLM cannot be computed in stages"):
         plan(case_of("mobilebert").make(), 2, fit=PIPELINE)
     with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 7"):
@@ -272,8 +272,8 @@ def test_in_few_bits(name: str, width: int) -> None:
     case, bits = case_of(name), read_quantize({"scheme": "int8", "embeddings": True})
     model, inputs = case.make(), case.inputs()
     within = UNCUT if width == 1 else select(model, None, width)
-    made = in_stages(build_plan(model, width, within, quantize=bits), model, [0.5, 0.5])
-    assert max(made.bytes_per_rank) < 0.75 / width * made.bytes_whole
+    shard_plan = in_stages(build_plan(model, width, within, quantize=bits), model, [0.5, 0.5])
+    assert max(shard_plan.bytes_per_rank) < 0.75 / width * shard_plan.bytes_whole
 
     def run(plan: ShardPlan) -> list[torch.Tensor]:
         def on_rank(communicator: Any) -> torch.Tensor:
@@ -283,29 +283,29 @@ def test_in_few_bits(name: str, width: int) -> None:
         return run_ranks(plan.world_size, on_rank)
 
     (want,) = run(build_plan(model, 1, UNCUT, quantize=bits))
-    assert all(largest_difference(got, want) <= 1e-4 for got in run(made))
+    assert all(largest_difference(got, want) <= 1e-4 for got in run(shard_plan))
 
 
 @pytest.mark.parametrize("shares", [(0.3, 0.7), (0.65, 0.35)], ids=["in the encoder", "in the decoder"])
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_bias_of_heads_goes_on_to_another_stage(shares: tuple[float, float], merged: bool) -> None:
-    """T5's first layer makes one that all later layers add: each rank of a stage has that of its own heads."""
+def test_bias_of_heads_reaches_later_stages(shares: tuple[float, float], merged: bool) -> None:
+    """T5's first layer makes a bias that all later layers add: each rank has the bias of its own heads."""
     case = case_of("t5")
     model, inputs = case.make(), case.inputs()
-    made = in_stages(build_plan(model, 2, select(model, None, 2)), model, shares, merged)
-    stages = {tensor.rule for name, tensor in made.tensors.items() if "coder.block" in name}
+    shard_plan = in_stages(build_plan(model, 2, select(model, None, 2)), model, shares, merged)
+    stages = {tensor.rule for name, tensor in shard_plan.tensors.items() if "coder.block" in name}
     assert stages == {"stage 0", "stage 1"}
     with torch.no_grad():
         want = model(**inputs).logits
 
     def run(communicator: Any) -> torch.Tensor:
         with torch.no_grad():
-            return cut(model, made, communicator.rank, communicator)(**inputs).logits
+            return cut(model, shard_plan, communicator.rank, communicator)(**inputs).logits
 
     assert all(largest_difference(got, want) <= 1e-4 for got in run_ranks(4, run))
 
 
-def test_auto_says_in_a_line_why_it_chose() -> None:
+def test_auto_explains_its_choice_in_a_line() -> None:
     even = plan(deep_llama(), 2, fit={"strategy": "auto"})
     assert even.strategy == "tensor"
     assert "strategy: tensor, as 9" in str(even)
@@ -323,19 +323,19 @@ def test_auto_says_in_a_line_why_it_chose() -> None:
         better(refuse, refuse)
 
 
-def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_accepts_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "examples/demo_model", "--strategy", "pipeline", "--ratio", "1,2"]) == 0
     assert "(pipeline)" in capsys.readouterr().out
     both = ["--num-gpus", "4", "--strategy", "tensor+pipeline", "--tensor", "2", "--json"]
     assert main(["plan", "examples/demo_model", *both]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["strategy"] == "tensor+pipeline"
-    assert max(found["bytes_per_rank"]) < found["bytes_whole"] * 0.3
+    tokens = json.loads(capsys.readouterr().out)
+    assert tokens["strategy"] == "tensor+pipeline"
+    assert max(tokens["bytes_per_rank"]) < tokens["bytes_whole"] * 0.3
 
 
 def test_the_table_says_where_each_tensor_is() -> None:
-    made = plan(deep_llama(), 2, fit=PIPELINE)
-    assert made.strategy == made.as_dict()["strategy"] == "pipeline"
-    assert "LlamaForCausalLM on 2 ranks, policy stages (pipeline)\n" in str(made)
-    line = next(line for line in str(made).splitlines() if line.startswith("lm_head.weight"))
+    shard_plan = plan(deep_llama(), 2, fit=PIPELINE)
+    assert shard_plan.strategy == shard_plan.as_dict()["strategy"] == "pipeline"
+    assert "LlamaForCausalLM on 2 ranks, policy stages (pipeline)\n" in str(shard_plan)
+    line = next(line for line in str(shard_plan).splitlines() if line.startswith("lm_head.weight"))
     assert line.split() == ["lm_head.weight", "1", "[64,", "32]", "stage", "1", "–", "[64,", "32]"]

@@ -1,4 +1,4 @@
-"""The plan: its arithmetic, its bytes, and what it says when something does not fit."""
+"""The plan: its arithmetic, its bytes, and its errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_spread() -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 @pytest.mark.parametrize(("query", "key"), [(6, 3), (8, 2), (12, 12), (4, 1), (9, 3), (1, 1)])
-def test_every_query_head_is_somewhere_once_beside_its_key_head(query: int, key: int, world_size: int) -> None:
+def test_query_heads_are_with_their_key_heads(query: int, key: int, world_size: int) -> None:
     shares = share_heads(query, key, world_size)
     assert [head for share in shares if not share.idle for head in share.query] == list(range(query))
     for share in shares:
@@ -60,7 +60,7 @@ def test_every_query_head_is_somewhere_once_beside_its_key_head(query: int, key:
         assert len(share.key) * share.groups == len(share.query)
 
 
-def test_of_two_cuts_of_grouped_heads_the_one_with_the_smaller_largest_rank_is_taken() -> None:
+def test_least_unbalanced_cut_is_chosen() -> None:
     def sizes(query: int, key: int) -> list[tuple[int, int, int]]:
         return [(len(share.query), len(share.key), share.groups) for share in share_heads(query, key, 2)]
 
@@ -89,25 +89,27 @@ def test_a_shard_has_its_ranges_side_by_side(ranges) -> None:
 
 def test_bytes() -> None:
     model = decoder("Llama", heads=8, key_heads=2, tied=True)
-    made = plan(model, num_gpus=2)
+    shard_plan = plan(model, num_gpus=2)
     whole = sum(tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
-    assert made.bytes_whole == whole
-    assert max(made.bytes_per_rank) <= 0.55 * whole + sum(made.replicated.values())
-    assert plan(model, num_gpus=2, fp16=True).bytes_per_rank[0] < 0.52 * made.bytes_per_rank[0]
-    assert sum(made.bytes_per_rank) == whole + sum(made.replicated.values()), "nothing but the replicated is held twice"
-    assert "model.norm.weight" in made.replicated
-    assert made.policy == "LlamaPolicy"
-    assert made.source == "written"
-    assert "self_attn.q_proj" in str(made)
+    assert shard_plan.bytes_whole == whole
+    assert max(shard_plan.bytes_per_rank) <= 0.55 * whole + sum(shard_plan.replicated.values())
+    assert plan(model, num_gpus=2, fp16=True).bytes_per_rank[0] < 0.52 * shard_plan.bytes_per_rank[0]
+    assert sum(shard_plan.bytes_per_rank) == whole + sum(shard_plan.replicated.values()), (
+        "only replicated tensors count twice"
+    )
+    assert "model.norm.weight" in shard_plan.replicated
+    assert shard_plan.policy == "LlamaPolicy"
+    assert shard_plan.source == "written"
+    assert "self_attn.q_proj" in str(shard_plan)
 
 
 def test_a_model_on_meta_is_enough() -> None:
     config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    made = plan(model, num_gpus=4, dtype="bfloat16")
-    assert made.bytes_whole == pytest.approx(13.5e9, rel=0.01)
-    assert max(made.bytes_per_rank) <= made.bytes_whole * (1 / 4 + 0.05)
+    shard_plan = plan(model, num_gpus=4, dtype="bfloat16")
+    assert shard_plan.bytes_whole == pytest.approx(13.5e9, rel=0.01)
+    assert max(shard_plan.bytes_per_rank) <= shard_plan.bytes_whole * (1 / 4 + 0.05)
 
 
 class Misspelt(Policy):
@@ -164,10 +166,10 @@ def test_a_custom_policy_comes_first() -> None:
         block = "GPT2Block"
         plan = {"mlp.c_fc": Column(), "mlp.c_proj": Row()}
 
-    made = plan(gpt2(), custom_policies=OnlyTheMlp)
-    assert made.source == "custom"
-    assert "OnlyTheMlp" in made.tensors["transformer.h.0.mlp.c_fc.weight"].rule
-    assert made.tensors["transformer.h.0.attn.c_attn.weight"].rule == "leftover"
+    shard_plan = plan(gpt2(), custom_policies=OnlyTheMlp)
+    assert shard_plan.source == "custom"
+    assert "OnlyTheMlp" in shard_plan.tensors["transformer.h.0.mlp.c_fc.weight"].rule
+    assert shard_plan.tensors["transformer.h.0.attn.c_attn.weight"].rule == "leftover"
 
 
 class Foreign(nn.Module):
@@ -218,7 +220,7 @@ def test_arguments_that_make_no_sense(arguments, error, message: str) -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
-def test_what_is_no_transformers_model() -> None:
+def test_other_models_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"takes a transformers PreTrainedModel, not .*Foreign"):
         parallelize(Foreign(), 2, workers={"device": "cpu"})
 
@@ -236,17 +238,17 @@ def test_a_group_serves_one_model_at_a_time(groups) -> None:
         parallelize(gpt2(), workers=group)
 
 
-def test_fp16_keeps_what_transformers_keeps(groups) -> None:
+def test_fp16_keeps_fp32_buffers(groups) -> None:
     model = parallelize(decoder("Llama"), workers=groups(2), fp16=True)
     assert model.dtype == torch.float16
     assert model(input_ids=torch.tensor([[5, 6]])).logits.dtype == torch.float16
     model.deparallelize()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "as from_pretrained(dtype=float16) leaves it"
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "the same as after from_pretrained(dtype=float16)"
 
 
-def test_a_block_without_the_layers_that_a_policy_wants_is_not_its_own() -> None:
-    """Two releases may call two blocks by one name."""
+def test_block_without_required_layers_is_not_matched() -> None:
+    """Blocks of two releases may have the same name."""
 
     class Fused(LlamaPolicy):
         holds = ("self_attn.qkv_proj",)

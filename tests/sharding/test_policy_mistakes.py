@@ -1,4 +1,4 @@
-"""Mistakes in a policy are reported: impossible words when it is read, wrong cuts by a proof on a twin."""
+"""Mistakes in a policy are reported: impossible rules on reading, wrong rules by a proof on a twin."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_mistake_is_an_error_in_words(attributes: dict[str, Any], words: str) 
         (lambda: Column("key", unit="key"), r"Column: multiple values for argument 'unit'"),
     ],
 )
-def test_a_word_says_which_arguments_it_takes(write: Callable[[], object], words: str) -> None:
+def test_wrong_arguments_of_rules_are_named(write: Callable[[], object], words: str) -> None:
     with pytest.raises(PolicyError, match=words):
         write()
 
@@ -112,25 +112,23 @@ class Mine(Policy):
 
 
 class Forgotten(Mine):
-    """`fused=3` is not there: each rank holds a stretch of q, k and v side by side, and takes it for its own three."""
+    """A policy without `fused=3`: each rank takes a stretch of the joint q, k and v for its own three parts."""
 
     plan = {**RIGHT, "attn.c_attn": Column()}
 
 
 class Doubled(Mine):
-    """Sums what was summed."""
+    """A policy that sums a sum again."""
 
     plan = {**RIGHT, "attn.c_proj": Row(reduce=False), "mlp.c_fc": Column()}
 
 
 @pytest.mark.parametrize("wrong", [Forgotten, Doubled])
-def test_a_policy_that_gives_other_numbers_is_refused(
-    wrong: type[Policy], groups: Callable[[int], WorkerGroup]
-) -> None:
+def test_policy_with_wrong_numbers_is_refused(wrong: type[Policy], groups: Callable[[int], WorkerGroup]) -> None:
     model = gpt2()
     with pytest.raises(PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other values than whole.*prove=False"):
         parallelize(model, workers=groups(2), custom_policies=wrong)
-    with torch.no_grad():  # the model is as it was
+    with torch.no_grad():  # the model is unchanged
         want = model(torch.arange(5)[None]).logits
     assert not verify_model(model, 2, wrong).equal
     parallelize(model, workers=groups(2), custom_policies=wrong, prove=False)
@@ -141,9 +139,9 @@ def test_a_policy_that_gives_other_numbers_is_refused(
 def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     from parallelformers_ng.autopolicy import proof
 
-    made: list[str] = []
+    proofs: list[str] = []
     real = proof._objection
-    monkeypatch.setattr(proof, "_objection", lambda *given: made.append("proof") or real(*given))
+    monkeypatch.setattr(proof, "_objection", lambda *args: proofs.append("proof") or real(*args))
     monkeypatch.setattr(proof, "_CUSTOM", {})
     ids = torch.arange(3, 9)[None]
     for _ in range(2):
@@ -153,9 +151,9 @@ def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], mon
         parallelize(model, workers=groups(2), custom_policies=Mine)
         assert largest_difference(model(ids).logits, want) <= 1e-4
         model.deparallelize()
-    assert made == ["proof"]
+    assert proofs == ["proof"]
     parallelize(gpt2(activation_function="relu"), workers=groups(2), custom_policies=Mine).deparallelize()
-    assert made == ["proof", "proof"]
+    assert proofs == ["proof", "proof"]
 
 
 def test_a_policy_that_no_twin_proves_is_refused(groups: Callable[[int], WorkerGroup]) -> None:

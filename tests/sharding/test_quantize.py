@@ -36,7 +36,7 @@ def llama(**options: Any) -> Any:
 
 
 def rounded(model: Any, names: Any, scheme: str = "int8", group: int | None = None) -> Any:
-    """A copy with weights as they are after having been quantized; test_quantize_parity compares that with torchao."""
+    """Return a copy with quantized and dequantized weights; test_quantize_parity compares those with torchao."""
     other = copy.deepcopy(model)
     for name in names:
         weight = other.get_parameter(name)
@@ -50,7 +50,7 @@ def linears(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(("scheme", "group", "share"), [("int8", None, 0.6), ("int4", 2, 0.8), ("fp8", None, 0.6)])
-def test_a_loaded_model_and_what_comes_back(scheme: str, group: int | None, share: float, groups) -> None:
+def test_loaded_model_is_quantized_and_returned(scheme: str, group: int | None, share: float, groups) -> None:
     model = llama()
     expected = rounded(model, linears(model), scheme, group)
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -70,31 +70,29 @@ def test_a_loaded_model_and_what_comes_back(scheme: str, group: int | None, shar
         torch.testing.assert_close(tensor, expected.state_dict()[name])
 
 
-def test_a_checkpoint_is_quantized_as_it_is_read_and_comes_back_as_it_was(tmp_path: Path, groups) -> None:
-    given = llama()
-    given.save_pretrained(tmp_path)
+def test_checkpoint_is_quantized_while_read_and_restored(tmp_path: Path, groups) -> None:
+    original = llama()
+    original.save_pretrained(tmp_path)
     model = parallelize(tmp_path, workers=groups(3), quantize={"scheme": "int8", "embeddings": True})
     assert "lm_head.weight" in model.shard_plan.quantized
-    expected = rounded(given, model.shard_plan.quantized)
+    expected = rounded(original, model.shard_plan.quantized)
     assert largest_difference(model(**text_inputs()).logits, expected(**text_inputs()).logits) <= 1e-4
     model.deparallelize()
-    assert all(torch.equal(tensor, given.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("scheme", "group"), [("int8", None), ("int4", 2), ("fp8", None)])
-def test_saved_sharded_it_is_small_and_starts_again_with_the_same_numbers(
-    scheme: str, group: int | None, tmp_path: Path, groups
-) -> None:
+def test_saved_shards_load_with_equal_numbers(scheme: str, group: int | None, tmp_path: Path, groups) -> None:
     model = llama()
     parallelize(model, workers=groups(2), quantize={"scheme": scheme, "group": group})
     want = model(**text_inputs()).logits
     save_sharded(model, tmp_path / "sharded")
-    held = model.shard_plan
+    shard_plan = model.shard_plan
     model.deparallelize()
 
     model = parallelize(tmp_path / "sharded", workers=groups(2))
-    assert model.shard_plan.quantized == held.quantized
-    assert model.shard_plan.bytes_per_rank == held.bytes_per_rank
+    assert model.shard_plan.quantized == shard_plan.quantized
+    assert model.shard_plan.bytes_per_rank == shard_plan.bytes_per_rank
     assert torch.equal(model(**text_inputs()).logits, want)
     model.deparallelize()
     model = parallelize(tmp_path / "sharded", workers=groups(3))
@@ -105,7 +103,7 @@ def test_saved_sharded_it_is_small_and_starts_again_with_the_same_numbers(
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ParallelError, match=f"{scheme} already; leave quantize out"):
         parallelize(tmp_path / "sharded", workers=groups(2), quantize="int8")
-    shard(os.fspath(tmp_path / "sharded"), tmp_path / "anew", 3)  # without workers, and the integers stay
+    shard(os.fspath(tmp_path / "sharded"), tmp_path / "anew", 3)  # no workers; the integers stay
     model = parallelize(tmp_path / "anew", workers=groups(3))
     assert largest_difference(model(**text_inputs()).logits, want) <= 1e-5
     model.deparallelize()
@@ -131,28 +129,28 @@ def test_tied_embeddings_stay_or_are_quantized_once(groups) -> None:
     expected = rounded(model, [*linears(model), "lm_head.weight"])
     expected.tie_weights()
     parallelize(model, workers=groups(2), quantize=QuantizeOptions("int8", embeddings=True))
-    held = [tensor.name for tensor in model.shard_plan.held.stored()]
-    assert ("lm_head.weight" in held) != ("model.embed_tokens.weight" in held)
+    stored = [tensor.name for tensor in model.shard_plan.held.stored()]
+    assert ("lm_head.weight" in stored) != ("model.embed_tokens.weight" in stored)
     assert largest_difference(model(**text_inputs()).logits, expected(**text_inputs()).logits) <= 1e-4
     model.deparallelize()
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_what_is_skipped_stays_and_the_plan_says_what_is_in_high_precision() -> None:
+def test_skipped_layers_stay_in_high_precision() -> None:
     model = llama()
-    made = plan(model, 2, quantize={"scheme": "int8", "skip": ["self_attn.*", "model.layers.0.mlp"]})
-    assert {name.split(".", 3)[-1] for name in made.quantized} == {
+    shard_plan = plan(model, 2, quantize={"scheme": "int8", "skip": ["self_attn.*", "model.layers.0.mlp"]})
+    assert {name.split(".", 3)[-1] for name in shard_plan.quantized} == {
         "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
     }  # fmt: skip
-    assert not any(name.startswith("model.layers.0") for name in made.quantized)
-    assert "model.layers.0.mlp.down_proj.weight" in made.high_precision
-    assert "in high precision: model.embed_tokens.weight" in str(made)
-    assert "model.layers.*.mlp.down_proj.weight_scale" in str(made)
-    assert made.as_dict()["quantized"]["model.layers.1.mlp.up_proj.weight"] == "int8"
+    assert not any(name.startswith("model.layers.0") for name in shard_plan.quantized)
+    assert "model.layers.0.mlp.down_proj.weight" in shard_plan.high_precision
+    assert "in high precision: model.embed_tokens.weight" in str(shard_plan)
+    assert "model.layers.*.mlp.down_proj.weight_scale" in str(shard_plan)
+    assert shard_plan.as_dict()["quantized"]["model.layers.1.mlp.up_proj.weight"] == "int8"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("quantize", "message"),
     [
         ("int7", "scheme is 'int7'; it takes one of 'int8', 'int4', 'fp8'"),
         (
@@ -165,30 +163,30 @@ def test_what_is_skipped_stays_and_the_plan_says_what_is_in_high_precision() -> 
         (8, "quantize is 8; it takes QuantizeOptions"),
     ],
 )
-def test_options_are_read_or_refused(given: Any, message: str) -> None:
+def test_options_are_read_or_refused(quantize: Any, message: str) -> None:
     with pytest.raises(ParallelError, match=message):
-        plan(llama(), 2, quantize=given)
+        plan(llama(), 2, quantize=quantize)
 
 
 @pytest.mark.slow
-def test_ranks_have_the_memory_of_what_they_hold(tmp_path: Path) -> None:
-    """Memory of weights that a rank reads and quantizes goes back to the system."""
+def test_ranks_use_the_memory_of_their_shards(tmp_path: Path) -> None:
+    """Memory used to read and quantize is returned to the system, not kept."""
     quantized_memory.write(str(tmp_path), "270MB")
-    found = quantized_memory.measured(str(tmp_path), 2, {"scheme": "int8", "embeddings": True})
-    for end, held in zip(found["at the end"], found["shard"], strict=True):
-        assert end <= held + 15e6
+    measured = quantized_memory.measured(str(tmp_path), 2, {"scheme": "int8", "embeddings": True})
+    for end, shard_bytes in zip(measured["at the end"], measured["shard"], strict=True):
+        assert end <= shard_bytes + 15e6
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize(("scheme", "group"), [("int8", None), ("int8", 2), ("int4", 2), ("int4", None), ("fp8", None)])
-def test_a_slice_of_the_numbers_is_that_of_the_whole(
+def test_slice_of_numbers_equals_that_of_whole(
     dim: int, scheme: str, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the weight comes about, and whatever part of it is in memory at a time."""
+    """This holds for every source of the weight, and for any number of values in memory at once."""
     monkeypatch.setattr(encoded, "_NUMBERS", 40)
     stored = torch.randn(3, 20, 14, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     lazy = LazyTensor(FetchedLeaf((3, 20, 14), torch.bfloat16, lambda: stored))
-    for made, weight in ((lazy, stored), (lazy.mul(3), stored * 3), (lazy.transpose(1, 2), stored.transpose(1, 2))):
+    for source, weight in ((lazy, stored), (lazy.mul(3), stored * 3), (lazy.transpose(1, 2), stored.transpose(1, 2))):
         encoding = Encoding(scheme, dim, group or weight.shape[dim])
         cut = Shard(1, ((0, 4), (10, 14))) if weight.shape[1] == 14 else Shard(1, ((2, 6), (12, 20)))
         shape = tuple(weight.shape)
@@ -196,12 +194,12 @@ def test_a_slice_of_the_numbers_is_that_of_the_whole(
         want = encoding.encode(weight)
         assert [(part.shape, part.dtype) for part in (numbers, scales)] == [(tuple(p.shape), p.dtype) for p in want]
         for kind, part, values in ((encoded.Numbers, numbers, want[0]), (encoded.Scales, scales, want[1])):
-            node = kind(part.shape, part.dtype, encoding, made.node)
+            node = kind(part.shape, part.dtype, encoding, source.node)
             read = read_shard(node, part.shards[0])
             assert torch.equal(bits(read), bits(part.shards[0].of(values)))
         leaves = [FetchedLeaf(tuple(part.shape), part.dtype, lambda part=part: part) for part in want]
         again = encoded.Decoded(shape, torch.bfloat16, encoding, (leaves[0], leaves[1]))
-        for other in (cut, Shard(1, ((1, 4), (7, 12)))):  # between bytes and within
+        for other in (cut, Shard(1, ((1, 4), (7, 12)))):  # cuts between bytes and within a byte
             assert torch.equal(read_shard(again, other), other.of(encoding.decode(*want, torch.bfloat16)))
 
 
@@ -209,28 +207,31 @@ def bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.contiguous().view(torch.uint8)
 
 
-def test_ranks_have_whole_groups_and_where_they_cannot_the_plan_says_so() -> None:
+def test_ranks_have_whole_groups_or_are_reported() -> None:
     model = llama()  # 74 columns, heads of 8
-    made = plan(model, 3, quantize={"scheme": "int4", "group": 2})
-    down = made.tensors["model.layers.0.mlp.down_proj.weight"]
+    shard_plan = plan(model, 3, quantize={"scheme": "int4", "group": 2})
+    down = shard_plan.tensors["model.layers.0.mlp.down_proj.weight"]
     assert [shard.ranges for shard in down.shards] == [((0, 26),), ((26, 50),), ((50, 74),)]
-    assert not made.misfits
+    assert not shard_plan.misfits
 
-    made = plan(model, 3, quantize={"scheme": "int4", "group": 4})
-    assert made.misfits["model.layers.1.mlp.down_proj.weight"] == "74 inputs are no multiple of 4"
-    assert "model.layers.1.mlp.down_proj.weight" in made.high_precision
-    assert "not quantized: model.layers.*.mlp.down_proj.weight, for 74 inputs are no multiple of 4" in str(made)
-    made = plan(model, 2, quantize={"scheme": "int4", "group": 16})
-    assert "parts of its 48 inputs that are no multiple of 16" in made.misfits["model.layers.0.self_attn.o_proj.weight"]
-    assert made.as_dict()["misfits"] == made.misfits
+    shard_plan = plan(model, 3, quantize={"scheme": "int4", "group": 4})
+    assert shard_plan.misfits["model.layers.1.mlp.down_proj.weight"] == "74 inputs are no multiple of 4"
+    assert "model.layers.1.mlp.down_proj.weight" in shard_plan.high_precision
+    assert "not quantized: model.layers.*.mlp.down_proj.weight, for 74 inputs are no multiple of 4" in str(shard_plan)
+    shard_plan = plan(model, 2, quantize={"scheme": "int4", "group": 16})
+    assert (
+        "parts of its 48 inputs that are no multiple of 16"
+        in shard_plan.misfits["model.layers.0.self_attn.o_proj.weight"]
+    )
+    assert shard_plan.as_dict()["misfits"] == shard_plan.misfits
 
 
 def test_configs_of_torchao_are_taken_or_refused() -> None:
     find_packages()
     from torchao import quantization
 
-    made = plan(llama(), 2, quantize=quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(8)))
-    assert made.quantized["model.layers.0.mlp.up_proj.weight"] == Encoding("int4", -1, 8)
+    shard_plan = plan(llama(), 2, quantize=quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(8)))
+    assert shard_plan.quantized["model.layers.0.mlp.up_proj.weight"] == Encoding("int4", -1, 8)
     for config in (
         quantization.Int8WeightOnlyConfig(granularity=quantization.PerTensor()),
         quantization.IntxWeightOnlyConfig(torch.int3, quantization.PerGroup(8)),

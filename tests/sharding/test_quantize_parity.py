@@ -1,4 +1,4 @@
-"""Quantized ranks against torchao's scheme in one process: integers bit for bit, outputs, greedy tokens. The ranks are
+"""Quantized ranks compared with torchao in one process: integers bit for bit, outputs, greedy tokens. The ranks are
 threads."""
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ FAMILIES = (
 )  # fmt: skip
 CASES = {case.name: case for case in ALL if case.name in FAMILIES}
 GROUP = 2
-"""Of how many inputs: the widths of tiny models have few factors."""
+"""Inputs per group: small, since the widths of tiny models have few factors."""
 CONFIGS = {
     "int8": quantization.Int8WeightOnlyConfig(),
     "int4": quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(GROUP)),
     "fp8": quantization.Float8WeightOnlyConfig(),
 }
-"""torchao's own words for each scheme."""
+"""torchao's own configuration of each scheme."""
 
 
 def torchaos(weight: torch.Tensor, dim: int, config: Any) -> Any:
-    """The weight as torchao holds it; inputs last."""
+    """Return the weight as torchao stores it, inputs last."""
     rows = weight.detach().transpose(dim, -1)
     layer = torch.nn.Linear(rows.shape[-1], rows[..., 0].numel(), bias=False, dtype=rows.dtype)
     layer.weight.data = rows.reshape(layer.weight.shape).contiguous()
@@ -63,15 +63,15 @@ def test_numbers_and_scales_are_torchaos_bit_for_bit(
     want = torchaos(weight, dim, config)
     rows = scales.transpose(dim, -1).flatten(0, -2)
     assert torch.equal(rows, want.scale)
-    held = encoding.decode(numbers, torch.ones_like(scales), torch.float32).transpose(dim, -1).flatten(0, -2)
-    assert torch.equal(held, want.qdata.float())
+    decoded = encoding.decode(numbers, torch.ones_like(scales), torch.float32).transpose(dim, -1).flatten(0, -2)
+    assert torch.equal(decoded, want.qdata.float())
     whole = encoding.decode(numbers, scales, dtype).transpose(dim, -1).flatten(0, -2)
     assert torch.equal(whole, want.dequantize())
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)
 def test_a_row_of_zeros_is_zeros(scheme: str) -> None:
-    """torchao's floats of one are none."""
+    """torchao's own floats of zero rows are not zero."""
     encoding = Encoding(scheme, -1, GROUP)
     weight = torch.zeros(2, GROUP, dtype=torch.bfloat16)
     assert torch.equal(encoding.decode(*encoding.encode(weight), torch.bfloat16), weight)
@@ -109,7 +109,7 @@ def test_families(case: Case, world_size: int, scheme: str) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every family with every scheme on 2, 3 and 4 ranks; most of them are slow together."""
+    """Test every family with every scheme on 2, 3 and 4 ranks; most combinations are slow tests."""
     if metafunc.function is not test_families:
         return
     often = {

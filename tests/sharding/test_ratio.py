@@ -1,4 +1,4 @@
-"""Ranks that hold unlike parts of every layer, as a ratio says."""
+"""Ranks with unequal parts of every layer, by a ratio."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_items_are_spread_by_shares() -> None:
     assert spread_columns(48, 2, (0.25, 0.75)) == [(0, 12), (12, 48)], "whole cache lines would be far off"
 
 
-def test_heads_keep_whole_groups_where_that_is_nearer_to_the_shares() -> None:
+def test_heads_keep_whole_groups_near_the_shares() -> None:
     def sizes(*shares: float) -> list[tuple[int, int]]:
         return [(len(share.query), len(share.key)) for share in share_heads(32, 8, len(shares), shares)]
 
@@ -71,7 +71,7 @@ TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "
     ids=["llama", "nine-heads", "tiny", "mixtral", "gpt2", "t5", "bert"],
 )
 @pytest.mark.parametrize("ratio", [(1, 3), (3, 1), (2, 3)], ids=str)
-def test_the_bytes_of_the_ranks_are_in_the_ratio(make: Callable[[], Any], ratio: tuple[int, int]) -> None:
+def test_bytes_of_ranks_follow_the_ratio(make: Callable[[], Any], ratio: tuple[int, int]) -> None:
     with torch.device("meta"):
         model = make()
     first, second = plan(model, 2, fit=FitOptions(ratio=ratio)).bytes_per_rank
@@ -80,35 +80,35 @@ def test_the_bytes_of_the_ranks_are_in_the_ratio(make: Callable[[], Any], ratio:
 
 @pytest.mark.parametrize("parts", [(0.25, 0.75), (0.15, 0.55, 0.3)], ids=str)
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_every_rank_gives_what_the_whole_model_gives(name: str, parts: tuple[float, ...]) -> None:
+def test_every_rank_equals_the_whole_model(name: str, parts: tuple[float, ...]) -> None:
     case = case_of(name)
     model, inputs = case.make(), case.inputs()
     with torch.no_grad():
         want = model(**inputs)[0]
-    made = build_plan(model, len(parts), select(model), parts=parts)
-    assert len(set(made.bytes_per_rank)) > 1
+    shard_plan = build_plan(model, len(parts), select(model), parts=parts)
+    assert len(set(shard_plan.bytes_per_rank)) > 1
 
     def run(communicator: Any) -> torch.Tensor:
         with torch.no_grad():
-            return cut(model, made, communicator.rank, communicator)(**inputs)[0]
+            return cut(model, shard_plan, communicator.rank, communicator)(**inputs)[0]
 
     results = run_ranks(len(parts), run)
     assert all(torch.equal(got, results[0]) for got in results)
     assert largest_difference(results[0], want) <= 1e-4
 
 
-def test_workers_of_unlike_size_generate_save_and_give_back(groups: Groups, tmp_path: Path) -> None:
+def test_unequal_workers_generate_save_and_give_back(groups: Groups, tmp_path: Path) -> None:
     case = case_of("llama")
     model, inputs = case.make(), case.inputs()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     want = model.generate(**inputs, **GREEDY)
     parallelize(model, workers=groups(2), fit={"ratio": [1, 3]})
-    held = list(model.memory_allocated().values())
+    allocated = list(model.memory_allocated().values())
     assert torch.equal(model.generate(**inputs, **GREEDY), want)
     save_sharded(model, tmp_path / "cut")
     model.deparallelize()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert held == plan(model, 2, fit={"ratio": [1, 3]}).bytes_per_rank
+    assert allocated == plan(model, 2, fit={"ratio": [1, 3]}).bytes_per_rank
     for ratio in (None, (1, 3)):
         again = parallelize(str(tmp_path / "cut"), workers=groups(2), fit={"ratio": ratio})
         assert torch.equal(again.generate(**inputs, **GREEDY), want)
@@ -118,14 +118,12 @@ def test_workers_of_unlike_size_generate_save_and_give_back(groups: Groups, tmp_
 def test_inferred_policies_are_proven_for_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     build = trials.build_plan
-    monkeypatch.setattr(
-        trials, "build_plan", lambda *given, **more: tried.append(more["parts"]) or build(*given, **more)
-    )
+    monkeypatch.setattr(trials, "build_plan", lambda *args, **more: tried.append(more["parts"]) or build(*args, **more))
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tf.CwmForCausalLM(tf.CwmConfig(num_hidden_layers=2, intermediate_size=48, bos_token_id=0, **sizes))
-    made = plan(model, 2, fit={"ratio": (1, 3)})
-    assert "inferred" in made.source
-    first, second = made.bytes_per_rank
+    shard_plan = plan(model, 2, fit={"ratio": (1, 3)})
+    assert "inferred" in shard_plan.source
+    first, second = shard_plan.bytes_per_rank
     assert second > 2 * first
     assert (0.25, 0.75) in tried
 
@@ -151,7 +149,7 @@ def test_a_wrong_ratio_is_refused_by_name(ratio: Any, words: str) -> None:
             refuse()
 
 
-def test_what_does_nothing_yet_is_refused() -> None:
+def test_unknown_fit_options_are_refused() -> None:
     model = case_of("llama").make()
     with pytest.raises(ParallelError, match="fit has no option 'ration' \\(did you mean 'ratio'\\?\\)"):
         plan(model, 2, fit={"ration": (1, 3)})

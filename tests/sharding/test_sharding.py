@@ -1,4 +1,4 @@
-"""Cutting is proven without processes: the ranks are threads and the reference is transformers itself."""
+"""Cuts are proven without processes: the ranks are threads, and transformers is the reference."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.zoo.decoders import bloom
 from tests.zoo.families import ALL, NEWER, Case
 
 NARROW = ("_a_proj", "indexer", "adapter_list", "per_layer", "altup", "laurel")
-"""Latents of attention, and other layers from or to a width far below the hidden state's."""
+"""Layers of attention latents, and others with a width far below the hidden state's."""
 
 
-# On two ranks those of `CASES` run as processes, in test_parity.py; on three run those that generate, see below.
+# On two ranks these run as processes, in test_parity.py; on three ranks only generating models run, see below.
 SHAPES = {"gpt2", "bert", "t5", "t5-gated-untied", "vit", "llama", "llama-tied-biased", "mistral", "qwen3", "mixtral"}
 RUNS = [
     pytest.param(case, size, marks=[pytest.mark.slow] * (size == 5 and case in NEWER and case.generates))
@@ -30,7 +30,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("case", "world_size"), RUNS, ids=lambda value: getattr(value, "name", value))
-def test_every_rank_gives_what_the_whole_model_gives(case: Case, world_size: int) -> None:
+def test_every_rank_equals_the_whole_model(case: Case, world_size: int) -> None:
     model = case.make()
     inputs = case.inputs()
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_every_rank_gives_what_the_whole_model_gives(case: Case, world_size: int
 
 @pytest.mark.parametrize("world_size", [3])
 @pytest.mark.parametrize("case", [case for case in ALL if case.generates], ids=lambda case: case.name)
-def test_every_rank_generates_what_the_whole_model_generates(case: Case, world_size: int) -> None:
+def test_every_rank_generates_the_same_tokens(case: Case, world_size: int) -> None:
     if case.at_odds:
         pytest.skip(case.at_odds)
     model = case.make()
@@ -68,7 +68,7 @@ def test_every_rank_generates_what_the_whole_model_generates(case: Case, world_s
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_everything_large_is_cut(case: Case) -> None:
-    """Tables of positions and narrow layers aside: on models this small they weigh more than they ever do."""
+    """Except position tables and narrow layers: in models this small they are unusually large."""
     model = case.make()
     plan = build_plan(model, 2, select(model))
     tables = ("position", "wpe", "rel_embeddings", *NARROW)
@@ -77,33 +77,33 @@ def test_everything_large_is_cut(case: Case) -> None:
     assert cut_bytes >= 0.95 * sum(tensor.bytes_whole for tensor in tensors), plan.replicated
 
 
-def test_a_setting_for_which_a_policy_is_wrong_is_refused() -> None:
+def test_setting_that_a_policy_cannot_handle_is_refused() -> None:
     model = bloom(slow_but_exact=True)
     with pytest.raises(PolicyError, match=r"BloomPolicy: .*slow_but_exact is True"):
         build_plan(model, 2, select(model))
 
 
 def test_interleaved_groups_are_cut_by_query_heads() -> None:
-    """Two groups of q q k v, a head two columns wide, on three ranks: 2, 1 and 1 query heads."""
+    """Two groups of q q k v, heads two columns wide, on three ranks: 2, 1 and 1 query heads."""
     ranges = cut_interleaved(16, ("query", "key", "key"), share_heads(4, 2, 3))
     assert ranges == [((0, 8),), ((8, 10), (12, 16)), ((10, 16),)]
 
 
-def test_a_column_that_several_ranks_hold_is_counted_once() -> None:
+def test_replicated_columns_are_counted_once() -> None:
     runs = group_runs([[(0, 4)], [(2, 6), (2, 4)], [(0, 4)]], 8)
     assert runs == [((0, 4, 0, True),), ((0, 2, 0, False), (2, 4, 0, True), (4, 6, 0, False)), ((0, 4, 0, False),)]
 
 
-def test_parts_whose_heads_differ_in_width_are_cut_on_their_own() -> None:
-    """Four query heads three wide and two key heads two wide, then a column for each query head."""
+def test_parts_with_different_head_widths_are_cut() -> None:
+    """Four query heads of width three and two key heads of width two, then one column per query head."""
     ranges = cut_width(20, ("query", "key", "query"), share_heads(4, 2, 2), 2, (3, 2, 1))
     assert ranges == [((0, 6), (12, 14), (16, 18)), ((6, 12), (14, 16), (18, 20))]
     with pytest.raises(PolicyError, match="12 \\+ 4 \\+ 4 wide, not 21"):
         cut_width(21, ("query", "key", "query"), share_heads(4, 2, 2), 2, (3, 2, 1))
 
 
-def test_interleaved_parts_whose_heads_differ_in_width() -> None:
-    """Two groups of k k, q q, three and one columns wide, on two ranks."""
+def test_interleaved_parts_with_different_widths_are_cut() -> None:
+    """Two groups of k k, q q, of widths three and one, on two ranks."""
     ranges = cut_interleaved(10, ("key", "query"), share_heads(4, 2, 2), (3, 1))
     assert ranges == [((0, 5),), ((5, 10),)]
 

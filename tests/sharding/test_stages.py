@@ -1,4 +1,4 @@
-"""Models divided into stages of layers that follow one another, and the device maps made of them."""
+"""Models divided into stages of consecutive layers, and device maps made of the stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHAPES: list[Any] = [
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=lambda config: config.model_type)
-def test_the_fullest_device_is_within_a_layer_of_the_ideal(config: Any) -> None:
+def test_fullest_device_is_within_one_layer_of_ideal(config: Any) -> None:
     with torch.device("meta"):
         model = next(
             auto.from_config(config)
@@ -51,30 +51,32 @@ def test_the_fullest_device_is_within_a_layer_of_the_ideal(config: Any) -> None:
         )
     whole = {id(tensor): tensor.nbytes for tensor in all_tensors(model).values()}
     for ratio in ((1, 1), (1, 1, 1), (0.5, 1, 1, 1), (1, 3)):
-        found = balanced_device_map(model, len(ratio), ratio)
-        held: dict[Any, dict[int, int]] = {device: {} for device in range(len(ratio))}
-        for unit, device in found.items():
-            held[device].update({id(tensor): tensor.nbytes for tensor in tensors_of(model, unit).values()})
-        assert sum(len(mine) for mine in held.values()) == len(whole), "each tensor is on one device, tied ones too"
-        layer = max(sum(tensor.nbytes for tensor in tensors_of(model, unit).values()) for unit in found)
+        device_map = balanced_device_map(model, len(ratio), ratio)
+        device_tensors: dict[Any, dict[int, int]] = {device: {} for device in range(len(ratio))}
+        for unit, device in device_map.items():
+            device_tensors[device].update({id(tensor): tensor.nbytes for tensor in tensors_of(model, unit).values()})
+        assert sum(len(mine) for mine in device_tensors.values()) == len(whole), (
+            "each tensor is on one device, tied tensors too"
+        )
+        layer = max(sum(tensor.nbytes for tensor in tensors_of(model, unit).values()) for unit in device_map)
         for device, part in enumerate(ratio):
             ideal = sum(whole.values()) * part / sum(ratio)
-            assert sum(held[device].values()) <= ideal + layer, (ratio, device)
+            assert sum(device_tensors[device].values()) <= ideal + layer, (ratio, device)
 
 
 @pytest.mark.parametrize("case", ALL[::9], ids=lambda case: case.name)
-def test_every_tensor_lies_in_one_unit(case: Any) -> None:
+def test_every_tensor_is_in_one_unit(case: Any) -> None:
     model = case.make()
-    held = [id(tensor) for unit in units(model) for tensor in tensors_of(model, unit).values()]
-    assert set(held) == {id(tensor) for tensor in all_tensors(model).values()}
+    tensors = [id(tensor) for unit in units(model) for tensor in tensors_of(model, unit).values()]
+    assert set(tensors) == {id(tensor) for tensor in all_tensors(model).values()}
     names = getattr(model, "_no_split_modules", None) or ()
     for path, module in model.named_modules():
         if type(module).__name__ in names and path:
             assert sum(f"{unit}.".startswith(f"{path}.") for unit in units(model)) <= 1
 
 
-def test_stages_are_the_best_there_are() -> None:
-    """Against every way to cut a few parts into runs."""
+def test_stages_are_optimal() -> None:
+    """The stages are compared with every other division of a few parts into runs."""
     draw = random.Random(0)
     for _ in range(200):
         count, stages = draw.randint(3, 8), draw.randint(1, 3)
@@ -90,9 +92,9 @@ def test_stages_are_the_best_there_are() -> None:
             ]
             return max((2 + load) / share for load, share in zip(loads, shares, strict=True))
 
-        found = find_stages(sizes, shares, everywhere=2)
+        found_stages = find_stages(sizes, shares, everywhere=2)
         best = min(map(fullest, itertools.combinations(range(1, count), stages - 1)))
-        assert fullest(tuple(stop for _, stop in found[:-1])) == pytest.approx(best)
+        assert fullest(tuple(stop for _, stop in found_stages[:-1])) == pytest.approx(best)
 
 
 def test_a_device_map_is_taken_by_from_pretrained(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_device_map_is_taken_by_from_pretrained(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     where = balanced_device_map(config, 2, ratio=(1, 2), device_ids=["disk", "cpu"])
     assert {"disk", "cpu"} == set(where.values())
-    assert where["lm_head"] == where["model.embed_tokens"], "they are one tensor"
+    assert where["lm_head"] == where["model.embed_tokens"], "tied weights are one tensor"
     again = tf.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=where, offload_folder=str(tmp_path / "offload")
     )
@@ -112,7 +114,7 @@ def test_a_device_map_is_taken_by_from_pretrained(tmp_path: Path) -> None:
 
 
 def test_caches_are_counted() -> None:
-    """Keys and values outweigh the embedding, which then leaves room for more layers beside it."""
+    """Keys and values outweigh the embedding, so more layers fit beside it."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
     config = tf.LlamaConfig(num_hidden_layers=8, tie_word_embeddings=True, **sizes)
     plain = list(balanced_device_map(config, 2).values()).count(0)
@@ -121,7 +123,7 @@ def test_caches_are_counted() -> None:
     assert set(balanced_device_map(config, 2, device_ids=[3, 7]).values()) == {3, 7}
 
 
-def test_what_cannot_be_divided_so_is_refused() -> None:
+def test_impossible_device_maps_are_refused() -> None:
     config = tf.LlamaConfig(num_hidden_layers=2)
     with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 6"):
         balanced_device_map(config, 9)

@@ -1,4 +1,4 @@
-"""Changes of a model's code, as programs make them: of its modules, and of classes and functions that are imported."""
+"""Changes of a model's code as programs make them: of modules, and of imported classes and functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.zoo.decoders import decoder, gpt2
 
 
 class BitLinear(nn.Linear):
-    """BitNet's layer: scales of the whole weight, and of all of a token's activations."""
+    """BitNet's layer: scales of the whole weight, and of all activations of a token."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         scale, steps = self.weight.abs().mean(), 127 / input.abs().amax(-1, keepdim=True).clamp_min(1e-5)
@@ -28,7 +28,7 @@ class BitLinear(nn.Linear):
 
 
 class Clamped(nn.Linear):
-    """A bound that the sum of two ranks passes where neither part does."""
+    """A layer with a bound that the sum of two ranks exceeds, although neither part does."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).clamp(-0.05, 0.05)
@@ -73,7 +73,7 @@ def normed_weights(model: Any) -> None:
 
 
 def largest_only(self: Any, states: torch.Tensor) -> torch.Tensor:
-    """Contextual sparsity: the largest of all columns."""
+    """Compute a feed-forward with contextual sparsity: only the largest of all columns count."""
     inner = self.act_fn(self.gate_proj(states)) * self.up_proj(states)
     kept = inner.abs().topk(12, dim=-1).indices
     return self.down_proj(torch.zeros_like(inner).scatter(-1, kept, inner.gather(-1, kept)))
@@ -85,7 +85,7 @@ def sparse_feed_forward(model: Any) -> None:
 
 
 class GatedAttention(nn.Module):
-    """All queries of a token decide how much of its attention counts."""
+    """An attention in which all queries of a token decide how much it counts."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ CHANGES = {
 
 
 def doubled(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """A root-mean-square norm with an offset in its weight, as Gemma's."""
+    """Compute a root-mean-square norm with an offset in its weight, like Gemma's."""
     states = hidden_states.float()
     states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
     return ((1.0 + self.weight.float()) * states).to(hidden_states.dtype)
@@ -141,7 +141,7 @@ def no_positions(q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> tuple[
 
 
 def one_for_all_heads(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """A feed-forward divided by the norm of all of its middle."""
+    """Compute a feed-forward divided by the norm of its whole inner state."""
     inner = self.act(self.c_fc(hidden_states))
     return self.c_proj(inner / inner.norm(dim=-1, keepdim=True))
 
@@ -163,7 +163,7 @@ def bounded(states: torch.Tensor) -> torch.Tensor:
 
 
 def scaling_states(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a forward that transformers has wrapped in functions that cannot be copied."""
+    """Wrap a forward that transformers has wrapped in functions that cannot be copied."""
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def next_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rounding(update: Callable[..., Any]) -> Callable[..., Any]:
-    """A cache that holds keys in fewer bits."""
+    """Return a cache update that stores keys in fewer bits."""
 
     def call(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return update(self, (keys * 8).round() / 8, values, *args, **kwargs)
@@ -255,4 +255,4 @@ AFTERWARDS = {
     "a property in the place of an attribute",
     "a cache's layer",
 }
-"""Patches that the model can follow as it is cut."""
+"""Patches that the present cut of the model allows."""

@@ -1,4 +1,4 @@
-"""An error in the bookkeeping of a batch reaches all who wait, and neither the group nor later calls."""
+"""An error in a batch's bookkeeping reaches all waiting calls, and neither the group nor later calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT = {"timeout": 20.0}
 
 
 @pytest.mark.parametrize("method", ["next_round", "take", "_measure"])
-def test_an_error_of_the_batch_ends_all_calls_at_once(groups, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_error_of_the_batch_ends_all_calls(groups, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=True)
     original: Any = getattr(Batch, method)
 

@@ -1,4 +1,4 @@
-"""A call whose deadline has passed is an error of its own: nothing is sent, and nothing has changed."""
+"""A call past its deadline raises its own error: nothing is sent, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_cache_whose_change_did_not_get_its_turn_is_as_it_was(groups, name: str) -> None:
+def test_cache_change_past_the_deadline_has_no_effect(groups, name: str) -> None:
     change = CHANGES[name]
     group = groups(2)
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=group, batching=False)

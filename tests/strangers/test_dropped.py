@@ -21,13 +21,13 @@ from tests.zoo.decoders import decoder, gpt2
 
 
 def open_files() -> list[str]:
-    """Return the open files of this process, without the numbers of sockets and pipes."""
+    """Return this process's open files, without the numbers of sockets and pipes."""
     links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     return sorted(os.readlink(link).partition(":[")[0] for link in links if link.is_symlink())
 
 
 def opened_since(files: list[str]) -> list[str]:
-    """Return the files opened since then. Other tests may have closed theirs meanwhile."""
+    """Return the files opened since; files of other tests may have been closed in the meantime."""
     return [*(Counter(open_files()) - Counter(files)).elements()]
 
 
@@ -85,8 +85,8 @@ def test_a_model_that_is_rebound_leaves_nothing_open(way: str, tmp_path: Path) -
     assert threading.active_count() <= threads
 
 
-def test_weights_go_when_the_last_reference_goes() -> None:
-    """Without a pass of the garbage collector."""
+def test_weights_are_freed_with_the_last_reference() -> None:
+    """They are freed without a pass of the garbage collector."""
     used(gpt2(), Path())
     gc.collect()
     files = open_files()
@@ -95,7 +95,7 @@ def test_weights_go_when_the_last_reference_goes() -> None:
         model = used(gpt2(), Path())
         assert opened_since(files)
         model = None  # noqa: F841  what a cell does that binds its name anew
-        until = time.monotonic() + PROMPTLY  # its supervising thread closes what it watched
+        until = time.monotonic() + PROMPTLY  # its supervisor thread closes the descriptors that it watched
         while opened_since(files) and time.monotonic() < until:
             time.sleep(0.01)
         assert not opened_since(files)
@@ -104,13 +104,13 @@ def test_weights_go_when_the_last_reference_goes() -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_descriptors_after_500_reruns_are_as_after_the_first() -> None:
+def test_memory_is_stable_over_500_reruns() -> None:
     files, memory = list[str](), 0
     for number in range(500):
         model = parallelize(decoder("Llama"), 2, progress=False)
         with torch.no_grad():
             model(prompt(5))
-        if number == 20:  # by then allocators and caches have what they need
+        if number == 20:  # allocators and caches no longer grow from here on
             files, memory = open_files(), resident_bytes()
     assert not opened_since(files)
     assert resident_bytes() - memory < 8 << 20

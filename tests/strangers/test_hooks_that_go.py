@@ -1,4 +1,4 @@
-"""Hooks that came and went leave no trace, and hooks of a call that failed have noted what the rank that raised had."""
+"""Removed hooks leave no trace, and hooks of a failed call have the notes of the rank that raised."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_calls_share_a_batch_again_after_a_hook(groups, kind: str, before: bool)
     cut.deparallelize()
 
 
-def test_hooks_may_come_and_go_while_other_threads_call(groups) -> None:
+def test_hooks_may_change_while_other_threads_call(groups) -> None:
     whole, cut = decoder("Llama", layers=4), parallelize(decoder("Llama", layers=4), workers=groups(2), batching=True)
     want = whole.generate(prompt(6), **NEW_TOKENS).tolist()
     places = [cut.model, cut.model.norm, cut.lm_head, *cut.model.layers]
@@ -72,7 +72,7 @@ def test_hooks_may_come_and_go_while_other_threads_call(groups) -> None:
 
 
 class Notes:
-    """Two hooks of one module that note their calls in a list; the first raises on one rank, the second time."""
+    """Two hooks of one module that note their calls; the first raises on one rank at its second call."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.calls = rank, list[str]()
@@ -95,7 +95,7 @@ def hooked(rank: int) -> tuple[Any, Notes]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_rank_that_raised_says_what_hooks_noted(groups, rank: int) -> None:
+def test_notes_come_from_the_rank_that_raised(groups, rank: int) -> None:
     """In one process the second hook is not called after the first has raised."""
     whole, (cut, notes) = decoder("Llama"), hooked(rank)
     parallelize(cut, workers=groups(2), batching=False)
@@ -112,7 +112,7 @@ def test_the_rank_that_raised_says_what_hooks_noted(groups, rank: int) -> None:
 
 
 def test_notes_of_a_failed_call_outlive_other_requests(groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another call, without hooks, gets its turn before the notes are asked for."""
+    """Another call, without hooks, runs before the notes are fetched."""
     cut, notes = hooked(1)
     notes.calls = ["first"]
     group = groups(2)
@@ -120,13 +120,13 @@ def test_notes_of_a_failed_call_outlive_other_requests(groups, monkeypatch: pyte
     ask = {name: getattr(group, name) for name in ("call", "call_each")}
 
     def late(name: str) -> Any:
-        def asked(method: str, *args: Any, **kwargs: Any) -> Any:
+        def called(method: str, *args: Any, **kwargs: Any) -> Any:
             if method == "hook_changes":
                 rng = torch.get_rng_state().numpy().tobytes()
                 ask["call"]("run", Call("", "num_parameters", (), {}, rng=rng, cache_block=1 << 40))
             return ask[name](method, *args, **kwargs)
 
-        return asked
+        return called
 
     for name in ask:
         monkeypatch.setattr(group, name, late(name))
@@ -138,8 +138,8 @@ def test_notes_of_a_failed_call_outlive_other_requests(groups, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-def test_hooks_beside_those_of_transformers_are_seen(groups, kind: str) -> None:
-    """A module that transformers itself has hooked, to collect attention weights, keeps its table of hooks."""
+def test_hooks_beside_those_of_transformers_run(groups, kind: str) -> None:
+    """transformers itself hooks modules to collect attention weights; such a module keeps its table of hooks."""
     cut = decoder("Llama", attention="eager")
     with torch.no_grad():
         cut(prompt(), output_attentions=True)

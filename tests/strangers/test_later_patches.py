@@ -1,4 +1,4 @@
-"""Code that a program changes after `parallelize`: the next call follows it, or it is refused by name."""
+"""Code that a program changes after `parallelize`: the next call uses it, or refuses it by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.zoo.decoders import EXPERTS, decoder, gpt2
 
 
 @pytest.mark.parametrize("name", sorted(AFTERWARDS))
-def test_patches_after_parallelize_are_seen_and_can_be_undone(groups, name: str) -> None:
+def test_later_patches_take_effect_and_can_be_undone(groups, name: str) -> None:
     make, owner, key, value = PATCHES[name]
     whole, cut = make(), make()
     with parallelize(cut, workers=groups(2)):
@@ -39,8 +39,8 @@ def test_patches_after_parallelize_are_seen_and_can_be_undone(groups, name: str)
         assert_agree(cut, whole, prompt())
 
 
-def test_a_proof_of_a_later_patch_leaves_the_weights_alone(groups, monkeypatch) -> None:
-    """The small copy for it has the code of the model that runs, and nothing else of it."""
+def test_proof_of_later_patch_leaves_weights_alone(groups, monkeypatch) -> None:
+    """The small copy of the proof has the code of the running model, and no state of it."""
     whole, cut = decoder("Llama"), decoder("Llama")
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", doubled)
     parallelize(cut, workers=groups(2))
@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_patches_that_need_another_cut_are_refused_by_name(groups, name: str) -> None:
+def test_patches_that_need_another_cut_are_refused(groups, name: str) -> None:
     make, owner, key, value = REFUSED[name]
     whole, cut = make(), make()
     with parallelize(cut, workers=groups(2)):
@@ -90,7 +90,7 @@ class Limited(nn.Linear):
         return super().forward(input).clamp(-LIMIT, LIMIT)
 
 
-def test_what_a_layer_reads_that_stays_whole_may_change(groups, monkeypatch) -> None:
+def test_attributes_of_replicated_layers_may_change(groups, monkeypatch) -> None:
     whole, cut = decoder("Llama"), decoder("Llama")
     for model in (whole, cut):
         model.model.layers[0].mlp.up_proj.__class__ = Limited
@@ -103,7 +103,7 @@ def test_what_a_layer_reads_that_stays_whole_may_change(groups, monkeypatch) -> 
 def causal_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **others: Any
 ) -> tuple[torch.Tensor, None]:
-    """An attention that asks for no mask: right for one prompt, wrong for the padded rows of a batch."""
+    """Compute an attention without a mask: right for one prompt, wrong for the padded rows of a batch."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
@@ -112,7 +112,7 @@ def causal_alone(
 
 
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), gpt2], ids=["Llama", "GPT-2"])
-def test_calls_share_no_batch_that_a_later_attention_cannot_follow(groups, make: Callable[[], Any]) -> None:
+def test_calls_share_no_batch_after_incompatible_patch(groups, make: Callable[[], Any]) -> None:
     whole, cut = make(), make()
     prompts = [prompt(length, seed=length) for length in (20, 9, 12, 15)]
     with parallelize(cut, workers=groups(2), batching={}):

@@ -1,4 +1,4 @@
-"""Functions given to `generate` that write to globals: said once; what others note comes back."""
+"""Functions given to `generate` that write to globals cause one warning; other notes return."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def by_another(batch: int, ids: torch.Tensor) -> list[int]:
 
 
 def reads(batch: int, ids: torch.Tensor) -> list[int]:
-    found = {"ids": ALLOWED[0]}
-    found["again"] = ALLOWED.get(0, [])
-    return sorted(found["again"])
+    results = {"ids": ALLOWED[0]}
+    results["again"] = ALLOWED.get(0, [])
+    return sorted(results["again"])
 
 
 class Noting(LogitsProcessor):
@@ -65,20 +65,20 @@ def test_globals_that_are_written_are_found(root: Any, names: list[str]) -> None
 def test_lost_notes_are_said_once(groups, caplog: pytest.LogCaptureFixture, batching: bool) -> None:
     cut = parallelize(decoder("Llama"), workers=groups(2), batching=batching)
     caplog.set_level(logging.WARNING, "parallelformers_ng")
-    how = {"max_new_tokens": 2, "do_sample": False}
+    options = {"max_new_tokens": 2, "do_sample": False}
     processor, kept = Noting(), list[int]()
 
     def in_a_closure(batch: int, ids: torch.Tensor) -> list[int]:
         kept.append(len(ids))
         return ALLOWED[0]
 
-    cut.generate(prompt(5), **how, prefix_allowed_tokens_fn=in_a_closure)
-    cut.generate(prompt(5), **how, prefix_allowed_tokens_fn=reads)
+    cut.generate(prompt(5), **options, prefix_allowed_tokens_fn=in_a_closure)
+    cut.generate(prompt(5), **options, prefix_allowed_tokens_fn=reads)
     assert kept == [5, 6]
     assert not caplog.records
     for _ in range(2):
-        cut.generate(prompt(5), **how, prefix_allowed_tokens_fn=appends)
-        cut.generate(prompt(5), **how, logits_processor=[processor])
+        cut.generate(prompt(5), **options, prefix_allowed_tokens_fn=appends)
+        cut.generate(prompt(5), **options, logits_processor=[processor])
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "what appends writes to the global notes stays on the workers" in told[0]

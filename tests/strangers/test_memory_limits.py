@@ -1,4 +1,4 @@
-"""The memory that may be had is that of the smallest limit along the path of control groups, on machines of files."""
+"""Available memory is the smallest limit along the path of control groups, on machines described by files."""
 
 from __future__ import annotations
 
@@ -53,17 +53,15 @@ def test_version_1(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory() == 30 * MIB
 
 
-def test_a_path_outside_what_a_container_sees(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 1 without a namespace names the group as the host does; its files are those at the top."""
+def test_path_outside_the_containers_view_is_handled(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 without a namespace uses the host's name of the group; its files are at the top."""
     monkeypatch.setattr(control_groups, "own_groups", lambda: [("memory", "/docker/box")])
     group(root / "memory", 1, 100 * MIB, 40 * MIB)
     assert available_memory() == 60 * MIB
 
 
 @pytest.mark.parametrize("left", [0, 3000])
-def test_weights_beyond_the_limit_are_an_error_before_the_kernel_ends_processes(
-    groups, monkeypatch: pytest.MonkeyPatch, left: int
-) -> None:
+def test_weights_beyond_the_limit_raise_beforehand(groups, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     whole, model = gpt2(), gpt2()
     monkeypatch.setattr(store, "available_memory", lambda: left)
     with pytest.raises(SharedMemoryError, match="Cannot allocate memory") as caught:

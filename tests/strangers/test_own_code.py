@@ -1,4 +1,4 @@
-"""Models whose code is not the libraries' own: cut, kept whole or refused, the numbers are the plain model's."""
+"""Models with code that is not the libraries' own are cut, kept whole or refused; numbers equal the plain model's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_changed_modules_give_the_plain_numbers(groups, name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [t5, lambda: encoder("MPNet", attention="eager")], ids=["T5", "MPNet"])
-def test_attentions_that_share_a_position_bias_are_cut_together(groups, make: Callable[[], Any]) -> None:
+def test_attentions_sharing_position_bias_are_cut_together(groups, make: Callable[[], Any]) -> None:
     whole, cut = make(), make()
     for model in (whole, cut):
         queries = [module for name, module in model.named_modules() if name.endswith((".SelfAttention.q", ".attn.q"))]
@@ -44,12 +44,12 @@ def test_attentions_that_share_a_position_bias_are_cut_together(groups, make: Ca
         assert largest_difference(cut(**inputs)[0], whole(**inputs)[0]) < 1e-4
 
 
-def test_the_plan_says_what_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_lists_uncut_modules(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder("Llama")
     sparse_feed_forward(model)
-    made = plan(model)
-    assert {path.rpartition(".")[2] for path in made.uncut} == {"mlp"}
-    assert "its forward was replaced" in made.table()
+    shard_plan = plan(model)
+    assert {path.rpartition(".")[2] for path in shard_plan.uncut} == {"mlp"}
+    assert "its forward was replaced" in shard_plan.table()
     assert sum("computed whole on every rank" in record.message for record in caplog.records) == 1
 
 
@@ -66,7 +66,7 @@ def test_patched_classes_and_globals_reach_the_ranks(groups, monkeypatch, name: 
         assert_agree_in_a_batch(cut, whole, [prompt(9), prompt(12, seed=2)])
 
 
-def test_an_activation_is_one_of_the_model(groups) -> None:
+def test_shared_activation_belongs_to_one_model(groups) -> None:
     shared = nn.LeakyReLU(0.1)
     models = [decoder("Llama"), decoder("Llama"), decoder("Llama")]
     for model in models:
@@ -84,7 +84,7 @@ def test_an_activation_is_one_of_the_model(groups) -> None:
 
 
 class Doubling(torch.Tensor):
-    """A tensor whose class doubles products with it."""
+    """A tensor whose class doubles its products."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +114,7 @@ def as_buffer(model: Any) -> None:
 
 
 @pytest.mark.parametrize("put", [as_parameter, as_buffer])
-def test_tensors_of_a_class_of_the_programs_are_refused(put: Callable[[Any], None]) -> None:
+def test_tensors_of_own_classes_are_refused(put: Callable[[Any], None]) -> None:
     model = decoder("Llama")
     put(model)
     with pytest.raises(UnsupportedModelError, match=r"(up_proj\.weight|inv_freq) is a Doubling"):

@@ -1,4 +1,4 @@
-"""Configurations that a small copy has to be made of with care; whatever fails in a proof is said in words."""
+"""Configurations that need care to make a small copy; failures of a proof are reported in words."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_speech_with_attention_weights_asked_for(groups, heads: int) -> None:
 
 
 def test_transformers_of_timm_are_made_shallow() -> None:
-    """Their size is in a name. PE-Audio-Video has one, of 320M parameters."""
+    """Their size is part of a name. PE-Audio-Video has one, with 320M parameters."""
     config = PretrainedConfig()
     config.architecture, config.model_args = "vit_pe_core_large_patch14_336", {"drop_path_rate": 0.0}
     assert shrink(config).model_args == {"drop_path_rate": 0.0, "depth": 2}
@@ -92,12 +92,12 @@ def csm() -> Any:
 
 
 @pytest.mark.slow
-def test_six_heads_on_three_ranks_with_a_decoder_of_its_own_for_depth() -> None:
+def test_decoder_with_own_depth_runs_on_three_ranks() -> None:
     assert plan(csm(), 3).cut_share > 0.5
 
 
 @pytest.mark.parametrize("place", ["observing", "searching"])
-def test_whatever_fails_in_a_proof_is_said_in_words(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_failures_of_a_proof_are_reported(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise IndexError("index 7 is out of range")
 
@@ -113,7 +113,7 @@ def test_whatever_fails_in_a_proof_is_said_in_words(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("setting", ["output_attentions", "output_hidden_states"])
-def test_a_batch_is_proven_whatever_outputs_are_asked_for(setting: str) -> None:
+def test_batch_is_proven_despite_requested_outputs(setting: str) -> None:
     model = decoder("Llama", attention="eager")
     setattr(model.config, setting, True)
     model.generation_config.return_dict_in_generate = True
@@ -121,7 +121,7 @@ def test_a_batch_is_proven_whatever_outputs_are_asked_for(setting: str) -> None:
     assert proof.why_alone(model, in_pieces=True) == ""
 
 
-def test_an_error_of_the_proof_of_batches_has_calls_run_alone(groups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_batch_proof_makes_calls_run_alone(groups, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise IndexError("index 7 is out of range")
 

@@ -1,4 +1,4 @@
-"""Programs whose process is not as most are: they are served, or refused in words at the start."""
+"""Programs in unusual processes are served, or refused in words at the start."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_without_standard_error_there_is_no_bar(groups, monkeypatch: pytest.Monk
     cut.deparallelize()
 
 
-def test_without_proc_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_proc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     isdir = os.path.isdir
     monkeypatch.setattr(os.path, "isdir", lambda path: not str(path).startswith("/proc") and isdir(path))
     with pytest.raises(UnsupportedPlatformError, match="/proc, which is not mounted"):
@@ -97,8 +97,8 @@ def test_without_proc_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("modules", [["socket"], ["threading", "select"]])
-def test_what_gevent_has_patched_is_named(monkeypatch: pytest.MonkeyPatch, modules: list[str]) -> None:
-    """A stand-in for `gevent.monkey`, of which only `is_module_patched` is asked."""
+def test_patches_of_gevent_are_named(monkeypatch: pytest.MonkeyPatch, modules: list[str]) -> None:
+    """A stand-in for `gevent.monkey` with only `is_module_patched`."""
     monkeypatch.setitem(sys.modules, "gevent.monkey", Patched(modules))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedPlatformError, match=f"has replaced {', '.join(modules)} of"):
         placement.check_platform()
@@ -122,7 +122,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_limit_of_file_sizes_is_named_for_weights(groups, file_limit: Callable[[int], None]) -> None:
+def test_file_size_limit_is_named_for_weights(groups, file_limit: Callable[[int], None]) -> None:
     group, whole, model = groups(2), gpt2(), gpt2()
     file_limit(4096)
     with pytest.raises(SharedMemoryError, match=r"files of more than 4096 bytes.*ulimit -f"):
@@ -132,7 +132,7 @@ def test_a_limit_of_file_sizes_is_named_for_weights(groups, file_limit: Callable
         assert torch.equal(model(prompt(5)).logits, whole(prompt(5)).logits)
 
 
-def test_a_limit_of_file_sizes_is_named_for_messages(groups, file_limit: Callable[[int], None]) -> None:
+def test_file_size_limit_is_named_for_messages(groups, file_limit: Callable[[int], None]) -> None:
     cut = parallelize(gpt2(), workers=groups(2))
     file_limit(4096)
     with pytest.raises(SharedMemoryError, match=r"files of more than 4096 bytes.*ulimit -f"):
@@ -162,13 +162,13 @@ def a_part(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [the_forward, a_layer, the_model, a_part])
-def test_what_is_compiled_is_refused_by_name(change: Callable[[Any], Any]) -> None:
+def test_compiled_models_are_refused_by_name(change: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"compiled by torch\.compile"):
         parallelize(change(decoder("Llama")), 2)
 
 
 @pytest.mark.parametrize("call", ["forward", "generate"])
-def test_a_cache_of_the_workers_given_to_a_whole_model_is_refused(groups, call: str) -> None:
+def test_cache_handle_in_a_whole_model_is_refused(groups, call: str) -> None:
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2))
     ids, last = prompt(6), prompt(1, seed=2)
     cache = cut(ids, use_cache=True).past_key_values
@@ -181,5 +181,5 @@ def test_a_cache_of_the_workers_given_to_a_whole_model_is_refused(groups, call: 
         calls[call]()
     with torch.no_grad():
         want = whole(more).logits[:, -1:]
-    assert torch.allclose(cut(last, past_key_values=cache).logits, want, atol=1e-4)  # the cache is as it was
+    assert torch.allclose(cut(last, past_key_values=cache).logits, want, atol=1e-4)  # the cache is unchanged
     cut.deparallelize()

@@ -1,4 +1,4 @@
-"""A rank's model that says what its process keeps."""
+"""A runner that reports the state its process keeps."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from parallelformers_ng.worker.runner import ModelRunner
 
 class WatchedRunner(ModelRunner):
     def kept_steps(self) -> int:
-        """How many steps are remembered, with the configuration and tensors that they refer to."""
+        """Return the number of remembered steps, with the configuration and tensors they refer to."""
         return len(Step._latest)

@@ -15,7 +15,7 @@ MIXTURES = ["jetmoe", "switch_transformers"]
 LATER_LAYERS = ["sam3_lite_text_text_model", "lfm2_moe"]
 TOWERS = ["janus", "qwen2_audio", "lfm2_vl", "granite_speech"]
 LONG = ["granite_speech5_ctc", "bridgetower", "nllb-moe", "step3p7", "ernie4_5_vl_moe", "evolla", "cohere_asr"]
-"""Plans of these take four to ten seconds each."""
+"""Model types whose plans take four to ten seconds each."""
 RUN = [*MIXTURES, *LATER_LAYERS, *TOWERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
 
 

@@ -13,7 +13,7 @@ WRITTEN = [
 ]  # fmt: skip
 OTHERS = ["codegen", "beit", "convnext", "levit", "imagegpt", "dia"]
 LONG = {"timesfm2_5", "deepseek_ocr2", "dia", "d_fine", "deimv2", "levit"}
-"""These take three to ten seconds each."""
+"""Model types that take three to ten seconds each."""
 DECODING = {"llama", "t5", "gpt2", "bart", "granite", "mpt"}
 
 
@@ -30,7 +30,7 @@ def test_model_type_on_two_ranks_equals_whole(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "granite", "dinov2"])
-def test_and_on_four(model_type: str) -> None:
+def test_model_type_on_four_ranks_equals_whole(model_type: str) -> None:
     (verdict,) = judge(model_type, (4,))
     assert verdict["status"] == "equal", verdict
     assert verdict["share"] >= 0.8, verdict

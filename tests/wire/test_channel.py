@@ -99,7 +99,7 @@ def test_spinning_ends_with_a_frame_or_timeout(ends, blocking):
     assert ends[1].recv()[2] == "third"
 
 
-def test_a_channel_sleeps_after_it_has_spun(ends):
+def test_idle_channel_sleeps_after_spinning(ends):
     start, busy = time.monotonic(), time.thread_time()
     threading.Timer(0.5, ends[0].send, (FrameKind.EVENT, 1, "it")).start()
     assert not ends[1].spin(start + 0.1)

@@ -105,7 +105,7 @@ def test_views_conjugates_and_gradients_are_flattened_to_values():
 
 
 @pytest.mark.parametrize("count", [4, 100_000])
-def test_one_tensor_seen_twice_is_sent_once(count):
+def test_repeated_tensor_is_sent_once(count):
     tensor = torch.randn(count)
     encoded = encode([tensor, {"again": tensor}])
     assert len(encoded.outside) == 1

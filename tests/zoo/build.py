@@ -1,6 +1,6 @@
 """Tiny models with every parameter random, and inputs for them. No downloads.
 
-Zero-initialised biases and unit norms hide mistakes (a bias added on each rank, a norm applied twice), so after the
+Biases of zero and norms of one hide mistakes (a bias added on each rank, a norm applied twice), so after the
 constructor every floating-point parameter and persistent buffer is drawn anew.
 """
 
@@ -29,7 +29,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def build(cls: type[PreTrainedModel], config: object, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
-    """A random model of class `cls` in evaluation mode."""
+    """Return a random model of class `cls` in evaluation mode."""
     torch.manual_seed(seed)
     model = cls._from_config(config, attn_implementation=attention)
     randomise(model, seed)
@@ -37,8 +37,8 @@ def build(cls: type[PreTrainedModel], config: object, seed: int = 0, attention: 
 
 
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference, relative to the largest finite absolute value wanted; what is not finite must be the
-    same."""
+    """Return the largest absolute difference, relative to the largest finite absolute value wanted; infinite if
+    other values differ at all."""
     finite = want.isfinite()
     if not torch.equal(got[~finite], want[~finite]):
         return math.inf

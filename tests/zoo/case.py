@@ -1,4 +1,4 @@
-"""A tiny model of the zoo, and common inputs."""
+"""The tiny models of the zoo, and the inputs of most of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-VOCABULARY = 131  # a prime: it divides by no world size
+VOCABULARY = 131  # a prime: no world size divides it
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Case:
     """One tiny model.
 
     Attributes:
-        name: for test ids.
-        make: builds the model.
-        inputs: builds the keyword arguments of its forward.
+        name: name in test ids.
+        make: function that builds the model.
+        inputs: function that builds the keyword arguments of its forward.
         generates: whether `generate` is part of the check.
-        at_odds: why the installed transformers does not generate right from the model whole; "" where it does.
+        at_odds: reason why the installed transformers generates wrongly with the whole model; "" if it does not.
     """
 
     name: str

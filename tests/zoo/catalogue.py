@@ -1,4 +1,4 @@
-"""Every model type of the installed transformers, each with the class that shows the most of it."""
+"""All model types of the installed transformers, each with its most complete class."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ _TASKS = (
 
 
 def model_classes() -> dict[str, tuple[str, str]]:
-    """Model type → (name of its configuration class, name of its model class), for those that transformers exports."""
-    found = ((name, config, classes_of(name)) for name, config in CONFIG_MAPPING_NAMES.items())
-    return {name: (config, classes[0]) for name, config, classes in found if classes}
+    """Return a map from model type to (configuration class name, model class name), for exported classes."""
+    listed = ((name, config, classes_of(name)) for name, config in CONFIG_MAPPING_NAMES.items())
+    return {name: (config, classes[0]) for name, config, classes in listed if classes}
 
 
 def classes_of(model_type: str) -> list[str]:
-    """Names of the exported classes of a model type, the most telling first."""
+    """Return the names of a model type's exported classes, the most complete first."""
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in _TASKS]
     mappings += [modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES]
-    found = []
+    names = []
     for mapping in mappings:
         name = mapping.get(model_type)
         name = name[0] if isinstance(name, (list, tuple)) else name
         if name and name in _exported():
-            found.append(name)
-    return list(dict.fromkeys(found))
+            names.append(name)
+    return list(dict.fromkeys(names))
 
 
 def generating_classes(model_type: str) -> list[str]:
-    """Names of the exported classes of a model type that generate, the most telling first."""
-    found = []
+    """Return the names of a model type's exported classes that generate, the most complete first."""
+    names = []
     for name in classes_of(model_type):
-        with contextlib.suppress(ImportError):  # one that needs a package that is not here says so when looked at
+        with contextlib.suppress(ImportError):  # a class that needs a missing package raises on access
             if getattr(transformers, name).can_generate():
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Encoder-decoders beside those of `seq2seq.py`, decoders of 2018 to 2020, and models made of others."""
+"""Encoder-decoders that are not in `seq2seq.py`, decoders of 2018 to 2020, and models composed of others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def xlm(family: str = "XLM", head: str = "WithLMHeadModel", heads: int = 6, **op
 
 
 def fsmt() -> PreTrainedModel:
-    """Encoder and decoder have vocabularies, head counts and widths of their own."""
+    """Return a model whose encoder and decoder differ in vocabulary, number of heads and width."""
     config = tf.FSMTConfig(
         langs=["en", "de"], src_vocab_size=VOCABULARY, tgt_vocab_size=VOCABULARY - 30, d_model=48, encoder_layers=2,
         decoder_layers=2, encoder_attention_heads=6, decoder_attention_heads=4, encoder_ffn_dim=74, decoder_ffn_dim=70,
@@ -71,7 +71,7 @@ def funnel_inputs() -> dict[str, Any]:
 
 
 def reformer(head: str = "ModelWithLMHead", heads: int = 6, **options: Any) -> PreTrainedModel:
-    """Layers that attend to chunks and to buckets in turn."""
+    """Return a model whose layers attend to chunks and to buckets in turn."""
     settings = {
         "attn_layers": ["local", "lsh"], "hash_seed": 3, "is_decoder": True, "lsh_attn_chunk_length": 8,
         "local_attn_chunk_length": 4, "num_buckets": 4, "num_hashes": 2, **options,
@@ -139,14 +139,14 @@ def mt5(family: str = "MT5") -> PreTrainedModel:
 
 
 def encoder_decoder() -> PreTrainedModel:
-    """BERT in front of a narrower BERT."""
+    """Return a BERT followed by a narrower BERT."""
     encoder = tf.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **TOWER)
     config = tf.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, tf.BertConfig(**DECODER), **START)
     return build(tf.EncoderDecoderModel, config)
 
 
 def vision_encoder_decoder() -> PreTrainedModel:
-    """DeiT in front of GPT-2 with cross-attention."""
+    """Return a DeiT followed by a GPT-2 with cross-attention."""
     decoder = tf.GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True, **SPECIAL_IDS
     )
@@ -156,7 +156,7 @@ def vision_encoder_decoder() -> PreTrainedModel:
 
 
 def speech_encoder_decoder() -> PreTrainedModel:
-    """Wav2Vec2 in front of BERT."""
+    """Return a Wav2Vec2 followed by a BERT."""
     encoder = tf.Wav2Vec2Config(
         vocab_size=VOCABULARY, conv_dim=(16, 20), conv_kernel=(10, 4), conv_stride=(5, 4), num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=4, num_feat_extract_layers=2, **TOWER,
@@ -166,7 +166,7 @@ def speech_encoder_decoder() -> PreTrainedModel:
 
 
 def rag(head: str = "Token") -> PreTrainedModel:
-    """DPR asks and BART answers; the retriever is the caller's."""
+    """Return a DPR that encodes questions and a BART that answers; the caller has the retriever."""
     question = tf.DPRConfig(vocab_size=VOCABULARY, max_position_embeddings=64, projection_dim=22, **TOWER)
     generator = tf.BartConfig(
         vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -178,7 +178,7 @@ def rag(head: str = "Token") -> PreTrainedModel:
 
 
 def retrieved_inputs() -> dict[str, Any]:
-    """Two questions with two documents each."""
+    """Return two questions with two documents each."""
     return {
         "input_ids": token_ids(), "context_input_ids": token_ids(rows=4, length=9, seed=5),
         "context_attention_mask": torch.ones(4, 9, dtype=torch.long),

@@ -1,4 +1,4 @@
-"""Decoders over text."""
+"""Text decoders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpt2(heads: int = 6, **options: Any) -> PreTrainedModel:
 
 
 def gpt_neo(heads: int = 6) -> PreTrainedModel:
-    """One layer attends to everything, the next to a window shorter than the inputs."""
+    """Return a model with one layer of full attention, and one with a window shorter than the inputs."""
     config = tf.GPTNeoConfig(
         vocab_size=VOCABULARY, max_position_embeddings=32, hidden_size=8 * heads, num_layers=2, num_heads=heads,
         attention_types=[[["global", "local"], 1]], window_size=3, intermediate_size=74, **SPECIAL_IDS,
@@ -86,7 +86,7 @@ def decoder(
     attention: str = "sdpa",
     **options: Any,
 ) -> PreTrainedModel:
-    """A Llama-shaped decoder of `family` ("Llama", "Mistral", …)."""
+    """Return a Llama-shaped decoder of `family` ("Llama", "Mistral", …)."""
     config = getattr(tf, f"{family}Config")(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=width, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=8, max_position_embeddings=64,

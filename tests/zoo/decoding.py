@@ -1,4 +1,4 @@
-"""Decoding in every way: greedily, with beams, and by chance with a seed."""
+"""Generation in several ways: greedy, with beams, and sampled with a seed."""
 
 from __future__ import annotations
 
@@ -23,40 +23,39 @@ _thread = threading.local()
 
 
 def generate(twin: Twin, model: Any, decodings: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tokens of `model`, by way of decoding.
+    """Return the tokens of `model` by way of decoding.
 
     Args:
-        twin: whose inputs are decoded from.
+        twin: twin whose inputs are the prompts.
         model: the twin's model, or a rank's share of it.
-        decodings: the ways; None stands for all ways in which `model` generates from the inputs of its
-            forward.
+        decodings: names of the ways; None tries all, and keeps the ways in which `model` generates.
     """
-    found: dict[str, torch.Tensor] = {}
+    tokens_by_way: dict[str, torch.Tensor] = {}
     if not twin.runs_whole or not model.can_generate():
-        return found
+        return tokens_by_way
     inputs = {name: value for name, value in twin.probes[0].inputs.items() if not name.startswith("decoder_")}
     for name in _WAYS if decodings is None else sorted(decodings):
         try:
             tokens = _decode(model, inputs, _WAYS[name])
-        except Exception:  # it may need more than its forward does, or know no beams
+        except Exception:  # it may need further inputs, or support no beams
             if decodings is not None:
                 raise
             continue
         if isinstance(tokens, torch.Tensor):
-            found[name] = tokens
-    return found
+            tokens_by_way[name] = tokens
+    return tokens_by_way
 
 
 def _decode(model: Any, inputs: dict[str, Any], way: dict[str, Any]) -> Any:
-    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     _thread.generator = torch.Generator().manual_seed(_SEED)
-    return model.generate(**given, **way, **length_options(model, _TOKENS))
+    return model.generate(**copies, **way, **length_options(model, _TOKENS))
 
 
 @contextmanager
 def draws_of_each_thread() -> Iterator[None]:
-    """While it is entered, sampling draws from a generator of the thread's own: ranks are threads here, and torch has
-    one generator for all of them."""
+    """Let each thread sample from its own generator within the block: ranks are threads here, and torch has one
+    generator for all."""
     multinomial = torch.multinomial
 
     def draw(input: torch.Tensor, num_samples: int, replacement: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Encoders over text, some of which can be decoders as well."""
+"""Text encoders, some of which can also be decoders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.zoo.case import VOCABULARY, Case, text_inputs
 def encoder(
     family: str, head: str = "ForMaskedLM", heads: int = 6, attention: str = "sdpa", **options: Any
 ) -> PreTrainedModel:
-    """A BERT-shaped encoder of `family` ("Bert", "Roberta", …) under the head `head`."""
+    """Return a BERT-shaped encoder of `family` ("Bert", "Roberta", …) under the head `head`."""
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 8 * heads, "num_hidden_layers": 2, "num_attention_heads": heads,
         "intermediate_size": 74, "max_position_embeddings": 64, "pad_token_id": 0,

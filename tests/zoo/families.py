@@ -1,4 +1,4 @@
-"""The tiny models of the written policies, all modalities together."""
+"""The tiny models of the written policies, of all modalities."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ CASES: list[Case] = [
     *decoders.CASES, *encoders.CASES, *classics.CASES, *seq2seq.CASES, *composites.CASES, *vision_audio.CASES,
 ]  # fmt: skip
 NEWER: list[Case] = [*recent.CASES, *state_space.CASES, *readers.CASES, *multimodal.CASES, *pictured.CASES]
-"""Those whose blocks came later; most share a layout with one of the others, so fewer tests run them."""
+"""Models with newer blocks; most share a layout with an older model, so fewer tests run them."""
 ALL = [*CASES, *NEWER]

@@ -1,4 +1,4 @@
-"""How a model type's real default configuration would be cut: planned on `meta`, without weights."""
+"""Plans of model types' real default configurations, on `meta`, without weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.zoo.overrides import configuration
 
 @dataclass
 class FullSize:
-    """A model type's default configuration, planned.
+    """The plan of a model type's default configuration.
 
     Attributes:
-        model_type, model_class: type and class of the model.
+        model_type, model_class: names of the type and of the class.
         status: "planned", "refused" or "skipped" (transformers cannot build it here).
-        reason: in words, unless planned.
-        parameters: how many it has.
-        bytes: bytes of the whole model.
+        reason: explanation, unless planned.
+        parameters: number of parameters.
+        bytes: size of the whole model.
         cut: number of ranks → share of all bytes that are cut, 0 to 1.
-        fullest: number of ranks → bytes of the fullest rank, an even share being 1.
-        seconds: number of ranks → processor time that the plan took; the first includes the search for rules.
-        whole: the largest tensors that every rank holds whole at the most ranks: name → bytes.
+        fullest: number of ranks → bytes of the fullest rank, relative to an even share.
+        seconds: number of ranks → processor time of the plan; the first includes the search for rules.
+        whole: largest replicated tensors at the highest number of ranks: name → bytes.
     """
 
     model_type: str
@@ -47,33 +47,36 @@ class FullSize:
 
 
 def measure(model_type: str, world_sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The `FullSize` of one model type, as a dictionary."""
-    found = FullSize(model_type)
+    """Return the `FullSize` of one model type, as a dictionary."""
+    size_report = FullSize(model_type)
     try:
         model = build(model_type)
-    except Exception as error:  # what cannot be built is no matter of cutting it
-        found.status, found.reason = "skipped", _in_short(error)
-        return asdict(found)
-    found.model_class = type(model).__name__
-    found.parameters = sum(parameter.numel() for parameter in model.parameters())
+    except Exception as error:  # failures to build say nothing about cuts
+        size_report.status, size_report.reason = "skipped", _in_short(error)
+        return asdict(size_report)
+    size_report.model_class = type(model).__name__
+    size_report.parameters = sum(parameter.numel() for parameter in model.parameters())
     for size in world_sizes:
         start = time.process_time()
         try:
-            made = plan(model, size)
+            shard_plan = plan(model, size)
         except ParallelError as error:
-            found.reason = _in_short(error)
-            found.status = "skipped" if "No module named" in found.reason else "refused"  # needs a further package
-            return asdict(found)
-        found.seconds[size] = round(time.process_time() - start, 1)
-        found.bytes = made.bytes_whole
-        found.cut[size] = round(1 - made.whole_share, 4)
-        found.fullest[size] = round(max(made.bytes_per_rank) * size / max(1, made.bytes_whole), 3)
-        found.whole = dict(list(made.replicated.items())[:3])
-    return asdict(found)
+            size_report.reason = _in_short(error)
+            size_report.status = (
+                "skipped" if "No module named" in size_report.reason else "refused"
+            )  # it needs another package
+            return asdict(size_report)
+        size_report.seconds[size] = round(time.process_time() - start, 1)
+        size_report.bytes = shard_plan.bytes_whole
+        size_report.cut[size] = round(1 - shard_plan.whole_share, 4)
+        size_report.fullest[size] = round(max(shard_plan.bytes_per_rank) * size / max(1, shard_plan.bytes_whole), 3)
+        size_report.whole = dict(list(shard_plan.replicated.items())[:3])
+    return asdict(size_report)
 
 
 def build(model_type: str) -> PreTrainedModel:
-    """Return the model of a type's default configuration on `meta`, with the settings that it needs."""
+    """Return the model of a type's default configuration on `meta`; if that cannot be built, with the necessary
+    settings."""
     try:
         return empty_model(model_type)
     except Exception as error:  # any modelling code may run here
@@ -86,7 +89,7 @@ def build(model_type: str) -> PreTrainedModel:
                     ._from_config(configuration(model_type, CONFIG_MAPPING_NAMES[model_type]))
                     .eval()
                 )
-        except Exception:  # the next class may be buildable; if none is, the first refusal says why
+        except Exception:  # the next class may be buildable; otherwise the first refusal is raised
             continue
     raise refusal
 

@@ -26,25 +26,25 @@ from tests.zoo.overrides import configuration
 from tests.zoo.variation import varied_twin
 
 SEED = 20
-"""Not that of the proofs: what was proven must hold for other weights and inputs."""
+"""Not the seed of the proofs: a proof must hold for other weights and inputs."""
 
 TOLERANCE = 1e-4
 
 
 @dataclass
 class Verdict:
-    """The verdict for one model type at one world size.
+    """The verdict on one model type at one world size.
 
     Attributes:
-        model_type, model_class: type and class of the model.
+        model_type, model_class: names of the type and of the class.
         world_size: number of ranks.
         status: "equal", "wrong", "refused" or "skipped" (cannot be built or run whole).
-        reason: in words, unless equal.
+        reason: explanation, unless equal.
         source: source of the policies.
         share: share of the cuttable bytes that are cut, 0 to 1.
-        compared: compared results: "forward", "parts", single "layers", and the ways of decoding ("greedy",
-            "beam", "sampled").
-        seconds: duration.
+        compared: outputs compared: "forward", "parts", single "layers", and the ways of decoding ("greedy", "beam",
+            "sampled").
+        seconds: wall-clock time.
     """
 
     model_type: str
@@ -59,17 +59,17 @@ class Verdict:
 
 
 def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = False) -> list[dict[str, Any]]:
-    """Verdicts on one model type, as dictionaries, one for each world size.
+    """Return the verdicts on one model type, as dictionaries, one per world size.
 
     Args:
-        model_type: type in its configuration.
+        model_type: name of the type, from its configuration.
         world_sizes: numbers of ranks.
-        varied: take a model of other sizes than the twin has on which its policies are proven.
+        varied: whether to judge a model of other sizes than the twin that proved its policies.
     """
     start = time.monotonic()
     try:
         twin = _twin(model_type, varied)
-    except Exception as error:  # anything that stops a model from running whole is no matter of cutting it
+    except Exception as error:  # failures of the whole model say nothing about cuts
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         seconds, name = time.monotonic() - start, classes_of(model_type)[0]
         return [asdict(Verdict(model_type, name, size, "skipped", reason, seconds=seconds)) for size in world_sizes]
@@ -85,7 +85,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
 
 
 def _twin(model_type: str, varied: bool) -> Twin:
-    """A twin of the first of the type's classes that its configuration makes; some need packages that are not here."""
+    """Return a twin of the type's first class that can be built; some classes need missing packages."""
     config = configuration(model_type, CONFIG_MAPPING_NAMES[model_type])
     problems = []
     for name in classes_of(model_type):
@@ -101,7 +101,7 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
     try:
         selection = select(twin.model, world_size=size)
         share = build_plan(twin.model, size, selection).cut_share
-        plan = build_plan(twin.model, size, selection, exhaustive=True)  # a model of full size has more that is large
+        plan = build_plan(twin.model, size, selection, exhaustive=True)  # at full size more layers are large
     except (UnsupportedModelError, PolicyError) as error:
         verdict.status, verdict.reason = "refused", str(error)[:400]
         return
@@ -116,7 +116,7 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
     compared = {*parts, *wanted.tokens}
     try:
         answers = run_ranks(size, lambda communicator: _answers(twin, plan, communicator, set(wanted.tokens)))
-    except Exception as error:  # a rank that raises where the whole model does not is as wrong as other numbers
+    except Exception as error:  # an error of a rank alone is as wrong as other numbers
         verdict.status, verdict.reason = "wrong", f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         return
     verdict.compared = ", ".join(sorted(compared))
@@ -128,11 +128,11 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
 
 @dataclass
 class _Answers:
-    """Return the outputs of a model on its probes.
+    """The results of a model on its probes.
 
     Attributes:
-        outputs: for each probe the tensors of its output.
-        tokens: way of decoding → the tokens it gives.
+        outputs: tensors of the output, for each probe.
+        tokens: way of decoding → tokens.
     """
 
     outputs: list[list[torch.Tensor]]
@@ -140,7 +140,7 @@ class _Answers:
 
 
 def _answers(twin: Twin, plan: ShardPlan, communicator: Communicator, decodings: set[str]) -> _Answers:
-    """Return the outputs of one rank."""
+    """Return the results of one rank."""
     share = cut(twin.model, plan, communicator.rank, communicator)
     with torch.no_grad():
         outputs = [run(share.get_submodule(probe.path), probe.inputs) for probe in twin.probes]
@@ -148,7 +148,7 @@ def _answers(twin: Twin, plan: ShardPlan, communicator: Communicator, decodings:
 
 
 def _problem(twin: Twin, got: _Answers, wanted: _Answers) -> str:
-    """The first difference, in words; "" where there is none."""
+    """Return the first difference, in words; "" if there is none."""
     for probe, mine, whole in zip(twin.probes, got.outputs, wanted.outputs, strict=True):
         if len(mine) != len(whole):
             return f"{probe.path or 'forward'}: {len(mine)} tensors instead of {len(whole)}"

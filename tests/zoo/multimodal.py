@@ -1,4 +1,4 @@
-"""Models over images, sound or series of the newer kinds."""
+"""Newer models of images, sound or series."""
 
 from __future__ import annotations
 

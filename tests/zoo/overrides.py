@@ -1,4 +1,4 @@
-"""Settings without which a default configuration cannot be built, and default configurations for all others."""
+"""Settings that some default configurations need to be built, and the default configurations of all other types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESNET = {
         "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
     },
 }  # fmt: skip
-"""In place of a backbone from timm, which is no requirement."""
+"""A replacement for a backbone from timm, which is not required."""
 _LAST_STAGE = {**_RESNET, "backbone_config": {**_RESNET["backbone_config"], "out_features": ["stage4"]}}
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -25,7 +25,7 @@ SIGLIP = {
     "num_hidden_layers": 4,
     "vision_use_head": False,
 }
-"""In place of a tower that is no requirement, or has no default."""
+"""A replacement for a tower that is not required, or has no default."""
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 
 _INDEXER = {
@@ -145,5 +145,5 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def configuration(model_type: str, config_name: str, **settings: Any) -> PreTrainedConfig:
-    """The default configuration of a model type, with the settings that it cannot do without, and others."""
+    """Return the default configuration of a model type with its necessary settings, and `settings`."""
     return getattr(transformers, config_name)(**_SETTINGS.get(model_type, {}), **settings)

@@ -1,4 +1,4 @@
-"""Decoders over text whose weights several parts share, or that read images by way of another decoder."""
+"""Text decoders that share weights between parts, or read images with another decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOWER = {"hidden_size": 40, "intermediate_size": 70, "num_hidden_layers": 2, "nu
 
 
 def diffusion_gemma() -> PreTrainedModel:
-    """The encoder's layers have the decoder's weights; the last has no projection of values."""
+    """Return a model whose encoder has the decoder's weights; the last layer has no value projection."""
     text = {
         **TEXT, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "top_k_experts": 2,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 4,
@@ -30,7 +30,7 @@ def diffusion_gemma() -> PreTrainedModel:
 
 
 def diffusion_inputs() -> dict[str, Any]:
-    """A canvas, and what the last step of denoising said of it."""
+    """Return a canvas, and the logits of the last denoising step."""
     logits = torch.randn(2, 5, VOCABULARY, generator=torch.Generator().manual_seed(8))
     canvas = token_ids(length=5, seed=4)
     return {"input_ids": token_ids(), "decoder_input_ids": canvas, "self_conditioning_logits": logits}
@@ -54,7 +54,7 @@ def deepseek_ocr2() -> PreTrainedModel:
 
 
 def deepseek_ocr2_vision() -> PreTrainedModel:
-    """The two encoders of images by themselves: queries of their own stand in the text for an image."""
+    """Return the two image encoders alone: their own queries replace the text of an image."""
     return deepseek_ocr2().model.vision_tower
 
 

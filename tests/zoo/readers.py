@@ -1,4 +1,4 @@
-"""Decoders that read images."""
+"""Text decoders that read images."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1,
 
 
 def reader(family: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> PreTrainedModel:
-    """A decoder of `family` behind a vision tower."""
+    """Return a decoder of `family` with a vision tower."""
     settings = {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, **SPECIAL_IDS, **options}
     config = getattr(tf, f"{family}Config")(text_config={**TEXT, **text}, vision_config=vision, **settings)
     return build(getattr(tf, f"{family}ForConditionalGeneration"), config)
 
 
 def image_text_inputs(count: int, rows: int = 2, size: int = 16, **more: Any) -> dict[str, Any]:
-    """Each row of text holds the `count` tokens of one image."""
+    """Return rows of text with the `count` tokens of one image each."""
     ids = torch.cat([token_ids(rows, 3), torch.full((rows, count), IMAGE_TOKEN), token_ids(rows, 4, seed=2)], dim=1)
     ids[ids == VOCABULARY - 1] = IMAGE_TOKEN - 1
     ids[:, 3 : 3 + count] = IMAGE_TOKEN
@@ -39,7 +39,7 @@ def image_text_inputs(count: int, rows: int = 2, size: int = 16, **more: Any) ->
 
 
 def patch_inputs(channels: int, temporal: int = 2, patch: int = 4) -> dict[str, Any]:
-    """One image of four by four patches for each row, laid out flat; four of them make a token."""
+    """Return one image of four by four patches per row, laid out flat; four patches make a token."""
     inputs = image_text_inputs(4)
     flat = torch.randn(32, channels * temporal * patch * patch, generator=torch.Generator().manual_seed(3))
     kinds = (inputs["input_ids"] == IMAGE_TOKEN).long()
@@ -105,7 +105,7 @@ def idefics(family: str, **options: Any) -> PreTrainedModel:
 def idefics_1() -> PreTrainedModel:
     text = {name: value for name, value in TEXT.items() if name not in ("num_key_value_heads", "head_dim")}
     vision = {**IMAGES, "embed_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 74}
-    text["intermediate_size"] = 196  # so that the head, which stays whole, weighs as little as it does
+    text["intermediate_size"] = 196  # so that the replicated head is as small a part as in a real model
     config = tf.IdeficsConfig(
         **text, vision_config=vision, perceiver_config={}, use_resampler=False, additional_vocab_size=2,
         cross_layer_interval=1,
@@ -114,7 +114,7 @@ def idefics_1() -> PreTrainedModel:
 
 
 def idefics_1_inputs() -> dict[str, Any]:
-    """Each row looks at one image from its third token on."""
+    """Return rows that attend to one image from their third token on."""
     seen = torch.zeros(2, 7, 1, dtype=torch.long)
     seen[:, 2:] = 1
     return {**several_images(0), "input_ids": token_ids(), "attention_mask": torch.ones(2, 7, dtype=torch.long),
@@ -163,6 +163,6 @@ READERS = {
     "blip": (blip, lambda: {**image_inputs(), "input_ids": token_ids()}),
     "blip-2": (blip_2, lambda: image_text_inputs(4)),
 }
-if tf.__version__ == "5.24.0":  # there the model asks its language model for `image_outputs`, which that does not have
+if tf.__version__ == "5.24.0":  # this release reads `image_outputs`, which its language model lacks
     del READERS["llama4-images"]
 CASES = [Case(name, make, inputs, generates=True) for name, (make, inputs) in READERS.items()]

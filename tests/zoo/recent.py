@@ -1,4 +1,4 @@
-"""Decoders over text of the newer kinds: latent attention, delta nets, experts beside shared ones."""
+"""Newer text decoders: latent attention, delta nets, routed experts beside shared ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DELTA_MIXTURE = {**DELTA_NET, **MIXTURE}
 
 
 def latent(family: str, heads: int = 6, dense: int = 1, **options: Any) -> PreTrainedModel:
-    """A decoder with latent attention; `dense` layers have no experts."""
+    """Return a decoder with latent attention; `dense` layers have no experts."""
     config = getattr(tf, f"{family}Config")(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=74, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=heads, max_position_embeddings=64, **SPECIAL_IDS,
@@ -58,7 +58,7 @@ def kimi_linear() -> PreTrainedModel:
 
 
 def gemma(family: str, **options: Any) -> PreTrainedModel:
-    """The last two layers read the keys and values of the first two."""
+    """Return a model whose last two layers read the keys and values of the first two."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     return decoder(
         family, tied=True, layers=4, layer_types=kinds, sliding_window=3, num_kv_shared_layers=2,

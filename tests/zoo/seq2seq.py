@@ -1,4 +1,4 @@
-"""Encoder-decoders over text."""
+"""Text encoder-decoders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def t5(heads: int = 6, gated: bool = False, tied: bool = True) -> PreTrainedMode
 
 
 def switch() -> PreTrainedModel:
-    """Every other layer has experts, of which each token takes one.
+    """Return a model with experts in every other layer; each token uses one expert.
 
-    Both stacks are of one depth: transformers makes caches of the encoder's depth, so neither T5 nor Switch generates,
-    whole, if the decoder is deeper (12 by default).
+    Encoder and decoder have equal depth: transformers makes caches with as many layers as the encoder has. With a
+    deeper decoder (12 layers by default), neither T5 nor Switch generates even as a whole model.
     """
     config = tf.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=40, d_kv=8, d_ff=74, num_layers=2, num_decoder_layers=2, num_heads=6,
@@ -37,7 +37,8 @@ def switch() -> PreTrainedModel:
 def bart(
     family: str = "Bart", head: str = "ForConditionalGeneration", attention: str = "sdpa", **options: Any
 ) -> PreTrainedModel:
-    """A BART-shaped model of `family` ("Bart", "Pegasus", …) whose encoder and decoder differ in heads and width."""
+    """Return a BART-shaped model of `family` ("Bart", "Pegasus", …) whose encoder and decoder differ in heads and
+    width."""
     settings = {
         "vocab_size": VOCABULARY, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 74, "decoder_ffn_dim": 70,

@@ -1,4 +1,4 @@
-"""Whether calls of a model type share a batch: by `batching/batch_proof.py`, then on another twin."""
+"""Checks whether calls of a model type share a batch: by `batching/batch_proof.py`, then on another twin."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.zoo.catalogue import generating_classes
 from tests.zoo.overrides import SIGLIP, configuration
 
 CALLS = ((4, 4), (5, 19), (34, 9), (1, 13), (21, 30))
-"""Tokens before and after: other lengths than in the proof, which must hold for them, too."""
+"""Numbers of tokens before and after: other ones than in the proof, which must hold for all."""
 _SEED = 20
 _NO_TEXT = {
     "bark", "clvp", "csm", "dia", "gradium_phonon_tts", "higgs_audio_v2", "musicgen", "musicgen_melody", "pocket_tts",
     "vibevoice",
 }  # fmt: skip
-"""Types that generate sounds."""
+"""Model types that generate sound."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "fast_vlm": {"vision_config": SIGLIP},
     "perception_lm": {"vision_config": {**SIGLIP, "model_args": {"embed_dim": 1152}}},
@@ -31,20 +31,20 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX"},
 }
-"""Without which a default configuration generates no text here; SigLIP's tower stands for timm's, and sees nothing."""
+"""Settings that default configurations need to generate text; SigLIP's tower replaces timm's, and gets no image."""
 
 
 @dataclass
 class Sharing:
-    """The verdict for one model type.
+    """The result for one model type.
 
     Attributes:
-        model_type, model_class: type and class of the model.
-        status: "shares"; "wrong" (it was proven, but other calls have other tokens); "alone" (calls run in their turn);
-            "encoder"; "no text" (it generates sounds, or by CTC, without a loop); "not from text" (transformers' own
-            `generate` does not go from token ids alone); "unbuilt".
-        reason: in words, unless it shares.
-        in_pieces: prompts run side by side and in pieces.
+        model_type, model_class: names of the type and of the class.
+        status: "shares"; "wrong" (proven, but other calls have other tokens); "alone" (calls run one by one);
+            "encoder"; "no text" (it generates sound, or by CTC, without a loop); "not from text" (transformers' own
+            `generate` needs more than token ids); "unbuilt".
+        reason: explanation, unless it shares.
+        in_pieces: whether prompts run side by side and in pieces.
     """
 
     model_type: str
@@ -55,41 +55,41 @@ class Sharing:
 
 
 def shares(model_type: str) -> list[dict[str, Any]]:
-    """The `Sharing` of the first class of a model type that generates, as a dictionary; none where none does."""
-    found: list[Sharing] = []
+    """Return the `Sharing` of a model type's first generating class, as a dictionary; an empty list without one."""
+    results: list[Sharing] = []
     for name in generating_classes(model_type):
-        found.append(_tried(model_type, getattr(transformers, name)))
-        if found[-1].status != "unbuilt":
-            return [asdict(found[-1])]
-    return [asdict(each) for each in found[:1]]
+        results.append(_tried(model_type, getattr(transformers, name)))
+        if results[-1].status != "unbuilt":
+            return [asdict(results[-1])]
+    return [asdict(each) for each in results[:1]]
 
 
 def _tried(model_type: str, cls: Any) -> Sharing:
-    found = Sharing(model_type, cls.__name__, "shares")
+    result = Sharing(model_type, cls.__name__, "shares")
     if model_type in _NO_TEXT or cls.__name__.endswith("ForCTC"):
-        found.status = "no text"
-        return found
+        result.status = "no text"
+        return result
     try:
         config = configuration(model_type, CONFIG_MAPPING_NAMES[model_type], **_SETTINGS.get(model_type, {}))
         if not config.is_encoder_decoder and hasattr(config, "is_decoder"):
-            config.is_decoder = True  # else transformers says that such a model is none to generate with
+            config.is_decoder = True  # otherwise transformers refuses to generate
         twin = make_twin(cls, config)
-    except Exception as error:  # the modelling code decides what it refuses
-        found.status, found.reason = "unbuilt", f"{type(error).__name__}: {error}"
+    except Exception as error:  # modelling code may refuse anything
+        result.status, result.reason = "unbuilt", f"{type(error).__name__}: {error}"
         if not isinstance(error, UnsupportedModelError) or not config.is_encoder_decoder:
-            return found
+            return result
     if config.is_encoder_decoder:
-        found.status, found.reason = "encoder", "it has an encoder"
-        return found
-    found.reason, found.in_pieces = prove(cls, config)
-    if found.reason:
-        found.status = "alone"
+        result.status, result.reason = "encoder", "it has an encoder"
+        return result
+    result.reason, result.in_pieces = prove(cls, config)
+    if result.reason:
+        result.status = "alone"
         try:
             with torch.inference_mode():
                 twin.model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
-        except Exception as error:  # whatever a model of a kind of its own raises
-            found.status, found.reason = "not from text", f"{type(error).__name__}: {error}"
+        except Exception as error:  # unusual models may raise anything
+            result.status, result.reason = "not from text", f"{type(error).__name__}: {error}"
     else:
-        found.reason = why_alone(make_twin(cls, config, seed=_SEED).model, found.in_pieces, CALLS)
-        found.status = "wrong" if found.reason else "shares"
-    return found
+        result.reason = why_alone(make_twin(cls, config, seed=_SEED).model, result.in_pieces, CALLS)
+        result.status = "wrong" if result.reason else "shares"
+    return result

@@ -1,6 +1,7 @@
-"""Models of other sizes than the twins of a proof have: six heads on three, odd widths, a layer more, other seeds.
+"""Models of other sizes than a proof's twins: six heads on three key/value heads, odd widths, one more layer, other
+seeds.
 
-What was proven on a twin has to hold for them, too.
+Results proven on a twin must hold for these models, too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _INNER_WIDTH = 74
 
 
 def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> Twin:
-    """A tiny model whose sizes are others than those that `make_twin` would give it, and probes of it.
+    """Return a tiny model of other sizes than `make_twin` would choose, with probes.
 
     Raises:
         UnsupportedModelError: no variation runs.
@@ -37,7 +38,7 @@ def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int)
     for varied in _variations(config, first_choice(cls, config).shapes):
         try:
             model = build_tiny(cls, varied, None, seed)
-        except Exception as error:  # the modelling code decides which sizes go together
+        except Exception as error:  # modelling code may accept only some combinations of sizes
             failures.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
             continue
         if model is None:
@@ -51,7 +52,7 @@ def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int)
 
 
 def _variations(config: PreTrainedConfig, shapes: Shapes) -> Iterator[PreTrainedConfig]:
-    """The more that differs, the earlier."""
+    """Yield variations of a configuration, the most different first."""
     for heads, inner, more in ((1, 1, 1), (1, 1, 0), (1, 0, 1), (1, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 1)):
         for spare in (0, 1):
             spared = Shrinking(spare=spare, keep_images=bool(spare), keep_vocabulary=bool(spare), shapes=shapes)
@@ -64,7 +65,7 @@ def _variations(config: PreTrainedConfig, shapes: Shapes) -> Iterator[PreTrained
 
 
 def _vary_heads(config: PreTrainedConfig) -> bool:
-    """Six query heads, on three key/value heads where they were shared; widths that follow go along everywhere."""
+    """Set six query heads, on three key/value heads if they were shared; adapt dependent widths everywhere."""
     parts = list(parts_of(config))
     widths: dict[int, int] = {}
     changed = False
@@ -93,7 +94,7 @@ def _vary_heads(config: PreTrainedConfig) -> bool:
 
 
 def _vary_inner(config: PreTrainedConfig) -> bool:
-    """A width between the layers of an MLP that divides by two alone."""
+    """Set the inner width of MLPs to a number divisible by two only."""
     changed = False
     for part in parts_of(config):
         for name, value in list(vars(part).items()):
@@ -104,7 +105,7 @@ def _vary_inner(config: PreTrainedConfig) -> bool:
 
 
 def _vary_counts(config: PreTrainedConfig) -> bool:
-    """Three layers where nothing says what each is, and another vocabulary."""
+    """Set three layers, unless lists describe the layers one by one, and another vocabulary."""
     changed = False
     for part in parts_of(config):
         lists = [v for v in vars(part).values() if isinstance(v, (list, tuple))]

@@ -1,4 +1,4 @@
-"""Models over images and sound, alone or beside text."""
+"""Models of images and sound, alone or beside text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text_and_image_inputs() -> dict[str, Any]:
 
 
 def gemma3_inputs() -> dict[str, Any]:
-    """Each row of text holds the four tokens of one image."""
+    """Return rows of text with the four tokens of one image each."""
     ids = token_ids() % IMAGE_TOKEN
     ids[:, 1:5] = IMAGE_TOKEN
     return {"input_ids": ids, "token_type_ids": (ids == IMAGE_TOKEN).long(), **image_inputs()}
@@ -33,7 +33,7 @@ def spectrogram_inputs() -> dict[str, Any]:
 
 
 def sound_inputs() -> dict[str, Any]:
-    """Two rows of samples, the second shorter."""
+    """Return two rows of samples, the second shorter."""
     mask = torch.ones(2, 400, dtype=torch.long)
     mask[1, 300:] = 0
     return {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(5)), "attention_mask": mask}
@@ -44,7 +44,7 @@ def vit() -> PreTrainedModel:
 
 
 def clip(family: str = "CLIP", vision_heads: int = 5, **options: Any) -> PreTrainedModel:
-    """Two towers; `options` go to the configuration of both together."""
+    """Return a model with two towers; `options` go to their joint configuration."""
     special_ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     text = {**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 16, **special_ids}
     vision = {**IMAGES, **TOWER, "hidden_size": 8 * vision_heads, "num_attention_heads": vision_heads}
@@ -76,7 +76,7 @@ def whisper() -> PreTrainedModel:
 
 
 def wav2vec2(family: str = "Wav2Vec2", attention: str = "sdpa", **options: Any) -> PreTrainedModel:
-    """An encoder over raw samples of `family` ("Wav2Vec2", "Hubert", …)."""
+    """Return an encoder of raw samples of `family` ("Wav2Vec2", "Hubert", …)."""
     config = getattr(tf, f"{family}Config")(
         vocab_size=VOCABULARY, conv_dim=(16, 20), conv_kernel=(10, 4), conv_stride=(5, 4), num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=4, num_feat_extract_layers=2, **TOWER, **options,

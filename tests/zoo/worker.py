@@ -1,7 +1,7 @@
-"""Judges the model types named on standard input, a line each, and answers a line of JSON for each on standard output.
-With `full`, plans their default configurations instead; with `shares`, tries whether their calls share a batch.
+"""A process that judges the model types named on standard input, one per line, and answers with one line of JSON each.
 
-A process of its own, so that a crash or a hang costs one model type and no more.
+With `full`, it plans their default configurations instead; with `shares`, it checks whether their calls share a batch.
+The process is separate, so that a crash or a hang costs one model type only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.zoo.sharing import shares
 def main() -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever modelling code prints goes to standard error
+    os.dup2(2, 1)  # output of modelling code goes to standard error
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def main() -> None:
                 verdicts = [measure(name, world_sizes)]
             else:
                 verdicts = judge(name, world_sizes, "varied" in modes)
-        except Exception:  # reported as the verdict's lack, by the parent
+        except Exception:  # the parent reports the missing verdict
             traceback.print_exc()
             verdicts = []
         print(json.dumps(verdicts), file=answers, flush=True)

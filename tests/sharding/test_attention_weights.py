@@ -1,5 +1,4 @@
-"""Attention weights: of all heads wherever somebody looks at them, however they were asked for, and nothing is
-exchanged where nobody does."""
+"""Requested attention weights have all heads, however they are requested; without a request nothing is exchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ Groups = Callable[[int], WorkerGroup]
 
 
 def eager(model: Any) -> Any:
-    """With the attention that gives its weights."""
+    """Set the attention implementation that returns weights."""
     model.set_attn_implementation("eager")
     return model
 
@@ -60,9 +59,9 @@ def by_one(model: Any) -> Any:
 
 
 def of_two_streams(model: Any) -> Any:
-    asked = torch.zeros(2, 1, 7)
-    asked[:, 0, -1] = 1
-    return model(token_ids(), target_mapping=asked, output_attentions=True)
+    target_mapping = torch.zeros(2, 1, 7)
+    target_mapping[:, 0, -1] = 1
+    return model(token_ids(), target_mapping=target_mapping, output_attentions=True)
 
 
 def by_generation_configuration(model: Any) -> Any:
@@ -104,7 +103,7 @@ def test_weights_of_all_heads(
 
 
 class Rollout(BertModel):
-    """Uses the weights itself: what of each token is in the first one, by all heads and layers."""
+    """A model that uses the weights itself: attention rollout over all heads and layers."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         output = super().forward(input_ids, output_attentions=True, **kwargs)
@@ -114,7 +113,7 @@ class Rollout(BertModel):
         return {"flow": flow, "halves": [torch.stack([weights])[0, :, ::2] for weights in output.attentions]}
 
 
-def test_modelling_code_that_looks_at_the_weights(groups: Groups) -> None:
+def test_modelling_code_may_read_the_weights(groups: Groups) -> None:
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=74,
         max_position_embeddings=64,
@@ -127,7 +126,7 @@ def test_modelling_code_that_looks_at_the_weights(groups: Groups) -> None:
 
 
 class Counting:
-    """A rank's communicator, whose collectives are counted."""
+    """A communicator that counts its collectives."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
@@ -140,7 +139,7 @@ class Counting:
 
 
 def collectives(model: Any, use: Callable[[Any], Any]) -> Counter[str]:
-    """How many collectives two ranks need for a use of the model."""
+    """Return the number of collectives of two ranks for one use of the model, by kind."""
     plan = build_plan(model, 2, select(model))
 
     def on_rank(communicator: Communicator) -> Counter[str]:
@@ -175,8 +174,8 @@ def encode(model: Any) -> None:
     ],
     ids=["llama", "t5", "bert", "deberta", "longformer"],
 )
-def test_nothing_is_exchanged_where_nobody_asks(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    """Eager attention gives its weights unasked; what the others give is taken away before anything looks at it."""
+def test_unrequested_weights_are_not_exchanged(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
+    """Eager attention returns weights unrequested; other weights are dropped before anything reads them."""
     model = eager(make())
 
     def without(share: Any) -> None:
@@ -188,16 +187,16 @@ def test_nothing_is_exchanged_where_nobody_asks(make: Callable[[], Any], use: Ca
     assert collectives(model, use) == collectives(model, without)
 
 
-@pytest.mark.slow  # the compiler takes its time
-def test_a_compiled_step_gives_the_weights_of_all_heads(groups: Groups) -> None:
-    whole, how = eager(decoder("Llama")), {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-    want = whole.generate(**text_inputs(), **how, output_attentions=True, cache_implementation="static")
+@pytest.mark.slow  # compiles for long
+def test_compiled_step_returns_weights_of_all_heads(groups: Groups) -> None:
+    whole, options = eager(decoder("Llama")), {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    want = whole.generate(**text_inputs(), **options, output_attentions=True, cache_implementation="static")
     traced = CompileConfig(backend="eager", mode=None, fullgraph=True)
     with parallelize(eager(decoder("Llama")), workers=groups(2), decode=traced) as model:
-        got = model.generate(**text_inputs(), **how, output_attentions=True)
+        got = model.generate(**text_inputs(), **options, output_attentions=True)
         assert torch.equal(got.sequences, want.sequences)
         assert_same(got.attentions, want.attentions)
-        assert torch.equal(model.generate(**text_inputs(), **how).sequences, want.sequences)
+        assert torch.equal(model.generate(**text_inputs(), **options).sequences, want.sequences)
 
 
 class Hidden(BertModel):
@@ -205,17 +204,17 @@ class Hidden(BertModel):
         return SimpleNamespace(kept=super().forward(input_ids, output_attentions=True).attentions)
 
 
-def test_weights_in_an_object_that_is_not_looked_into_are_refused_in_words(groups: Groups) -> None:
+def test_weights_within_unknown_objects_are_refused(groups: Groups) -> None:
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
     with parallelize(build(Hidden, config, attention="eager"), workers=groups(2)) as model:
         with pytest.raises(ParallelError, match="one rank has those of its own heads alone"):
             model(token_ids())
-        assert model.get_input_embeddings()(token_ids()).shape == (2, 7, 32)  # and the ranks go on
+        assert model.get_input_embeddings()(token_ids()).shape == (2, 7, 32)  # the ranks continue
 
 
-def test_own_heads_are_gathered_once_and_read_as_they_are_by_attention() -> None:
+def test_heads_are_gathered_once_attention_reads_own() -> None:
     times: list[int] = []
     own = torch.rand(1, 2, 3, 3)
 
@@ -235,14 +234,14 @@ def test_own_heads_are_gathered_once_and_read_as_they_are_by_attention() -> None
 
 
 def _tensors(output: Any) -> list[Any]:
-    """Return the parts of an output, caches apart."""
+    """Return the values of an output, except for caches."""
     values = output.values() if isinstance(output, dict) else output
     return [value for value in values if not isinstance(value, Cache)]
 
 
 def _attentions(output: Any) -> list[Any]:
-    """Return the attentions in an output by name, or tensors with heads if it has no names."""
+    """Return the attentions of an output: values by name, or tensors with heads if it has no names."""
     if not isinstance(output, dict):
         return [value for value in output if isinstance(value, torch.Tensor) and value.ndim == 4]
-    inner = [found for value in output.values() if isinstance(value, dict) for found in _attentions(value)]
+    inner = [tensor for value in output.values() if isinstance(value, dict) for tensor in _attentions(value)]
     return inner + [value for name, value in output.items() if "attentions" in name and value]

@@ -1,4 +1,4 @@
-"""Every change that reaches the ranks lets go of what they keep of earlier calls."""
+"""Every change that reaches the ranks drops the state that they keep of earlier calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_prefixes_of_the_model_as_it_was_are_let_go(groups, name: str) -> None:
+def test_prefixes_of_a_changed_model_are_dropped(groups, name: str) -> None:
     make, change = CHANGES[name]
     whole, cut = make(), parallelize(make(), workers=groups(2), batching=True)
     ids = prompt(20)
@@ -69,7 +69,7 @@ def test_prefixes_of_the_model_as_it_was_are_let_go(groups, name: str) -> None:
     cut.deparallelize()
 
 
-def test_a_sequence_begun_before_a_change_is_not_kept(groups) -> None:
+def test_sequence_begun_before_a_change_is_dropped(groups) -> None:
     make, change = CHANGES["an attribute of attention"]
     whole, cut = make(), parallelize(make(), workers=groups(2), batching=True)
     ids, begun = prompt(20), threading.Event()
@@ -96,8 +96,8 @@ def test_a_sequence_begun_before_a_change_is_not_kept(groups) -> None:
 
 
 @pytest.mark.parametrize("place", ["model.norm", "model"])
-def test_what_a_hook_sets_on_a_module_counts_for_later_calls(groups, place: str) -> None:
-    """A hook that changes an attribute, and a prompt whose beginning is kept from before it."""
+def test_attributes_set_by_hooks_affect_later_calls(groups, place: str) -> None:
+    """A hook changes an attribute after the beginning of a prompt has been kept."""
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=True)
     ids = prompt(20)
     assert_agree(cut, whole, ids)
