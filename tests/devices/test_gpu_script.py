@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,9 +78,14 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 
 
 @pytest.mark.parametrize("what", [pytest.param("speed", marks=pytest.mark.slow), "restart", "profile"])
-def test_each_benchmark_writes_its_figures(what: str, measured: Callable[..., Path]) -> None:
+def test_each_benchmark_writes_its_figures(
+    what: str, measured: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     contestants, results = EAGER, measured(what)
     if what == "profile":
+        table = capsys.readouterr().out
+        assert re.search(r"aten::(mm|addmm|linear|matmul)\b", table), "no product of the 16 steps is in the table"
+        assert "Self CPU time total" in table
         return
     figures, page = json.loads(results.read_text())["tiny"], results.with_suffix(".md").read_text()
     assert all(f"| {name} |" in page for name in figures)

@@ -207,7 +207,7 @@ def test_streamer_gets_the_same_pieces(pair: Pair) -> None:
 
 
 def test_tokens_stream_before_the_next_is_chosen(pair: Pair) -> None:
-    """The processor blocks step three until the streamer has two tokens, so late tokens would hang it."""
+    """The loop runs in this process: the streamer gets each token before the processor sees the next scores."""
     one = {name: value[:1] for name, value in pair.inputs.items()}
     seen: list[int] = []
     streamed_at: list[int] = []

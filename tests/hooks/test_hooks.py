@@ -140,7 +140,7 @@ def test_recorded_outputs_include_changes_by_hooks(groups: Groups) -> None:
     requested_outputs = {"output_hidden_states": True, "output_attentions": True}
     whole = decoder("Llama")
     with parallelize(decoder("Llama"), workers=groups(2)) as model, torch.no_grad():
-        for order in ("a hook before they are recorded", "a recorder before the hook"):
+        for _ in range(2):  # at the second pass transformers' recorder is there before the hook
             handles = [m.model.layers[0].register_forward_hook(lambda *seen: seen[2] * 2) for m in (whole, model)]
             assert_same(
                 model(**text_inputs(), **requested_outputs).hidden_states,
@@ -148,7 +148,6 @@ def test_recorded_outputs_include_changes_by_hooks(groups: Groups) -> None:
             )
             for handle in handles:
                 handle.remove()
-            assert order
 
 
 COUNT = 0
