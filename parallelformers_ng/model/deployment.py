@@ -164,7 +164,8 @@ class Deployment:
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
-                return replica.ready()[0].call("ping")
+                deadline = replica.deadline_of(None)
+                return replica.ready(deadline)[0].call("ping", deadline=deadline)
             except GroupError as error:
                 errors.append(error)
         raise errors[0]
@@ -173,8 +174,9 @@ class Deployment:
         """Return the result of a method of `worker.memory.RankMemory` on each rank, by device."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
-            group, names = replica.ready()[0], replica.group.device_names
-            memory |= zip(names, group.call_each("memory", [(what, name) for name in names]), strict=True)
+            deadline, names = replica.deadline_of(None), replica.group.device_names
+            group, _ = replica.ready(deadline)
+            memory |= zip(names, group.call_each("memory", [(what, name) for name in names], deadline), strict=True)
         return memory
 
     def read(self, name: str) -> torch.Tensor:

@@ -60,7 +60,7 @@ class TraceSwitch(LogitsProcessor):
 
 def walk() -> set[str]:
     """Return the files that the map names on the way from `generate` to a token."""
-    section = MAP.read_text().split("## From `model.generate(ids)`", 1)[1].split("\nWhere a call has more", 1)[0]
+    section = MAP.read_text().split("## From `model.generate(ids)`", 1)[1].split("\nA call with more", 1)[0]
     return set(re.findall(r"`(\w+/\w+\.py)`", section))
 
 
