@@ -99,8 +99,8 @@ class BatchingOptions:
     Attributes:
         rows: sequences that are decoded at a time.
         waiting: calls that may wait while all rows are taken; a further one raises BatchingError.
-        prefill_patience: milliseconds that running rows wait, about, while prompts of new rows run. Short prompts run
-            side by side, longer ones in pieces; the pieces are as long as the measured speed allows.
+        prefill_chunk: tokens of prompts that are run between two steps of the other rows, twice as many where
+            there are none. Short prompts run side by side, longer ones in pieces.
         prefix_tokens: keys and values of so many tokens are kept of the sequences that were used last, for prompts that
             begin alike; 0 keeps none.
         cache_tokens: tokens that the caches of all rows may have together, padding counted; calls wait for room. None:
@@ -111,7 +111,7 @@ class BatchingOptions:
 
     rows: int = 16
     waiting: int = 256
-    prefill_patience: int = 200
+    prefill_chunk: int = 128
     prefix_tokens: int = 4096
     cache_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -282,10 +282,6 @@ def check_switches(**switches: Any) -> None:
             raise ParallelError(f"{name} is {value!r}; it takes True or False")
 
 
-_SUCCESSORS = {"prefill_chunk": " any more; prefill_patience sets the milliseconds that running rows wait for prompts"}
-"""Options of earlier releases → the end of the message about them."""
-
-
 def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
     """Options as a dataclass, however they were given.
 
@@ -306,7 +302,7 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
     known = get_type_hints(cls)
     for name in sorted(options, key=str):
         if name not in known:
-            hint = _SUCCESSORS.get(name) or did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
+            hint = did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
             raise ParallelError(f"{argument} has no option {name!r}{hint}")
     for name, value in options.items():
         if not _is_a(value, known[name]):

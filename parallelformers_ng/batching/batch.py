@@ -28,9 +28,6 @@ _ROUND_SECONDS = 0.02
 """How long a round takes at least, if a step takes less: so long waits who comes next. To ask the ranks takes a fifth
 of a millisecond."""
 _MOST_STEPS = 8
-_LEAST_PIECE, _FIRST_PIECE, _WIDEST_PIECE = 8, 128, 1024
-"""Tokens of prompts in a round: at least; before any speed is known; and at most. The widest is for rounds in which no
-row waits for its next token: weights are read once for all tokens of a pass, and 1,024 keep its memory bounded."""
 
 
 class Batch:
@@ -64,7 +61,6 @@ class Batch:
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._steps, self._has_graphs = 1, True
-        self._prefill_speed = 0.0  # tokens of prompts a second, as rank 0 has measured; 0 before
         self.is_due = threading.Lock()
 
     @property
@@ -98,18 +94,11 @@ class Batch:
                 self._adapters, self._batch = ticket.call.adapters, next(self._batches)
         if not self._running and not left:
             return None
-        limits = (self._piece(), _WIDEST_PIECE, self._options.prefix_tokens)
-        limits = limits if self._trial.in_pieces else (0, 0, 0)
+        limits = self._options.prefill_chunk, self._options.prefix_tokens
+        limits = limits if self._trial.in_pieces else (0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
         return Round(self._batch, calls, left, *limits, self._steps, self._adapters, positions)
-
-    def _piece(self) -> int:
-        """Return the tokens of prompts that run within the patience of running rows."""
-        if not self._prefill_speed:
-            return _FIRST_PIECE
-        tokens = int(self._prefill_speed * self._options.prefill_patience / 1000)
-        return max(_LEAST_PIECE, min(tokens, _WIDEST_PIECE))
 
     def _admitted(self) -> dict[int, Ticket]:
         """Yield the next calls, in the order of their arrival."""
@@ -143,10 +132,7 @@ class Batch:
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(news)
-        if news[0].prompt_tokens >= _LEAST_PIECE:
-            speed = news[0].prompt_tokens / news[0].prompt_seconds
-            self._prefill_speed = (self._prefill_speed + speed) / 2 if self._prefill_speed else speed
-        elif not order.joins:
+        if not order.joins:
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)

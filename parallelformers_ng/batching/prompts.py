@@ -45,13 +45,9 @@ class Prompts:
     Args:
         model: the rank's.
         prefixes: known beginnings of prompts, already run.
-
-    Attributes:
-        latest: tokens of the latest pass, padding included.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
-        self.latest = 0
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
@@ -148,7 +144,6 @@ class Prompts:
     ) -> torch.Tensor:
         """Run prompts from a column on, into the cache of a row. Returns logits, `[rows, tokens, vocabulary]`."""
         whole = torch.ones_like(ids[:1]) if mask is None else mask
-        self.latest = ids[:, begin:].numel()
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
         inputs = inputs_of(
             self._model,

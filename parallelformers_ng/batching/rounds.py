@@ -5,7 +5,6 @@ Between rounds the ranks serve whatever else is asked of them, in turn; the rows
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,9 @@ from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel
 
+_PIECES_AT_ONCE = 2
+"""If no row waits for its next token: long pieces cost less a token than short ones."""
+
 
 @dataclass
 class Round:
@@ -35,8 +37,7 @@ class Round:
         batch: number of the batch; rows of an earlier one are forgotten.
         joins: number of a row → a parcel with its `Call` of `generate`, and the seed of its random stream or None.
         leaves: rows that nobody waits for any more.
-        piece: most tokens of prompts in the round if rows wait for their next tokens; 0 for whole prompts, one by one.
-        widest: most tokens of prompts if no row waits.
+        piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
         adapters: adapters of all rows, None if the model has none.
@@ -47,7 +48,6 @@ class Round:
     joins: dict[int, tuple[bytes, int, int | None]]
     leaves: list[int]
     piece: int
-    widest: int
     prefixes: int
     steps: int
     adapters: ActiveAdapters | None = None
@@ -64,8 +64,6 @@ class News:
         failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
             what its processors raise.
         states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
-        prompt_tokens: tokens of prompts that ran, padding included.
-        prompt_seconds: seconds that they took on this rank.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
         free_bytes: free bytes of the rank's own device; 0 if that is the host.
         uncaptured: why steps became no CUDA graphs that should, "" if they did.
@@ -75,8 +73,6 @@ class News:
     ended: list[int] = field(default_factory=list)
     failed: dict[int, Description | None] = field(default_factory=dict)
     states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
     token_bytes: int = 0
     free_bytes: int = 0
     uncaptured: str = ""
@@ -133,13 +129,10 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
-        if len(self._prompts):
-            began = time.monotonic()
-            ran = self._prompts.run(order.piece if len(self._rows) else order.widest)
-            news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
-            if ran is not None:
-                self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-                met.update(ran.rows)
+        piece = order.piece if len(self._rows) else order.piece * _PIECES_AT_ONCE
+        if len(self._prompts) and (ran := self._prompts.run(piece)):
+            self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+            met.update(ran.rows)
         for _ in range(order.steps):
             if not len(self._rows):
                 break

@@ -25,9 +25,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
     parser.add_argument("--config", metavar="FILE.toml", help="a file with these options, each a word with underscores")
-    parser.add_argument(
-        "--prefill-chunk", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )  # gone: see `read_options`
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
         if default not in (None, MISSING, "", False):

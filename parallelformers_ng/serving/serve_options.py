@@ -74,7 +74,7 @@ class ServeOptions:
 
     rows: Annotated[int, "sequences that a replica decodes at a time"] = 16
     waiting: Annotated[int, "sequences that may wait while all rows are taken; a further request gets 503"] = 64
-    prefill_patience: Annotated[int, "milliseconds that running rows wait, about, while prompts of others run"] = 200
+    prefill_chunk: Annotated[int, "tokens of prompts that are run at a time, between steps of other rows"] = 128
     prefix_tokens: Annotated[int, "tokens whose keys and values are kept for prompts that begin alike"] = 4096
     cache_tokens: Annotated[int | None, "tokens of all rows together; by default what memory has room for"] = None
     max_tokens: Annotated[int, "tokens of an answer, where the request names no number"] = 1024
@@ -173,10 +173,9 @@ class ServeOptions:
         return BatchingOptions(**{**shared, "waiting": 2 * self.most_answers})
 
 
-_OF_BATCHES = ("rows", "waiting", "prefill_patience", "prefix_tokens", "cache_tokens")
+_OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_tokens")
 _LOWEST = {
-    "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
-    "max_tokens": 1,
+    "replicas": 1, "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
     "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
     "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
 }  # fmt: skip

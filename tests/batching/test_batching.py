@@ -77,7 +77,7 @@ def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
 def test_shared_calls_get_tokens_of_solo_runs(family, groups):
     whole, specs = FAMILIES[family](), calls(40)
     want = [alone(whole, call) for call in specs]
-    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_patience": 1}) as model:
+    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_chunk": 8}) as model:
         most = rows_of_each_round(model)
         with ThreadPoolExecutor(16) as pool:
             got = list(pool.map(lambda call: model.generate(**call), specs))

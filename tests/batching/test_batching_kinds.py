@@ -101,7 +101,7 @@ def test_unusual_models_share_calls_on_ranks(groups: Any, make: Callable[[], Any
     ]
     whole = make()
     want = [whole.generate(**call) for call in specs]
-    with parallelize(make(), workers=groups(2), batching={"rows": 4, "prefill_patience": 1}) as model:
+    with parallelize(make(), workers=groups(2), batching={"rows": 4, "prefill_chunk": 8}) as model:
         rows = rows_of_each_round(model)
         with ThreadPoolExecutor(6) as pool:
             got = list(pool.map(lambda call: model.generate(**call), specs))

@@ -34,7 +34,7 @@ def together(model: Any, specs: list[dict[str, Any]]) -> list[torch.Tensor]:
 def test_shared_calls_get_solo_tokens(pretended: WorkerGroup) -> None:
     for make in (small, gpt2):
         want = [make().generate(**call) for call in calls()]
-        with parallelize(make(), workers=pretended, batching={"prefill_patience": 1, "rows": 3}) as model:
+        with parallelize(make(), workers=pretended, batching={"prefill_chunk": 4, "rows": 3}) as model:
             got = together(model, calls())
             assert not remote_of(model).calls.shared[0].trial.why_alone(type(model), model.config)
             assert all(map(torch.equal, got, want))
